@@ -88,8 +88,9 @@ def images(
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
-    """`shardtrain.shard` over the transport that the test runs with."""
-    return shardtrain.shard(module, **{"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], **options})
+    """`shardtrain.shard` over the transport that the test runs with; small models have several units."""
+    usual = {"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], "units": "blocks"}
+    return shardtrain.shard(module, **{**usual, **options})
 
 
 def sharded_and_replica(

@@ -58,7 +58,7 @@ PRECISIONS = {
 
 def replicas() -> Transport:
     inside, across = dist.new_group(list(range(4))), dist.new_group([RANK, RANK + 4])
-    return comm.open_replicated("process_group", [range(4), range(4, 8)], inside, across)
+    return comm.open_transport("process_group", None, [range(4), range(4, 8)], inside, across)
 
 
 SCENES: dict[str, Callable[[], dict[str, Any]]] = {

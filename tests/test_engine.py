@@ -24,6 +24,7 @@ from torchvision import models
 import shardtrain
 from shardtrain import comm
 from shardtrain.engine.reduce import Reduction
+from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ALIGN_BYTES
 
 from naive_twin import NaiveTwin
@@ -458,9 +459,40 @@ def test_losses_and_gradients_of_three_steps_equal_ddp_s(family: Any) -> None:
         assert all(map(torch.equal, ours, theirs))
 
 
-def units_of(model: nn.Module) -> list[str]:
+def units_of(model: nn.Module, **options: Any) -> list[str]:
     with torch.device("meta"):
-        return [info.name for info in shardtrain.introspect(shardtrain.shard(model)).units][1:]
+        return [info.name for info in shardtrain.introspect(shardtrain.shard(model, **options)).units][1:]
+
+
+def test_a_model_of_at_most_2_mib_is_one_unit() -> None:
+    """In a larger one modules of at most 64 KiB belong to the root. Explicit units stay as asked."""
+
+    def layers(*widths: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(256, width, bias=False, device="meta") for width in widths))
+
+    assert units_of(layers(1024, 1024)) == []
+    assert units_of(layers(1024, 1024, 64)) == ["0", "1"]
+    assert units_of(layers(1024, 1024, 65)) == ["0", "1", "2"]
+    assert units_of(layers(2048).half()) == []
+    assert units_of(layers(3, 5), units="blocks") == units_of(layers(3, 5), units=[nn.Linear]) == ["0", "1"]
+
+
+@each_rank(2)
+def test_the_only_unit_trains_as_a_replica() -> None:
+    """Its modules' calls are not wrapped inside its own: a loss on what one of them returns, on one rank."""
+
+    def step(net: nn.Module, number: int) -> None:
+        kept: list[torch.Tensor] = []
+        handle = net.stem.register_forward_hook(lambda *call: kept.append(call[2]))
+        loss = classify(net, number)
+        handle.remove()
+        (kept[0].square().mean() if number % 2 == dist.get_rank() else loss).backward()
+
+    model = like_a_replica(step=step, units=[])
+    wrapped = mock.Mock(side_effect=Schedule.pre_forward)
+    with mock.patch.object(Schedule, "pre_forward", lambda *each: wrapped(*each)):
+        model(images(0)[0])
+    assert wrapped.call_count == 1
 
 
 def test_automatic_units_are_blocks() -> None:
@@ -474,6 +506,7 @@ def test_automatic_units_are_blocks() -> None:
         return max(i.parameters for i in infos) / sum(p.numel() for p in model.parameters())
 
     with torch.device("meta"):
+        assert units_of(models.resnet18(num_classes=10)) == inside("layer", 2, 2, 2, 2)
         assert units_of(models.resnet50()) == [*inside("layer", 3, 4, 6, 3), "fc"]
         names = units_of(models.convnext_tiny())
         assert [n for n in names if n.startswith("features.5.")] == [f"features.5.{i}" for i in range(9)]
@@ -495,10 +528,11 @@ def test_automatic_units_are_modules_that_are_called() -> None:
     layers = nn.Module()
     layers.first, layers.second = nn.Linear(99, 99), nn.Linear(99, 99)
     attends = Parts(forward, layers=layers, attention=nn.MultiheadAttention(99, 3))
-    assert units_of(attends) == ["layers.first", "layers.second", "attention"]
+    assert units_of(attends, units="blocks") == ["layers.first", "layers.second", "attention"]
 
     class Reads(Parts):
         def logits(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.embedding.weight.T
 
-    assert units_of(Reads(None, embedding=nn.Embedding(99, 99), layer=nn.Linear(99, 99))) == ["layer"]
+    reads = Reads(None, embedding=nn.Embedding(99, 99), layer=nn.Linear(99, 99))
+    assert units_of(reads, units="blocks") == ["layer"]

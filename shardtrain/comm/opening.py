@@ -38,8 +38,8 @@ class Opening:
     """Describe the ranks to the entries of `TRANSPORTS`. Opens the guard of their messages, if there is gloo.
 
     ``all_ranks``: a transport by messages, or the backend's own collectives, between all ranks of all groups.
-    ``groups``: the ranks of every shard group. ``own``: those of this rank's group; ``inside``: its process
-    group; ``shards``: its part of ``all_ranks``. Raises ValueError if ranks ask for different kinds.
+    ``groups``: the ranks of every shard group. ``own``: those of this rank's group; ``shards``: its part of
+    ``all_ranks``. Raises ValueError if ranks ask for different kinds.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class Opening:
             require_same([repr(kind)], "transport=", self.all_ranks)
         self.groups = groups or [range(self.all_ranks.world)]
         self.own = next(ranks for ranks in self.groups if self.all_ranks.rank in ranks)
-        self.inside = inside or group
         if len(self.groups) > 1:
-            self.shards = self.all_ranks.part(self.own, self.inside)
+            self.shards = self.all_ranks.part(self.own, inside)
 
 
 def _shared_memory(opening: Opening, or_messages: bool = False) -> Transport:
@@ -87,29 +86,28 @@ TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
 }
 
 
-def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
+def open_transport(
+    kind: str = "process_group",
+    group: dist.ProcessGroup | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
+    inside: dist.ProcessGroup | None = None,
+    across: dist.ProcessGroup | None = None,
+) -> Transport:
     """Open the transport ``kind`` of `TRANSPORTS` between the ranks of ``group`` (default: the world).
+
+    With ``groups`` each of them has a replica, and memory is shared inside them: their ranks, ascending in
+    rows and columns. ``inside``, ``across``: the process groups of this rank's shard group and column, for
+    the backend's own collectives.
 
     Raises ValueError if ranks ask for different kinds, or for shared memory that is not possible.
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is None or group.size() == 1:
         return Alone()
-    return TRANSPORTS[kind](Opening(kind, group))
-
-
-def open_replicated(
-    kind: str, groups: Sequence[Sequence[int]], inside: dist.ProcessGroup, across: dist.ProcessGroup
-) -> Transport:
-    """Open the transport ``kind`` between all ranks of the world, where each of ``groups`` has a replica.
-
-    Memory is shared inside shard groups. ``groups``: their ranks, ascending in rows and columns. ``inside``,
-    ``across``: the process groups of this rank's shard group and column, for the backend's own collectives.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "a mesh has a process group"
-    opening = Opening(kind, world, groups, inside)
+    opening = Opening(kind, group, groups, inside)
     shards = TRANSPORTS[kind](opening) if len(opening.own) > 1 else Alone()
+    if groups is None:
+        return shards
     column = [ranks[opening.own.index(opening.all_ranks.rank)] for ranks in groups]
     replicas = opening.all_ranks.part(column, across)
     return Replicated(shards, replicas, opening.all_ranks, groups)

@@ -145,14 +145,14 @@ class Transport:
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``sends``: a gather sends bytes, at least between some ranks, so int8 pays. ``silent``: no other rank
-    exists. ``stages``: groups of ranks whose gradients are summed first, where a second stage follows. A
-    transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
+    ``sends``: a gather sends bytes, at least between some ranks, so int8 pays. ``stages``: groups of ranks
+    whose gradients are summed first, where a second stage follows. A transport whose shard group is all ranks
+    needs `broadcast` and `all_reduce`, too.
     """
 
     rank: int
     world: int
-    in_place = uploads = sends = silent = False
+    in_place = uploads = sends = False
     stages: Sequence[Sequence[int]] = ()
     _all_ranks: Transport | None = None
     _primary_ranks: Sequence[int] | None = None
@@ -166,6 +166,11 @@ class Transport:
     def all_ranks(self) -> Transport:
         """The transport of all ranks that train the model. Errors name ranks by their numbers here."""
         return self._all_ranks or self
+
+    @property
+    def silent(self) -> bool:
+        """Whether no other rank exists."""
+        return isinstance(self.all_ranks, Alone)
 
     @property
     def primary_ranks(self) -> Sequence[int]:
@@ -227,8 +232,7 @@ class TransportWrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
-        self.in_place, self.sends, self.silent = inner.in_place, inner.sends, inner.silent
-        self.stages = inner.stages
+        self.in_place, self.sends, self.stages = inner.in_place, inner.sends, inner.stages
         self._all_ranks, self._primary_ranks = inner.all_ranks, inner.primary_ranks
 
     @property
@@ -254,7 +258,6 @@ class Alone(Transport):
     rank = 0
     world = 1
     in_place = True
-    silent = True
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         full = like.new_empty(layout.padded)

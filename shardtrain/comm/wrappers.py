@@ -142,7 +142,7 @@ class Replicated(TransportWrapper):
     ) -> None:
         super().__init__(inside)
         self._all_ranks, self._primary_ranks, self.stages = all_ranks, groups[0], groups
-        self.across, self.silent = across, across.silent
+        self.across = across
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         return self.inner.gather(tag, flats)

@@ -54,9 +54,10 @@ def shard(
     Args:
         module: the root. It may come from `deferred`. It may also be on the meta device without values:
             `to_empty` then materialises the local pieces.
-        units: the modules whose parameters are gathered together. ``None`` chooses (see `choose_units`); else
-            an iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``.
-            Parameters of no unit, and those shared by two units, belong to the root.
+        units: the modules whose parameters are gathered together: an iterable of module classes, or a
+            callable ``(fully_qualified_name, module) -> bool``. ``"blocks"`` finds residual and encoder
+            blocks (see `choose_units`). ``None`` does, too, where that pays: a model of at most 2 MiB is one
+            unit. Parameters of no unit, and those shared by two units, belong to the root.
         mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D mesh of the
             whole world, ``(replicate, shard)``, each row shards one copy of the model (HSDP; see
             `comm/wrappers.py`). N is then the ranks of a row; gradients are the mean over all ranks.
@@ -326,7 +327,7 @@ def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
         return comm.open_transport(kind)
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
-    return comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
+    return comm.open_transport(kind, None, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
 
 
 def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:

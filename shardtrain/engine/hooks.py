@@ -148,7 +148,7 @@ class Engine:
         ``torch.compile`` breaks the graph there. What ran compiled before runs so inside the wrapper.
         """
         compiled, is_root, schedule = module._compiled_call_impl, module is self.module, self.schedule
-        run = compiled or module._call_impl
+        run, is_only = compiled or module._call_impl, len(self.units) == 1
 
         @user_code.uncompiled
         def before() -> None:
@@ -172,7 +172,8 @@ class Engine:
                     f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
                     "parameters only; copy the model that shardtrain.shard() returned"
                 )
-            if unit.pinned:  # `unsharded` shows all parameters, so that one rank may compute alone
+            # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
+            if unit.pinned or (is_only and unit in schedule.calls):
                 return run(*args, **kwargs)
             try:
                 before()

@@ -162,7 +162,7 @@ def _innermost_units(engine: Engine, what: str, *before: Forward) -> list[Unit]:
     names = [unit.name for unit in engine.units]
     units = [u for u in engine.units[1:] if not any(name.startswith(f"{u.name}.") for name in names)]
     if not units:
-        raise ValueError(f"there is nothing to {what}: the model has no unit besides the root; choose units")
+        raise ValueError(f"nothing to {what}: the model has no unit besides the root; use units='blocks'")
     for unit in units:
         run = getattr(_forward_of(unit), "func", None)
         if run in before:

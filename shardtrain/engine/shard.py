@@ -233,7 +233,7 @@ class Segment:
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
         self._releases = not (self.transport.in_place or self.full.is_meta)
-        alone = transport.all_ranks.world == 1 or transport.silent
+        alone = transport.silent
         if virtual and transport.all_ranks.world == 1:
             alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
         owners = Owners(weakref.ref(transport), self.full.device, self.layout.whole, virtual)

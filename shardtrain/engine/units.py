@@ -8,29 +8,31 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import CodeType
+from typing import Literal
 
 from torch import nn
 
 from shardtrain.engine.shard import ParamInfo
 from shardtrain.engine.unit import Unit
 
-UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | Literal["blocks"] | None
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _HARMLESS = ("dtype", "device", "requires_grad")  # what a piece has in common with the whole
-_SMALL = 16_384  # elements; smaller units are not worth collectives of their own
+_SMALL = 1 << 16  # bytes; smaller units are not worth collectives of their own
+_TINY = 2 << 20  # bytes of a model that is not worth several
 
 
 def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones."""
-    if units is None:
-        chosen = choose_units(root)
+    if units is None or units == "blocks":
+        chosen = choose_units(root, every_block=units is not None)
     elif callable(units):
         chosen = {name: m for name, m in root.named_modules() if name and units(name, m)}
     else:
         classes = (units,) if isinstance(units, str) else tuple(units)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-            raise ValueError(f"units must be module classes or a callable, got {classes!r}")
+            raise ValueError(f"units must be module classes, a callable or 'blocks', got {classes!r}")
         chosen = {name: m for name, m in root.named_modules() if name and isinstance(m, classes)}
         absent = [c.__name__ for c in classes if not any(isinstance(m, c) for m in chosen.values())]
         if absent:
@@ -76,7 +78,7 @@ def infos_by_unit(
     return {name: members for name, members in infos.items() if members or name == ""}
 
 
-def choose_units(root: nn.Module) -> dict[str, nn.Module]:
+def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Module]:
     """Choose units: descend from the root, and stop at the first module that is a block.
 
     A module is a block, and becomes a unit, unless it is
@@ -86,15 +88,18 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
       not those of ``nn.MultiheadAttention``, which reads its children's weights without calling them;
     - a single layer whose parameters a module around it reads (``F.linear(x, self.embedding.weight)``): it
       belongs to that module's unit;
-    - small, at most 16,384 elements or 1/64 of the model, whichever is less: it belongs to the root, which
-      is gathered during the entire step. A message costs as much as moving some 10,000 elements.
+    - small, at most 64 KiB: it belongs to the root, which is gathered during the entire step. So does all of
+      a model of at most 2 MiB. A unit costs 0.2 to 1 ms per step, in which 1 MiB is copied several times.
+      With ``every_block`` it is at most 1/64 of the model, too, which may be of any size.
 
     This gives one unit per residual block of a ResNet, per encoder block of a ViT or Swin, per layer of a
     DenseNet, per auxiliary head, and per classifier. In a VGG, which has no blocks, each convolution is a
     unit. Stem and norms belong to the root.
     """
-    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in root.named_modules()}
-    small = min(_SMALL, sizes[""] // 64)
+    sizes = {name: sum(p.nbytes for p in m.parameters()) for name, m in root.named_modules()}
+    small = _SMALL if sizes[""] > _TINY else sizes[""]
+    if every_block:
+        small = min(_SMALL, sizes[""] // 64)
     chosen: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module, around: tuple[nn.Module, ...] = ()) -> None:

@@ -125,8 +125,10 @@ def shard_with_optimizer(
         reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
     )
     layout: Any = parallel.layout or config.optim.layout
+    inside = parallel.compile or parallel.activation_checkpoint  # both change units besides the root
     shardtrain.shard(
         model,
+        units="blocks" if inside else None,
         layout=layout,
         precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,
