@@ -13,4 +13,5 @@ from shardtrain.engine.state_dict import (
     optimizer_state_dict,
     unsharded,
 )
+from shardtrain.engine.unit import UnitOptions
 from shardtrain.optim import GradScaler, clip_grad_norm_

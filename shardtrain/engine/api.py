@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,7 +24,7 @@ from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
-from shardtrain.engine.unit import Unit
+from shardtrain.engine.unit import Unit, UnitOptions
 from shardtrain.engine.units import UnitChoice, infos_by_unit, unit_modules
 from shardtrain.engine.virtual import seed_random_numbers
 from shardtrain.layout import Cut, Policy, cut_of
@@ -55,7 +56,8 @@ def shard(
         module: the root. It may come from `deferred`. It may also be on the meta device without values:
             `to_empty` then materialises the local pieces.
         units: the modules whose parameters are gathered together. ``None`` chooses (see `choose_units`); else
-            an iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``.
+            an iterable of module classes, a callable ``(fully_qualified_name, module) -> bool``, or a dict
+            ``{module: UnitOptions}``, whose options replace ``precision`` and ``reshard_after_forward``.
             Parameters of no unit, and those shared by two units, belong to the root.
         mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D mesh of the
             whole world, ``(replicate, shard)``, each row shards one copy of the model (HSDP; see
@@ -88,8 +90,14 @@ def shard(
     left_alone: set[nn.Parameter] = set()
     for item in ignored:
         left_alone.update(item.parameters() if isinstance(item, nn.Module) else [item])
-    _check(module, transport, mesh, precision, left_alone)
+    check(module, transport, mesh, precision, left_alone)
     anchors = unit_modules(module, units)
+    given = units if isinstance(units, Mapping) else {}
+    inside = replace(precision, output=None)  # `output` is the root's alone
+    options = {
+        name: given.get(anchor) or UnitOptions(inside if name else precision, reshard_after_forward)
+        for name, anchor in anchors.items()
+    }
     infos = infos_by_unit(module, anchors, left_alone)
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
@@ -100,17 +108,22 @@ def shard(
     link = _open(kind, mesh) if isinstance(kind, str) else kind
     if virtual_ranks:
         _check_virtual(module, left_alone, precision, link, virtual_ranks)
-    if precision.quantises and link.all_ranks.world > link.world:
+    if any(each.precision.quantises for each in options.values()) and link.all_ranks.world > link.world:
         raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
     if offload and homes and is_accelerator(homes[0]):
         link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
     largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
-    segments = {unit: _segments_of(infos[unit], link, precision, cut, initial) for unit in largest_first}
-    built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
+    segments = {
+        name: _segments_of(infos[name], link, options[name].precision, cut, initial) for name in largest_first
+    }
+    built = [
+        Unit(name, index, anchors[name], segments[name], link, options[name])
+        for index, name in enumerate(infos)
+    ]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, built, reshard_after_forward, precision, virtual_ranks)
+    Engine(module, built, virtual_ranks)
     return_freed_memory()  # that of the whole parameters
     return module
 
@@ -137,12 +150,21 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     step, clipping and other changes of it raise ValueError.
     """
     engine = engine_of(module)
-    schedule, before = engine.schedule, engine.schedule.reduce_gradients
-    schedule.reduce_gradients = engine.transport.all_ranks.world == 1  # a single rank communicates nothing
+    with _reducing(engine, engine.transport.all_ranks.world == 1):  # a single rank communicates nothing
+        yield
+
+
+@contextmanager
+def _reducing(engine: Engine, reduces: bool) -> Iterator[None]:
+    """Let all units reduce their gradients inside, or none."""
+    before = [(unit.options, unit.options.reduces) for unit in engine.units]
+    for options, _ in before:
+        options.reduces = reduces
     try:
         yield
     finally:
-        schedule.reduce_gradients = before
+        for options, own in before:
+            options.reduces = own
 
 
 @contextmanager
@@ -176,16 +198,16 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     virtual, schedule = engine.virtual, engine.schedule
     if virtual is None:
         raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    if not schedule.reduce_gradients:
+    if not all(unit.options.reduces for unit in engine.units):
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
     before = schedule.micro_batch
     virtual.begin(number)
     schedule.micro_batch = number - virtual.ranks.start
-    schedule.reduce_gradients = number + 1 == virtual.ranks.stop
     if seed is not None:
         seed_random_numbers(engine.device, seed, step, number)
     try:
-        yield
+        with _reducing(engine, number + 1 == virtual.ranks.stop):
+            yield
     except BaseException:
         virtual.end(failed=True)
         schedule.drop_backward()
@@ -193,7 +215,7 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     else:
         virtual.end(failed=False)
     finally:
-        schedule.micro_batch, schedule.reduce_gradients = before, True
+        schedule.micro_batch = before
 
 
 def forward_method(module: nn.Module, *names: str) -> None:
@@ -236,13 +258,14 @@ def _call_as_forward(method: Callable[..., Any], module: nn.Module, *args: Any, 
         restore()
 
 
-def _check(
+def check(
     module: nn.Module,
     transport: str | Transport,
     mesh: DeviceMesh | None,
     precision: Precision,
     ignored: set[nn.Parameter],
 ) -> None:
+    """Raise for what `shard` cannot shard, or was not given right."""
     if not isinstance(precision, Precision):
         raise ValueError(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
