@@ -38,6 +38,7 @@ from shardtrain.engine.api import check
 from shardtrain.engine.deferred_init import become
 from shardtrain.engine.hooks import Engine, engine_of, is_inside
 from shardtrain.engine.unit import Unit
+from shardtrain.engine.units import unit_modules
 
 _MARK = "_shardtrain_mark"
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
@@ -110,6 +111,7 @@ def fully_shard(
         for inside, mark in inner.items():
             _withdraw(inside, mark)
         check(part, transport, mesh, precision, ignored)
+        unit_modules(part, {})  # raises without a forward
         options = UnitOptions(precision, reshard_after_forward is None or bool(reshard_after_forward))
         mark = part.__dict__[_MARK] = _Mark(options, shared, ignored)
         part.__class__ = _class_of(type(part))  # type: ignore[arg-type]
@@ -187,6 +189,7 @@ for _name in (
     "set_is_last_backward",
     "set_reshard_after_backward",
     "set_unshard_in_backward",
+    "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_max_input_buffers",
     "set_allocate_memory_from_process_group_for_comm",
     "reset_iter_state",

@@ -37,7 +37,7 @@ REFUSED = {
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
     "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while blocks.0 does "
-    "not run, and the forward of Net reads it: call blocks.0 as a module",
+    "not run, and the forward of (FSDP)?Net reads it: call blocks.0 as a module",
     "A penalty on parameters in the same backward": "for a penalty on weights use",
     "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
     "Double backward": "double backward .* is not supported",

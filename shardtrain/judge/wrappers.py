@@ -130,7 +130,7 @@ class Fsdp2:
         return self.shard(model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-class Fully_Shard(Fsdp2, Shardtrain):  # noqa: N801, its name on the command line
+class Fully_Shard(Fsdp2, Shardtrain):  # type: ignore[misc]  # FSDP2's verbs come first
     """FSDP2's names for wrapping, as shardtrain has them."""
 
     names: Any = own_names
