@@ -1,4 +1,7 @@
-"""Shard a model: check arguments, choose units, build the engine; `no_sync` and others around its use."""
+"""Shard a model: check arguments, choose units, build the engine; `no_sync` and others around its use.
+
+The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+"""
 
 from __future__ import annotations
 
@@ -83,45 +86,31 @@ def shard(
     Raises:
         ValueError: an argument or a module that cannot be sharded, with the reason.
         RuntimeError: ``WORLD_SIZE`` is above 1 but there is no process group yet.
-
-    The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
     """
     precision = precision or Precision()
-    left_alone: set[nn.Parameter] = set()
-    for item in ignored:
-        left_alone.update(item.parameters() if isinstance(item, nn.Module) else [item])
+    left_alone = {
+        p for item in ignored for p in (item.parameters() if isinstance(item, nn.Module) else [item])
+    }
     check(module, transport, mesh, precision, left_alone)
     anchors = unit_modules(module, units)
+    own = UnitOptions(precision, reshard_after_forward)
+    inside = replace(own, precision=replace(precision, output=None))  # `output` is the root's alone
     given = units if isinstance(units, Mapping) else {}
-    inside = replace(precision, output=None)  # `output` is the root's alone
-    options = {
-        name: given.get(anchor) or UnitOptions(inside if name else precision, reshard_after_forward)
-        for name, anchor in anchors.items()
-    }
+    options = {name: given.get(anchor, inside if name else own) for name, anchor in anchors.items()}
     infos = infos_by_unit(module, anchors, left_alone)
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
-    homes = [initial.device(param) for param in module.parameters()]
-    in_messages = any(is_accelerator(home) for home in homes)
-    kind = "process_group" if transport == "auto" and in_messages else transport
-    link = _open(kind, mesh) if isinstance(kind, str) else kind
+    link = _open(transport, mesh, [initial.device(param) for param in module.parameters()], offload)
     if virtual_ranks:
         _check_virtual(module, left_alone, precision, link, virtual_ranks)
     if any(each.precision.quantises for each in options.values()) and link.all_ranks.world > link.world:
         raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
-    if offload and homes and is_accelerator(homes[0]):
-        link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
     largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
-    segments = {
-        name: _segments_of(infos[name], link, options[name].precision, cut, initial) for name in largest_first
-    }
-    built = [
-        Unit(name, index, anchors[name], segments[name], link, options[name])
-        for index, name in enumerate(infos)
-    ]
+    segments = {u: _segments_of(infos[u], link, options[u].precision, cut, initial) for u in largest_first}
+    built = [Unit(u, i, anchors[u], segments[u], link, options[u]) for i, u in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, virtual_ranks)
     return_freed_memory()  # that of the whole parameters
@@ -344,12 +333,21 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"the ranks of a 2-D mesh must ascend along both dimensions, got {ranks.tolist()}")
 
 
-def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
-    if mesh is None:
-        return comm.open_transport(kind)
-    if mesh.ndim == 1 or mesh.size(0) == 1:
-        return comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
-    return comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
+def _open(
+    transport: str | Transport, mesh: DeviceMesh | None, homes: Sequence[torch.device], offload: bool
+) -> Transport:
+    """Open ``transport`` for parameters on the devices ``homes``, or return it if it is open."""
+    on_accelerators = any(is_accelerator(home) for home in homes)
+    kind = "process_group" if transport == "auto" and on_accelerators else transport
+    if not isinstance(kind, str):
+        link = kind
+    elif mesh is None:
+        link = comm.open_transport(kind)
+    elif mesh.ndim == 1 or mesh.size(0) == 1:
+        link = comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
+    else:
+        link = comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
+    return comm.Offloaded(link, homes[0]) if offload and homes and is_accelerator(homes[0]) else link
 
 
 def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:

@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.shard import Segment
 from shardtrain.engine.unit import Unit
 
 
@@ -124,9 +124,10 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
     to_host = partial(Tensor.to, device="cpu", copy=True, non_blocking=True)
     values = {b: to_host(value) for b, value in equal_buffers(module, engine.transport.all_ranks)}
-    for member, whole in _wholes(engine):
+    params = {member.name: member.param for member in engine.members}
+    for name, whole in full_weights(module):
         if wanted:
-            values[member.param] = to_host(whole)
+            values[params[name]] = to_host(whole)
     synchronize(engine.device)
     state = module.state_dict(keep_vars=True) if wanted else {}
     tensors = [(key, value) for key, value in state.items() if isinstance(value, Tensor)]
@@ -144,14 +145,10 @@ def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     engine = engine_of(module)
     engine.require_rest("full_weights() cannot be called")
-    for member, whole in _wholes(engine):
-        yield member.name, whole
-
-
-def _wholes(engine: Engine) -> Iterator[tuple[ShardedParam, Tensor]]:
     for unit in engine.units:
         for segment in unit.segments:
-            yield from zip(segment.members, _whole(unit, segment, segment.local), strict=True)
+            names = [member.name for member in segment.members]
+            yield from zip(names, _whole(unit, segment, segment.local), strict=True)
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
