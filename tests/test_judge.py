@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain.judge.rows import FAULTS, HONEST, ROWS, outcome
-from shardtrain.judge.wrappers import Shardtrain, units, with_verbs, wrapper
+from shardtrain.judge.wrappers import Fully_Shard, Shardtrain, units, with_verbs, wrapper
 from shardtrain.recipes import behaviours_of_calls, behaviours_of_state, faults  # noqa: F401
 from shardtrain.recipes.behaviours import Net, named, squares, two_layers
 
@@ -35,7 +36,7 @@ REFUSED = {
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
     "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while blocks.0 does "
-    "not run, and the forward of Net reads it: call blocks.0 as a module",
+    "not run, and the forward of (FSDP)?Net reads it: call blocks.0 as a module",
     "A penalty on parameters in the same backward": "for a penalty on weights use",
     "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
     "Double backward": "double backward .* is not supported",
@@ -61,11 +62,19 @@ class Here(Shardtrain):
         return shard(model, **{"units": lambda _, module: module in chosen, **options})
 
 
+class UnderNames(Fully_Shard):
+    """The same by FSDP2's names."""
+
+    def shard(self, model: nn.Module, **options: Any) -> nn.Module:
+        return super().shard(model, transport=os.environ["SHARDTRAIN_TEST_TRANSPORT"], **options)
+
+
+@pytest.mark.parametrize("api", [Here, pytest.param(UnderNames, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ALONE])
 @each_rank(3)
-def test_every_behaviour_is_equal_or_refused(name: str) -> None:
+def test_every_behaviour_is_equal_or_refused(name: str, api: Any) -> None:
     refused = REFUSED.get(name)
-    verdict, text = outcome(with_verbs(Here()), ROWS[name])
+    verdict, text = outcome(with_verbs(api()), ROWS[name])
     with contextlib.suppress(RuntimeError):  # where the group has failed, all ranks know
         dist.barrier()  # each rank is refused by itself, and the others may still be on their way there
     assert verdict == ("refused" if refused else "equal"), text

@@ -1,10 +1,14 @@
-"""Shard a model: check arguments, choose units, build the engine; `no_sync` and others around its use."""
+"""Shard a model: check arguments, choose units, build the engine; `no_sync` and others around its use.
+
+The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,7 +27,7 @@ from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
-from shardtrain.engine.unit import Unit
+from shardtrain.engine.unit import Unit, UnitOptions
 from shardtrain.engine.units import UnitChoice, infos_by_unit, unit_modules
 from shardtrain.engine.virtual import seed_random_numbers
 from shardtrain.layout import Cut, Policy, cut_of
@@ -54,8 +58,9 @@ def shard(
     Args:
         module: the root. It may come from `deferred`. It may also be on the meta device without values:
             `to_empty` then materialises the local pieces.
-        units: the modules whose parameters are gathered together: an iterable of module classes, or a
-            callable ``(fully_qualified_name, module) -> bool``. ``"blocks"`` finds residual and encoder
+        units: the modules whose parameters are gathered together: an iterable of module classes, a callable
+            ``(fully_qualified_name, module) -> bool``, or a dict ``{module: UnitOptions}``, whose options
+            replace ``precision`` and ``reshard_after_forward``. ``"blocks"`` finds residual and encoder
             blocks (see `choose_units`). ``None`` does, too, where that pays: a model of at most 2 MiB is one
             unit. Parameters of no unit, and those shared by two units, belong to the root.
         mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D mesh of the
@@ -81,33 +86,30 @@ def shard(
     Raises:
         ValueError: an argument or a module that cannot be sharded, with the reason.
         RuntimeError: ``WORLD_SIZE`` is above 1 but there is no process group yet.
-
-    The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
     """
     precision = precision or Precision()
-    left_alone: set[nn.Parameter] = set()
-    for item in ignored:
-        left_alone.update(item.parameters() if isinstance(item, nn.Module) else [item])
-    _check(module, transport, mesh, precision, left_alone)
+    left_alone = {
+        p for item in ignored for p in (item.parameters() if isinstance(item, nn.Module) else [item])
+    }
+    check(module, transport, mesh, precision, left_alone)
     anchors = unit_modules(module, units)
+    own = UnitOptions(precision, reshard_after_forward)
+    inside = replace(own, precision=replace(precision, output=None))  # `output` is the root's alone
+    given = units if isinstance(units, Mapping) else {}
+    options = {name: given.get(anchor, inside if name else own) for name, anchor in anchors.items()}
     infos = infos_by_unit(module, anchors, left_alone)
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
-    homes = [initial.device(param) for param in module.parameters()]
-    in_messages = any(is_accelerator(home) for home in homes)
-    kind = "process_group" if transport == "auto" and in_messages else transport
-    link = _open(kind, mesh) if isinstance(kind, str) else kind
-    _check_sums(module, left_alone, precision, link, virtual_ranks)
-    if offload and homes and is_accelerator(homes[0]):
-        link = comm.Offloaded(link, homes[0])
+    link = _open(transport, mesh, [initial.device(param) for param in module.parameters()], offload)
+    _check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
     largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
-    segments = {unit: _segments_of(infos[unit], link, precision, cut, initial) for unit in largest_first}
-    built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
+    segments = {u: _segments_of(infos[u], link, options[u].precision, cut, initial) for u in largest_first}
+    built = [Unit(u, i, anchors[u], segments[u], link, options[u]) for i, u in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, built, reshard_after_forward, precision, virtual_ranks)
+    Engine(module, built, virtual_ranks)
     return_freed_memory()  # that of the whole parameters
     return module
 
@@ -134,12 +136,21 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     step, clipping and other changes of it raise ValueError.
     """
     engine = engine_of(module)
-    schedule, before = engine.schedule, engine.schedule.reduce_gradients
-    schedule.reduce_gradients = engine.transport.all_ranks.world == 1  # a single rank communicates nothing
+    with _reducing(engine, engine.transport.all_ranks.world == 1):  # a single rank communicates nothing
+        yield
+
+
+@contextmanager
+def _reducing(engine: Engine, reduces: bool) -> Iterator[None]:
+    """Let all units reduce their gradients inside, or none."""
+    before = [(unit.options, unit.options.reduces) for unit in engine.units]
+    for options, _ in before:
+        options.reduces = reduces
     try:
         yield
     finally:
-        schedule.reduce_gradients = before
+        for options, own in before:
+            options.reduces = own
 
 
 @contextmanager
@@ -173,16 +184,16 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     virtual, schedule = engine.virtual, engine.schedule
     if virtual is None:
         raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    if not schedule.reduce_gradients:
+    if not all(unit.options.reduces for unit in engine.units):
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
     before = schedule.micro_batch
     virtual.begin(number)
     schedule.micro_batch = number - virtual.ranks.start
-    schedule.reduce_gradients = number + 1 == virtual.ranks.stop
     if seed is not None:
         seed_random_numbers(engine.device, seed, step, number)
     try:
-        yield
+        with _reducing(engine, number + 1 == virtual.ranks.stop):
+            yield
     except BaseException:
         virtual.end(failed=True)
         schedule.drop_backward()
@@ -190,7 +201,7 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     else:
         virtual.end(failed=False)
     finally:
-        schedule.micro_batch, schedule.reduce_gradients = before, True
+        schedule.micro_batch = before
 
 
 def forward_method(module: nn.Module, *names: str) -> None:
@@ -233,13 +244,14 @@ def _call_as_forward(method: Callable[..., Any], module: nn.Module, *args: Any, 
         restore()
 
 
-def _check(
+def check(
     module: nn.Module,
     transport: str | Transport,
     mesh: DeviceMesh | None,
     precision: Precision,
     ignored: set[nn.Parameter],
 ) -> None:
+    """Raise for what `shard` cannot shard, or was not given right."""
     if not isinstance(precision, Precision):
         raise ValueError(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
@@ -272,11 +284,15 @@ def _check(
 
 
 def _check_sums(
-    module: nn.Module, ignored: set[nn.Parameter], precision: Precision, link: Transport, count: int
+    module: nn.Module,
+    ignored: set[nn.Parameter],
+    precisions: Sequence[Precision],
+    link: Transport,
+    count: int,
 ) -> None:
     """Raise ValueError if int8 meets replicas, or ``count`` virtual ranks would not give the same bits."""
     world = link.all_ranks.world
-    if precision.quantises and world > link.world:
+    if any(precision.quantises for precision in precisions) and world > link.world:
         raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
     if not count:
         return
@@ -295,7 +311,7 @@ def _check_sums(
             f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in "
             "fp32, and compute in precision=Precision(param=torch.bfloat16)"
         )
-    if precision.reduce is not None or precision.gather is not None:
+    if any(precision.reduce or precision.gather for precision in precisions):
         raise ValueError(
             "virtual_ranks sums without rounding: leave precision.reduce and precision.gather None"
         )
@@ -322,12 +338,21 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"the ranks of a 2-D mesh must ascend along both dimensions, got {ranks.tolist()}")
 
 
-def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
-    if mesh is None:
-        return comm.open_transport(kind)
-    if mesh.ndim == 1 or mesh.size(0) == 1:
-        return comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
-    return comm.open_transport(kind, None, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
+def _open(
+    transport: str | Transport, mesh: DeviceMesh | None, homes: Sequence[torch.device], offload: bool
+) -> Transport:
+    """Open ``transport`` for parameters on the devices ``homes``, or return it if it is open."""
+    on_accelerators = any(is_accelerator(home) for home in homes)
+    kind = "process_group" if transport == "auto" and on_accelerators else transport
+    if not isinstance(kind, str):
+        link = kind
+    elif mesh is None:
+        link = comm.open_transport(kind)
+    elif mesh.ndim == 1 or mesh.size(0) == 1:
+        link = comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
+    else:
+        link = comm.open_transport(kind, None, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
+    return comm.Offloaded(link, homes[0]) if offload and homes and is_accelerator(homes[0]) else link
 
 
 def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import pieces, user_code
-from shardtrain.engine.precision import Precision, cast, tensors_in
+from shardtrain.engine.precision import cast, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
@@ -42,21 +42,13 @@ _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Connect a sharded root's modules with its units and their schedule, by hooks."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: list[Unit],
-        reshard_after_forward: bool,
-        precision: Precision,
-        virtual: int = 0,
-    ) -> None:
+    def __init__(self, module: nn.Module, units: list[Unit], virtual: int = 0) -> None:
         self.module = module
         self.units = units
         self.segments = [segment for unit in units for segment in unit.segments]
         self.members = [member for unit in units for member in unit.members]
         self.transport = units[0].transport
-        self.precision = precision
-        self.schedule = Schedule(units, reshard_after_forward)
+        self.schedule = Schedule(units)
         self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
         if self.virtual and len(self.virtual.ranks) > 1:
             self.schedule.micro_batch = None
@@ -109,11 +101,11 @@ class Engine:
         self._set(self.module, "__reduce_ex__", _refuse_pickling)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of ``module`` itself, until `_detach`."""
+        """Set an attribute of ``module`` itself, until `detach`."""
         self._replaced.append((module, name, module.__dict__.get(name, _ABSENT)))
         module.__dict__[name] = value
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
         """Undo `_attach`."""
         for handle in [*self._handles, *(handle for _, handle in self._hooked.values())]:
             handle.remove()
@@ -129,14 +121,13 @@ class Engine:
         """Return a sharded copy of the root, for ``copy.deepcopy``. Collective."""
         self.require_rest("a sharded model cannot be copied")
         self.schedule.require_reduced("a copy of a sharded model")
-        self._detach()
+        self.detach()
         try:
             module = copy.deepcopy(self.module, memo)  # a plain module of this rank's pieces
         finally:
             self._attach()
-        units = [unit.copied(memo) for unit in self.units]
         virtual = self.virtual.count if self.virtual else 0
-        Engine(module, units, self.schedule.reshard_after_forward, self.precision, virtual)
+        Engine(module, [unit.copied(memo) for unit in self.units], virtual)
         return module
 
     # forward
@@ -224,14 +215,14 @@ class Engine:
 
     def _hook_casts(self) -> None:
         """Cast inputs and outputs of modules. Inside `unsharded` a unit computes in its own dtype."""
-        precision = self.precision
-        for unit in self.units if precision.param is not None else ():
+        for unit in self.units:
+            precision = unit.options.precision
             if precision.cast_inputs:
                 self._cast(unit, unit.module, precision.param, None)
-            for module, segment in unit.holders.items():
+            for module, segment in unit.holders.items() if precision.param is not None else ():
                 if precision.wants_wide_inputs(module):
                     self._cast(unit, module, segment.local.dtype, precision.param)
-        self._cast(self.units[0], self.module, None, precision.output)
+            self._cast(unit, unit.module, None, precision.output)
 
     def _cast(
         self, unit: Unit, module: nn.Module, inputs: torch.dtype | None, output: torch.dtype | None
@@ -358,6 +349,12 @@ def engine_of(module: nn.Module) -> Engine:
             f"{type(module).__name__} is not sharded: pass the module that shardtrain.shard() returned"
         )
     return engine
+
+
+def is_inside(module: nn.Module) -> bool:
+    """Return whether ``module`` is, or is inside, a module that is sharded now."""
+    roots = [engine.module for engine in _ENGINES if engine.module.__dict__.get(_ENGINE) is engine]
+    return any(module is each for root in roots for each in root.modules())
 
 
 def is_entrance(module: nn.Module) -> bool:

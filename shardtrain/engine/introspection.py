@@ -27,13 +27,13 @@ class UnitInfo(NamedTuple):
 class Introspection:
     """Show the present state of a sharded model.
 
-    ``transport``: how shards move, and between which ranks. ``precision``: as given to `shard`.
+    ``transport``: how shards move, and between which ranks. ``precision``: the root's.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.transport = engine.transport
-        self.precision = engine.precision
+        self.precision = engine.units[0].options.precision
 
     @property
     def units(self) -> list[UnitInfo]:

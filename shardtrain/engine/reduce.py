@@ -328,8 +328,10 @@ def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
     but returns the parameter: users' hooks run on all ranks. One that was reduced twice is returned twice.
     """
     rows: list[tuple[ShardedParam, torch.Tensor, bool | None]] = []
-    for flat in [flat for reduction in reductions for flat in reduction.flats]:
+    for unit, flat in [(reduction.unit, flat) for reduction in reductions for flat in reduction.flats]:
         for own, there in flat.sent:
+            if unit.options.divide_by is not None:
+                torch._foreach_mul_(own, unit.transport.all_ranks.world / unit.options.divide_by)
             rows += zip(flat.members, own, there, strict=True)
         flat.sent.clear()
     # A mean of -0.0 throughout is absent. The host waits for the device once, for the means of all units.

@@ -42,20 +42,18 @@ from shardtrain.engine.virtual import OUTSIDE
 class Schedule:
     """Drive all units of one sharded module. Only `Engine` calls it."""
 
-    def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.root = units[0]
         # On hosts that share memory inside a release frees nothing, and another gather is sent.
-        only_costs = self.root.transport.in_place and self.root.transport.sends
-        self.reshard_after_forward = reshard_after_forward and not only_costs
-        self.reduce_gradients = True  # False inside `no_sync`, and before a step's last virtual rank
+        self._only_costs = self.root.transport.in_place and self.root.transport.sends
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.reductions = {unit: Reduction(unit) for unit in units}
         # Bytes of full gradients whose reductions may be under way.
         sizes = [reduction.full_bytes for reduction in self.reductions.values()]
         waits = self.root.transport.sends and all(unit.device.type == "cpu" for unit in units)
-        self._room = sum(sizes) if waits and not self.reshard_after_forward else max(sizes)
+        self._room = sum(sizes) if waits and not self._reshards(*units[1:]) else max(sizes)
         self._moment = 0
         self.calls: dict[Unit, Call] = {}  # calls under way
         self._record: Record = []  # ended calls of the root's forward; a unit called by itself adds none
@@ -67,6 +65,10 @@ class Schedule:
         self._waiting: set[Unit] = set()  # units whose gradients wait under `no_sync`
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
+
+    def _reshards(self, *units: Unit) -> bool:
+        """Return whether any of ``units`` is released after its forward."""
+        return not self._only_costs and any(unit.options.reshard_after_forward for unit in units)
 
     @property
     def is_idle(self) -> bool:
@@ -161,7 +163,7 @@ class Schedule:
             self._entries.append(unit)
             at = len(self._entries)
             if self._expected[at - 1 : at] == [unit]:  # as in the last forward
-                end = at + 1 if self.reshard_after_forward or at > 1 else None
+                end = at + 1 if at > 1 or self._reshards(*self.units[1:]) else None
                 for following in self._expected[at:end]:
                     self._prefetch(following)
         trace.begin("forward", unit.title)
@@ -213,7 +215,7 @@ class Schedule:
         if learns:
             # Backward begins with the last two calls, if this forward is like the one before.
             at_end = self._forward and len(self._expected) - len(self._entries) in (0, 1)
-            stays = (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
+            stays = (at_end and unit in self._entries[-2:]) or not self._reshards(unit)
         unit.show_local()
         if not stays:
             unit.release()
@@ -233,6 +235,22 @@ class Schedule:
         finally:
             for unit in self._kept:
                 unit.show_local()
+
+    def unshard(self, unit: Unit) -> None:
+        """Gather ``unit`` and show full parameters until `reshard`, the next forward or the next update."""
+        if self.is_idle:
+            self._refresh([unit])
+        unit.open_full(for_forward=True)
+        self._kept[unit] = None
+
+    def reshard(self, unit: Unit) -> None:
+        """Undo `unshard`. Raises ValueError if a full parameter was changed."""
+        if unit.shows_full:
+            unit.refuse_edits()
+            self._kept.pop(unit, None)
+            unit.release()
+            if self.is_idle:
+                self._fence(LEAVE)
 
     # backward
 
@@ -274,7 +292,7 @@ class Schedule:
         awaits = self._pending_since.get(unit, sys.maxsize) <= moment
         if unit not in self.calls and not (awaits and unit in self._kept):
             unit.release()
-        if unit.trains and self.reduce_gradients and not awaits:
+        if unit.trains and unit.options.reduces and not awaits:
             self._launch(backward, unit)
 
     def _begin_backward(self, record: Record) -> Backward:
@@ -340,14 +358,14 @@ class Schedule:
                 "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
             )
         self._waiting.update(unit for unit in backward.entered if unit.trains)
-        if self.reduce_gradients:
-            late = [u for u in reversed(self.units) if u in self._waiting and u not in backward.launched]
-            again = [unit for unit in backward.launched if self.reductions[unit].waiting]
-            for unit in [*late, *again]:
-                self._launch(backward, unit)
-            for reduction in backward.under_way:
-                reduction.finish()
-            self._waiting.clear()
+        ready = [unit for unit in reversed(self.units) if unit in self._waiting and unit.options.reduces]
+        late = [unit for unit in ready if unit not in backward.launched]
+        again = [unit for unit in backward.launched if self.reductions[unit].waiting]
+        for unit in [*late, *again]:
+            self._launch(backward, unit)
+        for reduction in backward.under_way:
+            reduction.finish()
+        self._waiting.difference_update(ready)
         self._finish_backward(backward)
         self._fence(LEAVE)
         given = give(self.reductions[unit] for unit in backward.launched)

@@ -124,16 +124,31 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
     to_host = partial(Tensor.to, device="cpu", copy=True, non_blocking=True)
     values = {b: to_host(value) for b, value in equal_buffers(module, engine.transport.all_ranks)}
+    params = {member.name: member.param for member in engine.members}
+    for name, whole in full_weights(module):
+        if wanted:
+            values[params[name]] = to_host(whole)
+    synchronize(engine.device)
+    state = module.state_dict(keep_vars=True) if wanted else {}
+    tensors = [(key, value) for key, value in state.items() if isinstance(value, Tensor)]
+    copies = {k: values[v] if v in values else v.detach().to("cpu", copy=True) for k, v in tensors}
+    return {**state, **copies}  # what get_extra_state() returned stays as it is
+
+
+def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the full value of every sharded parameter, on the model's device. Collective.
+
+    One unit is gathered at a time, and freed once its tensors are, so that an inference engine or a file can
+    take a model that no device holds. Every rank must go to the end. Of tied names only the first comes.
+
+    Raises ValueError inside forward, backward or `unsharded`.
+    """
+    engine = engine_of(module)
+    engine.require_rest("full_weights() cannot be called")
     for unit in engine.units:
         for segment in unit.segments:
-            wholes = _whole(unit, segment, segment.local)
-            if wanted:
-                values.update(zip([m.param for m in segment.members], map(to_host, wholes), strict=True))
-    synchronize(engine.device)
-    whole = module.state_dict(keep_vars=True) if wanted else {}
-    tensors = [(key, value) for key, value in whole.items() if isinstance(value, Tensor)]
-    copies = {k: values[v] if v in values else v.detach().to("cpu", copy=True) for k, v in tensors}
-    return {**whole, **copies}  # what get_extra_state() returned stays as it is
+            names = [member.name for member in segment.members]
+            yield from zip(names, _whole(unit, segment, segment.local), strict=True)
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -161,7 +176,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
             for member in segment.members:
                 if member.name not in missing:
                     member.piece_of(segment.local).copy_(member.piece_of(own))
-    for name, tensor in _uncut(engine):
+    for name, tensor in uncut(engine):
         if name not in missing:
             if name in given:
                 tensor.copy_(given[name])
@@ -188,7 +203,7 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
 def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
     """Return the differences between ``state`` and the module, and the names that ``state`` lacks."""
     expected = {member.name: Spec(member.local_view.dtype, member.part.shape) for member in engine.members}
-    expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
+    expected.update((name, Spec.of(tensor)) for name, tensor in uncut(engine))
     missing = [name for name in expected if name not in state]
     tied = {n for n in engine.module.state_dict(keep_vars=True) if not n.endswith("_extra_state")}
     given = {n: value for n, value in state.items() if n in expected or (strict and n not in tied)}
@@ -201,7 +216,7 @@ def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple
     return differences(expected, {name: Spec.of(value) for name, value in given.items()}, strict), missing
 
 
-def _uncut(engine: Engine) -> list[tuple[str, Tensor]]:
+def uncut(engine: Engine) -> list[tuple[str, Tensor]]:
     """Return the state that is not sharded, by name: ignored parameters and persistent buffers."""
     cut = {member.param for member in engine.members}
     ignored = [(name, p.data) for name, p in engine.module.named_parameters() if p not in cut]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from shardtrain.comm import trace
 from shardtrain.comm.messages import unit_number
 from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.comm.transport import Pending, Tag, Transport
+from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import Segment
 
 
@@ -20,6 +22,20 @@ class State(Enum):
     SHARDED = "full is empty, nothing is moving"  # --launch--> GATHERING
     GATHERING = "a gather is filling full"  # --finish--> GATHERED
     GATHERED = "full is valid"  # --release--> SHARDED
+
+
+@dataclass(eq=False)
+class UnitOptions:
+    """Hold what `shard` takes for all units, for one of them. The flags may be changed between steps.
+
+    ``reduces``: False leaves the unit's gradients on each rank, as `no_sync` does for all units.
+    ``divide_by``: what the sum of all ranks' gradients is divided by; None is their number.
+    """
+
+    precision: Precision = field(default_factory=Precision)
+    reshard_after_forward: bool = True
+    reduces: bool = True
+    divide_by: float | None = None
 
 
 class Gathered(NamedTuple):
@@ -54,7 +70,13 @@ class Unit:
     """
 
     def __init__(
-        self, name: str, index: int, module: nn.Module, segments: Sequence[Segment], transport: Transport
+        self,
+        name: str,
+        index: int,
+        module: nn.Module,
+        segments: Sequence[Segment],
+        transport: Transport,
+        options: UnitOptions,
     ) -> None:
         self.name = name
         self.title = name or "the root"
@@ -64,7 +86,7 @@ class Unit:
         self.module = module
         self.segments = tuple(segments)
         self.members = tuple(member for segment in segments for member in segment.members)
-        self.transport = transport
+        self.transport, self.options = transport, options
         self.state = State.SHARDED
         self.moving = Pending()
         self.pinned = self.shows_full = self.trains = self.is_read = self.is_open = False
@@ -74,7 +96,8 @@ class Unit:
     def copied(self, memo: Mapping[int, Any]) -> Unit:
         """Return a unit for copies of its modules; see `Segment.copied`. Collective."""
         segments = [segment.copied(memo) for segment in self.segments]
-        return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
+        module, options = memo[id(self.module)], replace(self.options)
+        return Unit(self.name, self.index, module, segments, self.transport, options)
 
     @property
     def device(self) -> torch.device:

@@ -13,9 +13,15 @@ from typing import Literal
 from torch import nn
 
 from shardtrain.engine.shard import ParamInfo
-from shardtrain.engine.unit import Unit
+from shardtrain.engine.unit import Unit, UnitOptions
 
-UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | Literal["blocks"] | None
+UnitChoice = (
+    Iterable[type[nn.Module]]
+    | Callable[[str, nn.Module], bool]
+    | Mapping[nn.Module, UnitOptions]
+    | Literal["blocks"]
+    | None
+)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _HARMLESS = ("dtype", "device", "requires_grad")  # what a piece has in common with the whole
@@ -27,12 +33,17 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones."""
     if units is None or units == "blocks":
         chosen = choose_units(root, every_block=units is not None)
+    elif isinstance(units, Mapping):
+        chosen = {name: m for name, m in root.named_modules() if name and m in units}
     elif callable(units):
         chosen = {name: m for name, m in root.named_modules() if name and units(name, m)}
     else:
         classes = (units,) if isinstance(units, str) else tuple(units)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-            raise ValueError(f"units must be module classes, a callable or 'blocks', got {classes!r}")
+            raise ValueError(
+                "units must be module classes, a callable, a dict of UnitOptions or 'blocks', got "
+                f"{classes!r}"
+            )
         chosen = {name: m for name, m in root.named_modules() if name and isinstance(m, classes)}
         absent = [c.__name__ for c in classes if not any(isinstance(m, c) for m in chosen.values())]
         if absent:

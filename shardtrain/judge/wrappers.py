@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import comm
+from shardtrain import fsdp as own_names
 
 Wrapper = Any  # has the function `shard`, and `Verbs`
 WHOLE = states.StateDictOptions(full_state_dict=True)
@@ -107,7 +108,10 @@ class Shardtrain:
 
 
 class Fsdp2:
-    forward_method = staticmethod(fsdp.register_fsdp_forward_method)
+    names: Any = fsdp
+
+    def forward_method(self, model: nn.Module, name: str) -> None:
+        self.names.register_fsdp_forward_method(model, name)
 
     @staticmethod
     def no_sync(model: Any) -> AbstractContextManager[object]:
@@ -116,15 +120,20 @@ class Fsdp2:
         stack.callback(model.set_requires_gradient_sync, True)
         return stack
 
-    @staticmethod
-    def shard(model: nn.Module, **options: Any) -> nn.Module:
+    def shard(self, model: nn.Module, **options: Any) -> nn.Module:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in [*units(model), model]:
-            fsdp.fully_shard(module, mesh=mesh, **options)
+            self.names.fully_shard(module, mesh=mesh, **options)
         return model
 
     def shard_in_bf16(self, model: nn.Module) -> nn.Module:
         return self.shard(model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+class Fully_Shard(Fsdp2, Shardtrain):  # type: ignore[misc]  # FSDP2's verbs come first
+    """FSDP2's names for wrapping, as shardtrain has them."""
+
+    names: Any = own_names
 
 
 class Fsdp1:
@@ -156,7 +165,8 @@ class Replica(DistributedDataParallel):
 
 
 SHORT = {
-    each.__name__.lower(): f"{__name__}.{each.__name__}.shard" for each in (Shardtrain, Fsdp2, Fsdp1, Ddp)
+    each.__name__.lower(): f"{__name__}.{each.__name__}.shard"
+    for each in (Shardtrain, Fully_Shard, Fsdp2, Fsdp1, Ddp)
 }
 
 

@@ -1,0 +1,274 @@
+"""Offer FSDP2's names over `shard`: an FSDP2 script runs with this import in the place of torch's.
+
+::
+
+    from shardtrain.fsdp import fully_shard      # was: from torch.distributed.fsdp import fully_shard
+
+    fully_shard(block)   marks the block as a unit, with its options
+    fully_shard(model)   encloses marked modules: shards the model now, with them as its units
+    block(x)             shards a marked module that no call has enclosed, as a model of one unit
+
+Parameters stay plain, and shards are flat. What concerns speed or memory alone in FSDP2, and has no meaning
+here, is accepted and does nothing. What would change results is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+from torch.distributed.fsdp import UnshardHandle as UnshardHandle
+from torch.nn.modules.batchnorm import _NormBase
+
+from shardtrain import Precision, UnitOptions, comm, forward_method, shard, unsharded
+from shardtrain.comm.transport import Transport
+from shardtrain.engine.api import check
+from shardtrain.engine.deferred_init import become
+from shardtrain.engine.hooks import Engine, engine_of, is_inside
+from shardtrain.engine.unit import Unit
+from shardtrain.engine.units import unit_modules
+
+_MARK = "_shardtrain_mark"
+Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
+
+
+@dataclass(eq=False)
+class _Mark:
+    """Hold what `fully_shard` was given for a module.
+
+    ``shared``: the arguments of `shard` that are the root's. ``root``: the sharded model that has the module.
+    """
+
+    options: UnitOptions
+    shared: dict[str, Any]
+    ignored: set[nn.Parameter]
+    compiled: Any = None  # the module's compiled call, while `_first_call` is in its place
+    root: nn.Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
+        return replace(self, options=replace(self.options), root=copy.deepcopy(self.root, memo))
+
+    def __str__(self) -> str:
+        """Say what all marks of a model must have in common."""
+        mesh = self.shared["mesh"]
+        ranks = list(range(comm.world_size())) if mesh is None else mesh.mesh.tolist()
+        return f"ranks {ranks}{' and offload' if self.shared['offload'] else ''}"
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, as FSDP2 has it
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    transport: str | Transport = "auto",
+) -> Modules:
+    """Mark ``module``, or each module of a list, as a unit; shard it if it encloses marked modules.
+
+    The arguments are FSDP2's, and are this unit's. An int for ``reshard_after_forward`` means True: the unit
+    is gathered from all ranks again. The root is never resharded between forward and backward. ``mesh`` and
+    ``offload_policy`` must be the same for all units of a model. ``transport``: the root's, as in `shard`.
+
+    Raises ValueError for ``shard_placement_fn``, ``dp_mesh_dims``, subclasses of tensors (DTensors) as
+    parameters, modules without a forward of their own, and modules that are sharded or inside a sharded one.
+    """
+    for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
+        if value is not None:
+            raise ValueError(
+                f"fully_shard({name}=...) is not supported: shards are flat intervals of a unit, not slices "
+                "of a tensor's dimension, and tensors are not DTensors; leave it out"
+            )
+    policy = mp_policy
+    dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
+    # FSDP2 casts BatchNorm, too, which then fails.
+    precision = Precision(*dtypes, cast_inputs=policy.cast_forward_inputs, keep=(_NormBase,))
+    ignored, offload = set(ignored_params or ()), isinstance(offload_policy, CPUOffloadPolicy)
+    device = None if mesh is None else mesh.device_type
+    shared = {"mesh": mesh, "offload": offload, "device": device, "transport": transport}
+    for part in module if isinstance(module, list) else [module]:
+        if _MARK in part.__dict__ or is_inside(part):
+            raise ValueError(
+                f"this {type(part).__name__} is a unit already, or inside a sharded model; call fully_shard "
+                "once each, on blocks first and on what contains them last"
+            )
+        inner = _marks(part)
+        for inside, mark in inner.items():
+            _withdraw(inside, mark)
+        check(part, transport, mesh, precision, ignored)
+        unit_modules(part, {})  # raises without a forward
+        options = UnitOptions(precision, reshard_after_forward is None or bool(reshard_after_forward))
+        mark = part.__dict__[_MARK] = _Mark(options, shared, ignored)
+        part.__class__ = _class_of(type(part))  # type: ignore[arg-type]
+        if inner:
+            _shard(part)
+        else:
+            mark.compiled, part._compiled_call_impl = part._compiled_call_impl, None
+            part.__dict__["_call_impl"] = MethodType(_first_call, part)
+    return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let the method need full parameters, too. As in FSDP2, other modules than units are left alone."""
+    if isinstance(module, FSDPModule):
+        forward_method(module, method_name)
+
+
+class FSDPModule(nn.Module):
+    """Have FSDP2's methods. `fully_shard` makes it a base of a module's class."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit and show full parameters until `reshard`. They must not be changed."""
+        engine, unit = _sharded(self)
+        engine.adopt_changes()
+        if unit is not None:
+            engine.schedule.unshard(unit)
+        return UnshardHandle() if async_op else None  # its `wait` has nothing to wait for
+
+    def reshard(self) -> None:
+        """Release this unit."""
+        engine, unit = _sharded(self)
+        if unit is not None:
+            engine.schedule.reshard(unit)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients in backward, or (False) let them wait on each rank."""
+        for options in _options(self, recurse):
+            options.reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With replicas, which are averaged in the same step, do as `set_requires_gradient_sync`."""
+        mesh = self.__dict__[_MARK].shared["mesh"]
+        if mesh is not None and mesh.ndim > 1:
+            self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Release units after forward, or keep them."""
+        for options in _options(self, recurse):
+            options.reshard_after_forward = reshard_after_forward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of all ranks' gradients of this unit by ``factor``, instead of their number."""
+        for options in _options(self, recurse=False):
+            options.divide_by = factor
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if any(param.is_meta for param in self.parameters()):  # `to_empty` materialises shards only
+            _sharded(self)
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _accept(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+    """Do nothing: this concerns speed or memory alone, and the schedule has its own way."""
+
+
+def _refuse(name: str, self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(f"{name}() of FSDP2 is not supported by shardtrain.fsdp; leave the call out")
+
+
+for _name in (
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_is_last_backward",
+    "set_reshard_after_backward",
+    "set_unshard_in_backward",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_max_input_buffers",
+    "set_allocate_memory_from_process_group_for_comm",
+    "reset_iter_state",
+):
+    setattr(FSDPModule, _name, _accept)
+for _name in vars(torch.distributed.fsdp.FSDPModule):
+    if _name[0] != "_" and not hasattr(FSDPModule, _name):
+        setattr(FSDPModule, _name, functools.partialmethod(functools.partial(_refuse, _name)))
+
+
+@functools.cache
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    return kind if issubclass(kind, FSDPModule) else type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+
+
+def _marks(module: nn.Module) -> dict[nn.Module, _Mark]:
+    """Return the marked modules in ``module``, itself included, with their marks."""
+    return {each: each.__dict__[_MARK] for each in module.modules() if _MARK in each.__dict__}
+
+
+def _first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Shard ``module``, which no call of `fully_shard` has enclosed, and call it."""
+    if module.__dict__[_MARK].root is None:
+        _shard(module)
+        return module(*args, **kwargs)
+    return nn.Module._call_impl(module, *args, **kwargs)  # it was compiled after it was marked
+
+
+def _withdraw(module: nn.Module, mark: _Mark) -> None:
+    """Make a marked ``module`` plain: with its own call, and whole parameters if it was a root."""
+    if mark.root is None:
+        module.__dict__.pop("_call_impl", None)
+        module._compiled_call_impl = module._compiled_call_impl or mark.compiled
+    if mark.root is not module:
+        return
+    engine = engine_of(module)
+    on_meta = any(segment.local.is_meta for segment in engine.segments)
+    with nullcontext() if on_meta else unsharded(module, writeback=False):
+        values = [member.full_view if on_meta else member.param.data for member in engine.members]
+    engine.detach()
+    for member, value in zip(engine.members, values, strict=True):
+        member.param.grad = None
+        become(member.param, value)
+    for inner in _marks(module).values():
+        inner.root = None
+
+
+def _shard(root: nn.Module) -> None:
+    """Shard ``root``, with the marked modules in it as units. Raises ValueError if they differ in ranks."""
+    marks = _marks(root)
+    own = marks[root]
+    for name, module in root.named_modules():
+        if str(mark := marks.get(module, own)) != str(own):
+            raise ValueError(
+                f"{name} was given {mark}, expected the root's {own}: give all calls of fully_shard the same "
+                "mesh and offload_policy"
+            )
+    _withdraw(root, own)
+    units = {module: mark.options for module, mark in marks.items()}
+    ignored = [param for mark in marks.values() for param in mark.ignored]
+    shard(root, units=units, ignored=ignored, **own.shared)
+    for mark in marks.values():
+        mark.root = root
+
+
+def _sharded(module: nn.Module) -> tuple[Engine, Unit | None]:
+    """Return the engine and the unit of a marked module, which is sharded as a root if it is in none.
+
+    A module without parameters of its own has no unit.
+    """
+    mark = module.__dict__[_MARK]
+    if mark.root is None:
+        _shard(module)
+    engine = engine_of(mark.root)
+    return engine, next((unit for unit in engine.units if unit.module is module), None)
+
+
+def _options(module: nn.Module, recurse: bool) -> Iterator[UnitOptions]:
+    """Yield the options of ``module``'s unit, or the unit to be, and with ``recurse`` of those inside."""
+    for each, mark in _marks(module).items() if recurse else [(module, module.__dict__[_MARK])]:
+        unit = None if mark.root is None else _sharded(each)[1]
+        yield mark.options if unit is None else unit.options
