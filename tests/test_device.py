@@ -70,6 +70,10 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "offload, replicas": lambda: {"offload": True, "transport": replicas()},
     "int8": lambda: {**INT8},
     "offload, int8": lambda: {"offload": True, **INT8},
+    "virtual ranks": lambda: {"virtual_ranks": 16},
+    "virtual ranks, offload, replicas": lambda: {
+        **{"virtual_ranks": 16, "offload": True, "transport": replicas()}
+    },
 }
 
 
@@ -95,9 +99,11 @@ def play(device: SimulatedDevice, scene: str, precision: Precision, net: nn.Modu
     scaler = shardtrain.GradScaler("cuda", init_scale=8.0, enabled=precision.param is torch.float16)
     for step in range(3):
         device.next_step()
-        with shardtrain.no_sync(model):
-            scaler.scale(F.cross_entropy(model(batches[step][0]).float(), batches[step][1])).backward()
-        scaler.scale(F.cross_entropy(model(batches[step + 3][0]).float(), batches[step + 3][1])).backward()
+        ranks = shardtrain.introspect(model).virtual_ranks
+        for index, (x, y) in enumerate((batches[step], batches[step + 3])):
+            inside = nullcontext() if index else shardtrain.no_sync(model)
+            with shardtrain.virtual_rank(model, ranks[index], seed=1, step=step) if ranks else inside:
+                scaler.scale(F.cross_entropy(model(x).float(), y)).backward()
         scaler.unscale_(optimizer)
         shardtrain.clip_grad_norm_(model, 1.0)
         scaler.step(optimizer)

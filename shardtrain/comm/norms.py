@@ -31,6 +31,7 @@ from shardtrain.comm.transport import Transport
 _NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
 _SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
 _SAME_NORMS |= {torch.cat, torch.stack}
+_ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 _SELECT = {"__getitem__", "index_select", "masked_select", "gather", "take", "nonzero"}
 
 
@@ -187,27 +188,38 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> list
 
     An edited piece of another length counts as its first virtual rank's.
     """
-    rows, present = list[tuple[int, int]](), list[Tensor]()
+    present, runs, at = list[Tensor](), list[tuple[int, int]](), 0  # zeros before a run, and its length
     for index, grad in enumerate(grads):
         flat, parts = grad.as_subclass(Tensor).flatten(), [(0, slice(None))]
         if isinstance(grad, GradientPiece) and grad.owners.parts:
             parts = [*grad.owners.parts]
             if parts[-1][1].stop != len(flat):
                 parts = [(parts[0][0], slice(None))]
-        rows += [(index, each) for each, part in parts if len(flat)]
-        present += [flat[part] for _, part in parts if len(flat)]
-    real = torch.promote_types(grads[0].real.dtype, torch.float32)
-    table = grads[0].as_subclass(Tensor).new_zeros((len(grads), virtual), dtype=real)
-    if rows:
-        table[tuple(torch.tensor(rows).T)] = torch.stack(torch._foreach_norm(present, order)).to(real)
+        if len(flat):
+            first = index * virtual + parts[0][0]
+            runs.append((first - at, len(parts)))
+            at = first + len(parts)
+            present += [flat[part] for _, part in parts]
+    like = grads[0].as_subclass(Tensor).real
+    zeros = like.new_zeros(len(grads) * virtual, dtype=torch.promote_types(like.dtype, torch.float32))
+    found = torch.stack(torch._foreach_norm(present, order)).to(zeros.dtype) if present else zeros
+    rows, taken = list[Tensor](), 0
+    for gap, length in runs:
+        rows += [zeros[:gap], found[taken : taken + length]]
+        taken += length
+    table = torch.cat([*rows, zeros[at:]]).view(len(grads), virtual)
     norms = zip(grads, table.unbind(), strict=True)
     return [row if isinstance(grad, GradientPiece) else row[0] for grad, row in norms]
 
 
 def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
-    """Join ``norms`` [virtual, ...] of each interval. Zeros are left out: how many there are may differ."""
-    columns = norms.reshape(-1, virtual).unbind(1)
-    return torch.stack([torch.linalg.vector_norm(column[column != 0], order) for column in columns])
+    """Join ``norms`` [..., virtual] of each interval, the largest first, and padded with zeros.
+
+    Ranks may have different numbers of zeros, for empty pieces, but must sum equally many numbers.
+    """
+    columns = norms.reshape(-1, virtual).T.sort(dim=1, descending=True).values
+    padded = F.pad(columns, (0, -columns.shape[1] % _ROWS))
+    return torch.linalg.vector_norm(padded, order, dim=1)
 
 
 def _over_all_ranks(norms: Tensor, order: float, transport: Transport, owners: Owners) -> Tensor:
