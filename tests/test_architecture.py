@@ -36,7 +36,7 @@ BESIDE = {
     "recipes": ("recipes/*.py", 2_474),
     "bench": ("recipes/bench/*.py", 1_364),
 }
-LARGEST = {"lines": 15_942, "lines with what is beside": 19_830, "files": 98, "rooms": 16, "tests": 13_045}
+LARGEST = {"lines": 15_942, "lines with what is beside": 19_830, "files": 98, "rooms": 16, "tests": 13_387}
 
 
 def air(budget: int) -> int:

@@ -127,9 +127,9 @@ def test_an_evaluation_does_not_depend_on_the_number_of_ranks(ranks: Any, views:
 
 
 def test_scores_of_known_logits() -> None:
-    logits = torch.tensor([[3.0, 2, 1, 0, -1, -2], [3.0, 2, 1, 0, -1, -2], [9.0, 9, 9, 9, 9, 9]])
-    batch = Batch(logits, torch.tensor([0, 5, 3]), valid=2)
+    logits = torch.tensor([*[[3.0, 2, 1, 0, -1, -2]] * 3, [9.0, 9, 9, 9, 9, 9]])
+    batch = Batch(logits, torch.tensor([0, 5, 4, 3]), valid=3)
     model = Parts(lambda self, images: images * self.scale, scale=nn.Parameter(torch.ones(())))
     scores = evaluate(shard(model), [batch]).scores
     total = math.log(sum(math.exp(value) for value in (3, 2, 1, 0, -1, -2)))
-    assert scores == pytest.approx(Scores(total - (3 - 2) / 2, 50.0, 50.0))
+    assert scores == pytest.approx(Scores(total - (3 - 2 - 1) / 3, 100 / 3, 200 / 3))
