@@ -18,7 +18,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is its budget of lines, which
 # only shrinks. `air` is allowed above it.
-ENGINE = {"layout": 217, "device": 185, "comm": 3_703, "engine": 3_606, "optim": 417, "checkpoint": 1_246}
+ENGINE = {"layout": 217, "device": 185, "comm": 3_693, "engine": 3_606, "optim": 417, "checkpoint": 1_246}
 PROGRAM = {
     "job": 3_126,
     "plan": 745,

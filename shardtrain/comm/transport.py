@@ -155,7 +155,6 @@ class Transport:
     in_place = uploads = sends = False
     stages: Sequence[Sequence[int]] = ()
     _all_ranks: Transport | None = None
-    _primary_ranks: Sequence[int] | None = None
 
     @property
     def reserved(self) -> int:
@@ -175,7 +174,7 @@ class Transport:
     @property
     def primary_ranks(self) -> Sequence[int]:
         """The ranks of the first shard group, in order. They count or save what replicas hold alike."""
-        return self._primary_ranks or range(self.world)
+        return range(self.world) if self.all_ranks.world == self.world else self.stages[0]
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
@@ -233,7 +232,7 @@ class TransportWrapper(Transport):
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
         self.in_place, self.sends, self.stages = inner.in_place, inner.sends, inner.stages
-        self._all_ranks, self._primary_ranks = inner.all_ranks, inner.primary_ranks
+        self._all_ranks = inner.all_ranks
 
     @property
     def reserved(self) -> int:

@@ -141,7 +141,7 @@ class Replicated(TransportWrapper):
         self, inside: Transport, across: Transport, all_ranks: Transport, groups: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(inside)
-        self._all_ranks, self._primary_ranks, self.stages = all_ranks, groups[0], groups
+        self._all_ranks, self.stages = all_ranks, groups
         self.across = across
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
