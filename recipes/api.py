@@ -9,7 +9,7 @@ import inspect
 import re
 from typing import Any
 
-from shardtrain import public
+from shardtrain import fsdp, public
 
 HEAD = """# Public names
 
@@ -22,6 +22,7 @@ PUBLIC = [
 ]
 NAMES = {
     public: PUBLIC,
+    fsdp: ["fully_shard", "FSDPModule", "register_fsdp_forward_method"],
     public.checkpoint: ["save", "load"],
     public.comm: [
         "all_gather_into_tensor",

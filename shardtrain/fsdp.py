@@ -73,8 +73,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[..., Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, as FSDP2 has it
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     transport: str | Transport = "auto",
@@ -94,7 +94,7 @@ def fully_shard(
                 f"fully_shard({name}=...) is not supported: shards are flat intervals of a unit, not slices "
                 "of a tensor's dimension, and tensors are not DTensors; leave it out"
             )
-    policy = mp_policy
+    policy = mp_policy or MixedPrecisionPolicy()
     dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
     # FSDP2 casts BatchNorm, too, which then fails.
     precision = Precision(*dtypes, cast_inputs=policy.cast_forward_inputs, keep=(_NormBase,))
@@ -135,16 +135,21 @@ class FSDPModule(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit and show full parameters until `reshard`. They must not be changed."""
         engine, unit = _sharded(self)
-        engine.adopt_changes()
-        if unit is not None:
-            engine.schedule.unshard(unit)
+        if unit is not None and not unit.shows_full:
+            engine.adopt_changes()
+            if engine.schedule.is_idle:
+                engine.schedule.refresh([unit])
+            unit.open_full(for_forward=True)
+            engine.schedule.kept[unit] = None  # until the next forward or update
         return UnshardHandle() if async_op else None  # its `wait` has nothing to wait for
 
     def reshard(self) -> None:
         """Release this unit."""
         engine, unit = _sharded(self)
-        if unit is not None:
-            engine.schedule.reshard(unit)
+        if unit is not None and unit.shows_full:
+            unit.refuse_edits()
+            engine.schedule.kept.pop(unit, None)
+            engine.schedule.refresh([unit])
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or (False) let them wait on each rank."""

@@ -88,10 +88,7 @@ def shard(
         RuntimeError: ``WORLD_SIZE`` is above 1 but there is no process group yet.
     """
     precision = precision or Precision()
-    left_alone = {
-        p for item in ignored for p in (item.parameters() if isinstance(item, nn.Module) else [item])
-    }
-    check(module, transport, mesh, precision, left_alone)
+    left_alone = check(module, transport, mesh, precision, ignored)
     anchors = unit_modules(module, units)
     own = UnitOptions(precision, reshard_after_forward)
     inside = replace(own, precision=replace(precision, output=None))  # `output` is the root's alone
@@ -249,9 +246,11 @@ def check(
     transport: str | Transport,
     mesh: DeviceMesh | None,
     precision: Precision,
-    ignored: set[nn.Parameter],
-) -> None:
-    """Raise for what `shard` cannot shard, or was not given right."""
+    ignored: Iterable[nn.Module | nn.Parameter],
+) -> set[nn.Parameter]:
+    """Return the ignored parameters. Raises for what `shard` cannot shard, or was not given right."""
+    parts = [item.parameters() if isinstance(item, nn.Module) else [item] for item in ignored]
+    left_alone = {param for part in parts for param in part}
     if not isinstance(precision, Precision):
         raise ValueError(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
@@ -270,7 +269,7 @@ def check(
         raise ValueError(f"parameters without a shape yet: {', '.join(lazy)}; run one forward before shard()")
     for name, param in module.named_parameters():
         kind = type(param.data)
-        if param not in ignored and kind not in (torch.Tensor, FakeTensor):
+        if param not in left_alone and kind not in (torch.Tensor, FakeTensor):
             raise ValueError(
                 f"parameter {name} is a {kind.__module__}.{kind.__name__}, expected a plain torch.Tensor: a "
                 "tensor subclass cannot be cut into pieces; convert it, or leave it whole with ignored=[...]"
@@ -281,6 +280,7 @@ def check(
             f"WORLD_SIZE is {world} but there is no process group: call "
             "torch.distributed.init_process_group() before shardtrain.shard()"
         )
+    return left_alone
 
 
 def _check_sums(

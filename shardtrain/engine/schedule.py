@@ -46,14 +46,16 @@ class Schedule:
         self.units = tuple(units)
         self.root = units[0]
         # On hosts that share memory inside a release frees nothing, and another gather is sent.
-        self._only_costs = self.root.transport.in_place and self.root.transport.sends
+        if self.root.transport.in_place and self.root.transport.sends:
+            for unit in units:
+                unit.options.reshard_after_forward = False
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.reductions = {unit: Reduction(unit) for unit in units}
         # Bytes of full gradients whose reductions may be under way.
         sizes = [reduction.full_bytes for reduction in self.reductions.values()]
         waits = self.root.transport.sends and all(unit.device.type == "cpu" for unit in units)
-        self._room = sum(sizes) if waits and not self._reshards(*units[1:]) else max(sizes)
+        self._room = sum(sizes) if waits and self._all_stay else max(sizes)
         self._moment = 0
         self.calls: dict[Unit, Call] = {}  # calls under way
         self._record: Record = []  # ended calls of the root's forward; a unit called by itself adds none
@@ -61,14 +63,14 @@ class Schedule:
         self._expected: list[Unit] = []  # `_entries` of the last forward
         self._forward = False  # whether the root module's call is under way
         self._backward: Backward | None = None
-        self._kept: dict[Unit, None] = {}  # units kept whole: perhaps nothing announces their backward
+        self.kept: dict[Unit, None] = {}  # units kept whole: perhaps nothing announces their backward
         self._waiting: set[Unit] = set()  # units whose gradients wait under `no_sync`
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
 
-    def _reshards(self, *units: Unit) -> bool:
-        """Return whether any of ``units`` is released after its forward."""
-        return not self._only_costs and any(unit.options.reshard_after_forward for unit in units)
+    @property
+    def _all_stay(self) -> bool:
+        return not any(unit.options.reshard_after_forward for unit in self.units[1:])
 
     @property
     def is_idle(self) -> bool:
@@ -106,12 +108,12 @@ class Schedule:
         if self._backward:
             return
         self.show_pieces()
-        self._refresh(self.units)
+        self.refresh(self.units)
         self.forget_nodes()
         self._entries, self._expected = [], self._entries
         self._record, self._forward = [], True
 
-    def _refresh(self, units: Sequence[Unit]) -> None:
+    def refresh(self, units: Sequence[Unit]) -> None:
         """Release ``units``, and let their next gathers include changes to local pieces."""
         for unit in units:
             unit.refresh()
@@ -134,7 +136,7 @@ class Schedule:
         if failed:
             self.calls.clear()
         for unit in self.units:
-            if unit in self._kept and not failed:  # of an earlier forward
+            if unit in self.kept and not failed:  # of an earlier forward
                 unit.open_full(for_forward=True)
             elif unit.state is State.GATHERING or failed:
                 unit.release()
@@ -152,7 +154,7 @@ class Schedule:
         if not self._backward:
             unit.end_reading()
             if not self._forward or unit.adopt_edits(self.before_conversion):
-                self._refresh([unit])
+                self.refresh([unit])
             unit.is_read = True
         unit.open_full(for_forward=True)
         self._moment += 1
@@ -163,9 +165,9 @@ class Schedule:
             self._entries.append(unit)
             at = len(self._entries)
             if self._expected[at - 1 : at] == [unit]:  # as in the last forward
-                end = at + 1 if at > 1 or self._reshards(*self.units[1:]) else None
+                end = at + 1 if at > 1 or not self._all_stay else None
                 for following in self._expected[at:end]:
-                    self._prefetch(following)
+                    following.prefetch()
         trace.begin("forward", unit.title)
 
     def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
@@ -209,20 +211,20 @@ class Schedule:
                 self._fence(LEAVE)
         unit.refuse_edits()
         if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
-            self._kept[unit] = None
-        if unit in self._kept:
+            self.kept[unit] = None
+        if unit in self.kept:
             return
         if learns:
             # Backward begins with the last two calls, if this forward is like the one before.
             at_end = self._forward and len(self._expected) - len(self._entries) in (0, 1)
-            stays = (at_end and unit in self._entries[-2:]) or not self._reshards(unit)
+            stays = (at_end and unit in self._entries[-2:]) or not unit.options.reshard_after_forward
         unit.show_local()
         if not stays:
             unit.release()
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
-        for unit in self._kept:
+        for unit in self.kept:
             unit.refuse_edits()
 
     def show_pieces(self) -> None:
@@ -233,24 +235,8 @@ class Schedule:
         try:
             self.refuse_edits()
         finally:
-            for unit in self._kept:
+            for unit in self.kept:
                 unit.show_local()
-
-    def unshard(self, unit: Unit) -> None:
-        """Gather ``unit`` and show full parameters until `reshard`, the next forward or the next update."""
-        if self.is_idle:
-            self._refresh([unit])
-        unit.open_full(for_forward=True)
-        self._kept[unit] = None
-
-    def reshard(self, unit: Unit) -> None:
-        """Undo `unshard`. Raises ValueError if a full parameter was changed."""
-        if unit.shows_full:
-            unit.refuse_edits()
-            self._kept.pop(unit, None)
-            unit.release()
-            if self.is_idle:
-                self._fence(LEAVE)
 
     # backward
 
@@ -270,7 +256,8 @@ class Schedule:
         for unit, reached, opens in backward.descent.to(moment):
             if opens:
                 self._pre_backward(backward, unit)
-                self._prefetch(backward.descent.following)
+                if (following := backward.descent.following) is not None:
+                    following.prefetch()
             elif unit.is_open:
                 self._post_backward(backward, unit, reached)
 
@@ -290,7 +277,7 @@ class Schedule:
         trace.end("backward", unit.title)
         self.reductions[unit].take(self.micro_batch or 0, backward.captured)
         awaits = self._pending_since.get(unit, sys.maxsize) <= moment
-        if unit not in self.calls and not (awaits and unit in self._kept):
+        if unit not in self.calls and not (awaits and unit in self.kept):
             unit.release()
         if unit.trains and unit.options.reduces and not awaits:
             self._launch(backward, unit)
@@ -326,7 +313,7 @@ class Schedule:
 
         Raises ValueError if the gradient is of a local piece; ``fits``: it has the parameter's shape.
         """
-        if not fits or not (unit.shows_full or unit in self._kept):
+        if not fits or not (unit.shows_full or unit in self.kept):
             raise ValueError(
                 f"the gradient of {name} comes from its piece, which code outside of the forward of "
                 f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
@@ -403,7 +390,7 @@ class Schedule:
         """End ``backward``, and release all units that no forward under way computes with."""
         self._backward = None
         if not self._forward:
-            self._kept.clear()
+            self.kept.clear()
             self._pending_since.clear()
             self._record = []
         for unit in self.units:
@@ -411,8 +398,3 @@ class Schedule:
                 unit.release()
         for member, grad in backward.before:
             member.set_grad(grad)
-
-    def _prefetch(self, unit: Unit | None) -> None:
-        """Start to gather ``unit``, if it is not gathered."""
-        if unit is not None and unit.state is State.SHARDED:
-            unit.launch()

@@ -194,6 +194,11 @@ class Unit:
         self.moving = self.transport.gather(self.gather_tag, flats) if flats else Pending()
         self.state = State.GATHERING
 
+    def prefetch(self) -> None:
+        """Start gathering the unit, unless it is gathered."""
+        if self.state is State.SHARDED:
+            self.launch()
+
     def finish(self) -> None:
         """Wait until the unit's full vector is valid."""
         assert self.state is State.GATHERING, f"{self.name}: {self.state}"
@@ -205,8 +210,7 @@ class Unit:
         """Gather the unit unless it is gathered, and show full values; ``for_forward``: note any edit."""
         if self.shows_full:
             return
-        if self.state is State.SHARDED:
-            self.launch()
+        self.prefetch()
         if self.state is State.GATHERING:
             self.finish()
         for member in self.members:
