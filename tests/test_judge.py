@@ -158,7 +158,10 @@ def test_the_command_prints_a_table_of_verdicts(tmp_path: Path) -> None:
             "wrapper=nowhere.shard",
             "wrapper=nowhere.shard: No module named 'nowhere'; expected shardtr",
         ),
-        ("wrapper=fsdp3", "wrapper=fsdp3: .*; expected shardtrain, fsdp2, fsdp1, ddp or PACKAGE.FUNCTION"),
+        (
+            "wrapper=fsdp3",
+            "wrapper=fsdp3: .*; expected shardtrain, fully_shard, fsdp2, fsdp1, ddp or PACKAGE.FUNCTION",
+        ),
         (
             "mutants=true rows=shardtrain.recipes.behaviours",
             r"mutants=true: rows=\['shardtrain.recipes.behaviours'\] have no faults; add shardtrain.recip",
