@@ -219,7 +219,8 @@ def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
     """
     columns = norms.reshape(-1, virtual).T.sort(dim=1, descending=True).values
     padded = F.pad(columns, (0, -columns.shape[1] % _ROWS))
-    return torch.linalg.vector_norm(padded, order, dim=1)
+    joined: Tensor = torch.linalg.vector_norm(padded, order, dim=1)
+    return joined
 
 
 def _over_all_ranks(norms: Tensor, order: float, transport: Transport, owners: Owners) -> Tensor:
