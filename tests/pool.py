@@ -48,6 +48,7 @@ def forkserver() -> Any:
 class Pool:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
+        self._count = 0  # of tests
 
     def run(
         self, transport: str, world: int, body: Callable[..., Any], *args: Any, **keywords: Any
@@ -61,11 +62,14 @@ class Pool:
             self.stop()
             raise AssertionError(f"ranks ended between two tests, with exit codes {dead}")
         if not self._ranks:
+            # Of stores, which must outlive what tests leave to the garbage collector: else a rank aborts.
+            self._folder = tempfile.TemporaryDirectory()
             self._ranks = [self._start(rank) for rank in range(LARGEST)]
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self._ranks[:world]):
-                pipe.send((body, args, keywords, rank, world, str(Path(folder) / "store"), transport))
-            answers = self._answers(world)
+        self._count += 1
+        store = f"{self._folder.name}/{self._count}"
+        for rank, (_, pipe) in enumerate(self._ranks[:world]):
+            pipe.send((body, args, keywords, rank, world, store, transport))
+        answers = self._answers(world)
         failed = [f"--- rank {rank}\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
         if len(answers) < world:
             self.stop()
@@ -100,6 +104,8 @@ class Pool:
             pipe.close()
             process.kill()
             process.join()
+        if self._ranks:
+            self._folder.cleanup()
         self._ranks = []
 
 

@@ -329,7 +329,7 @@ def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, repli
     class Mine(comm.Simulated):
         pass
 
-    opened = lambda opening: Mine(opening.inside.rank(), opening.inside.size())  # noqa: E731
+    opened = lambda opening: Mine(opening.shards.rank, opening.shards.world)  # noqa: E731
     monkeypatch.setitem(comm.TRANSPORTS, "mine", opened)
     with simulated_group(8):
         mesh = init_device_mesh("cpu", (replicas, 8 // replicas))

@@ -110,7 +110,7 @@ def test_calls_are_refused() -> None:
     )
     around = nn.Sequential(model, nn.Linear(3, 3))
     on_cpu = init_device_mesh("cpu", (2,))
-    classes = r"^units must be module classes, a callable or 'blocks', got \(?.?'Unit'"
+    classes = r"^units must be module classes, a callable, a dict of UnitOptions or 'blocks', got \('Unit'"
     precision = r"^precision must be a shardtrain.Precision, such as Precision\(param=torch.bfloat16\), "
     for message, call in (
         ("^Net is sharded already", lambda: shard(sharded())),
