@@ -93,8 +93,8 @@ lr       sched=step sched.epochs=[1] & sched.epochs=[]
 lr       sched=step sched.epochs=[1] & sched.factor=0.5
 traffic  parallel.transport=process_group & train.accumulate=2
 traffic  parallel.transport=process_group & parallel.replicate=2
-held     parallel.transport=process_group & parallel.layout=whole
-held     parallel.transport=process_group & parallel.reshard_after_forward=false
+held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.layout=whole
+held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.reshard_after_forward=false
 losses   parallel.traffic=int8 & parallel.transport=process_group
 said     dry_run=true
 said     dry_run=true & parallel.activation_checkpoint=true
