@@ -102,7 +102,7 @@ files    checkpoint.keep=9 & checkpoint.every_steps=1
 files    checkpoint.keep=9 checkpoint.every_steps=1 & checkpoint.keep=1
 files    monitor.tensorboard=true
 files    monitor.profile_at=2
-"""
+"""  # noqa: E501
 # Those on which a difference would not be enough, and the test that shows what they do.
 ELSEWHERE = {
     "test_launch.py::test_devices": "device",
