@@ -251,3 +251,12 @@ def test_units_show_full_parameters_between_unshard_and_reshard() -> None:
     optimizer.zero_grad()
     assert isinstance(layer, Layer)
     assert list(shardtrain.full_state_dict(model)) == list(plain.state_dict())
+
+
+def test_a_mean_over_no_samples_is_refused() -> None:
+    model, loss = shardtrain.shard(nn.Linear(3, 3)), torch.ones(())
+    assert shardtrain.mean_over_samples(loss, 2, model, of=8) == 0.25
+    with pytest.raises(ValueError, match="expected samples on some rank, found 0 in all"):
+        shardtrain.mean_over_samples(loss, 0, model)
+    with pytest.raises(ValueError, match="with virtual ranks: give each as many samples"):
+        shardtrain.mean_over_samples(loss, 1, shardtrain.shard(nn.Linear(3, 3), virtual_ranks=2))

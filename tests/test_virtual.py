@@ -18,9 +18,12 @@ from shardtrain.comm import arithmetic
 from shardtrain.engine import api, reduce, virtual
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, Piece
+from shardtrain.train import saving
+from shardtrain.train.saving import machine
 
 from small import Block, hosts, images, mesh, shard
 from test_resume import QUIET, crash, curves, final, run
+from tiny import CPU
 
 V = 4
 
@@ -33,9 +36,12 @@ class Net(nn.Module):
         self.first, self.block, self.drop = nn.Conv2d(3, 7, 3), Block(7), nn.Dropout(0.3)
         self.last, self.rare, self.never = nn.Linear(7, 5), nn.Linear(7, 5), nn.Parameter(torch.ones(3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rarely", torch.zeros(2))
 
     def forward(self, x: torch.Tensor, rarely: bool) -> torch.Tensor:
         self.calls += 1
+        if rarely:
+            self.rarely += x.mean()
         x = self.drop(self.block(self.first(x)).mean((2, 3)))
         return self.last(x) + (self.rare(x) if rarely else 0)
 
@@ -132,8 +138,8 @@ def statistics_handed_on() -> Any:
     begin = virtual.Virtual.begin
 
     def without_reset(self: virtual.Virtual, number: int) -> None:
-        self._changed = {}
         begin(self, number)
+        self._before = [(buffer, buffer, version) for buffer, _, version in self._before]
 
     return patch.object(virtual.Virtual, "begin", without_reset)
 
@@ -213,6 +219,13 @@ def test_hosts_whose_ranks_do_not_follow_one_another_are_refused(on_ranks: Any) 
     on_ranks(4, apart)
 
 
+def elsewhere(folder: str, *given: str) -> str:
+    """Continue a run's checkpoint as if another machine had saved it."""
+    with patch.object(saving, "machine", lambda _: {**machine(CPU), "processor": "a laptop's"}):
+        run(folder, *given, at={3: crash})
+    return run(folder, *given)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, precision: str) -> None:
@@ -228,12 +241,18 @@ def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, pre
         on_ranks(world, run, str(tmp_path / "moved"), *given, at=at)
     assert final(tmp_path / "moved") == final(tmp_path / "alone")
     assert curves(tmp_path / "moved") == curves(tmp_path / "alone")
-    log = (tmp_path / "moved/log.txt").read_text()
-    assert "as 4 virtual ranks" in log
-    assert "the same bits are not promised" not in log
+    log = tmp_path / "moved/log.txt"
+    assert "as 4 virtual ranks" in log.read_text()
+    assert "the same bits are not promised" not in log.read_text()
 
 
 def test_other_numbers_of_ranks_train_as_without_and_say_so(on_ranks: Any, tmp_path: Path) -> None:
     given = ("parallel.virtual_ranks=2", "train.max_steps=1", QUIET)
     on_ranks(3, run, str(tmp_path), *given)
     assert "parallel.virtual_ranks=2 cannot be computed on 3 ranks" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_run_that_another_machine_saved_says_so(on_ranks: Any, tmp_path: Path) -> None:
+    given = ("parallel.virtual_ranks=2", "checkpoint.every_steps=1", QUIET)
+    assert on_ranks(1, elsewhere, str(tmp_path), *given) == ["finished"]
+    assert "warning: saved elsewhere (processor a laptop's → " in (tmp_path / "log.txt").read_text()

@@ -93,7 +93,7 @@ def shard(
     own = UnitOptions(precision, reshard_after_forward)
     inside = replace(own, precision=replace(precision, output=None))  # `output` is the root's alone
     given = units if isinstance(units, Mapping) else {}
-    options = {name: given.get(anchor, inside if name else own) for name, anchor in anchors.items()}
+    options = {n: given.get(anchor) or replace(inside if n else own) for n, anchor in anchors.items()}
     infos = infos_by_unit(module, anchors, left_alone)
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:

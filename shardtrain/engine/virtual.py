@@ -17,16 +17,15 @@ others.
 from __future__ import annotations
 
 import hashlib
-import random
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.nn.modules.batchnorm import _NormBase
 
+from shardtrain import device as devices
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.transport import Ranks
-from shardtrain.device import is_accelerator
 
 OUTSIDE = (
     "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run each of "
@@ -46,8 +45,8 @@ class Virtual:
         self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
         self.following = self.ranks.start
         self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, with value and version before the step
-        self._changed: dict[int, None] = {}  # indices of those that the step has changed
-        self._after: list[list[Tensor]] = []  # the values of these after each virtual rank that has run
+        self._statistics: set[int] = set()  # indices of those that BatchNorm changes, without a new version
+        self._after: list[dict[int, Tensor]] = []  # what each virtual rank that has run has changed
 
     def begin(self, number: int) -> None:
         """Begin ``number``'s micro-batch. Raises ValueError unless it is the one that follows."""
@@ -57,55 +56,67 @@ class Virtual:
                 f"{', '.join(map(str, self.ranks))} in this order"
             )
         if number == self.ranks.start:
-            buffers = dict.fromkeys(b for b in self._module.buffers() if not (b.is_meta or b.is_complex()))
-            self._before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers]
-            self._changed, self._after = {}, []
-        for index in self._changed:
+            self._begin_step()
+            return
+        for index in self._after[-1]:
             buffer, value, _ = self._before[index]
             buffer.copy_(value)
+
+    def _begin_step(self) -> None:
+        norms = [m for m in self._module.modules() if isinstance(m, _NormBase) and m.training]
+        statistics = {buffer for norm in norms for buffer in norm._buffers.values()}
+        buffers = dict.fromkeys(b for b in self._module.buffers() if not (b.is_meta or b.is_complex()))
+        again = len(self.ranks) > 1  # another virtual rank starts from the same values
+        self._before = [(each, each.detach().clone() if again else each, each._version) for each in buffers]
+        self._statistics = {index for index, buffer in enumerate(buffers) if buffer in statistics}
+        self._after = []
 
     def end(self, failed: bool) -> None:
         """End the micro-batch. After this rank's last one, average statistics over all virtual ranks."""
         self.following = self.ranks.start if failed else self.following + 1
         if failed:
             return
-        statistics = {  # whose versions BatchNorm does not raise
-            buffer
-            for module in self._module.modules()
-            if isinstance(module, _NormBase) and module.training
-            for buffer in module._buffers.values()
-        }
-        for index, (buffer, _, version) in enumerate(self._before):
-            if buffer in statistics or buffer._version != version:
-                self._changed[index] = None
-        self._after.append([self._before[index][0].detach().clone() for index in self._changed])
+        changed = {i for i, (buffer, _, version) in enumerate(self._before) if buffer._version != version}
+        changed |= self._statistics
+        self._after.append({index: self._before[index][0].detach().clone() for index in changed})
         if self.following == self.ranks.stop:
             self.following = self.ranks.start
-            if self._changed:
-                self._average()
+            self._average()
+
+    def _changed(self) -> list[int]:
+        """Return the buffers that any virtual rank has changed. Collective where not all are statistics."""
+        own = sorted(set().union(*self._after))
+        if len(self._statistics) == len(self._before) or self._all_ranks.silent:
+            return own
+        flags = torch.zeros(len(self._before), dtype=torch.int32, device=self._before[0][0].device)
+        flags[own] = 1
+        self._all_ranks.all_reduce(flags, "max")
+        return [index for index, changed in enumerate(flags.tolist()) if changed]
 
     def _average(self) -> None:
         """Give each changed buffer its mean over virtual ranks, or the first one's value if it is an integer.
 
         One all-reduce of a table in fp64 with a row per virtual rank, of which other ranks' are zeros here.
         """
-        rows = [torch.cat([value.flatten().double() for value in values]) for values in self._after]
+        indices = self._changed()
+        if not indices:
+            return
+        rows = [
+            torch.cat([after.get(i, self._before[i][1]).flatten().double() for i in indices])
+            for after in self._after
+        ]
         table = rows[0].new_zeros(self.count, len(rows[0]))
         table[self.ranks.start : self.ranks.stop] = torch.stack(rows)
         self._all_ranks.all_reduce(table)
         mean = torch.empty_like(table[0])
         merge([*table], mean, ReduceOp.AVG)
-        buffers = [self._before[index][0] for index in self._changed]
+        buffers = [self._before[index][0] for index in indices]
         sizes = [buffer.numel() for buffer in buffers]
         for buffer, average, first in zip(buffers, mean.split(sizes), table[0].split(sizes), strict=True):
             buffer.copy_((average if buffer.is_floating_point() else first).view(buffer.shape))
 
 
-def seed_random_numbers(device: torch.device, *key: int) -> None:
-    """Seed torch, on the CPU and on ``device``, and Python's ``random`` by ``key`` alone."""
+def seed_random_numbers(where: torch.device, *key: int) -> None:
+    """Seed random numbers, those of the device ``where`` included, by ``key`` alone."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
-    seed = int.from_bytes(digest, "little")
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes ten times as long
-    if is_accelerator(device):
-        torch.get_device_module(device).manual_seed(seed)
-    random.seed(seed)
+    devices.seed(where, int.from_bytes(digest, "little"))

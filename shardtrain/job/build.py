@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
-from shardtrain.device import is_accelerator
+from shardtrain import device as devices
 from shardtrain.job import data
 from shardtrain.job.config import Config, Parallel, Sched
 from shardtrain.job.data.sampler import generator
@@ -132,10 +131,7 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
     So dropout depends neither on evaluations nor on the step at which a run resumed.
     """
     seed = generator("step", seed, rank, step).initial_seed()
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes ten times as long
-    if is_accelerator(device):
-        torch.get_device_module(device).manual_seed(seed)
-    random.seed(seed)
+    devices.seed(device, seed)
     np.random.seed(seed % (1 << 32))
 
 

@@ -77,7 +77,7 @@ def evaluate(
     ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does; with virtual ranks
     those of this rank's virtual ones in turn. Sums are then taken per virtual rank.
     """
-    own_ranks = introspect(model).virtual_ranks or range(comm.rank(), comm.rank() + 1)
+    ranks = table_rows(model)
 
     def scores() -> tuple[Scores, dict[str, float]]:
         average_buffers(model)  # BatchNorm's running statistics differ between ranks before
@@ -90,9 +90,9 @@ def evaluate(
                     sums.append(_sums(model, batch, views, metrics))
         finally:
             model.train()
-        each = len(sums) // len(own_ranks)
+        each = len(sums) // len(ranks)
         parts = [torch.stack(sums[at : at + each]).sum(0) for at in range(0, len(sums), each)]
-        loss, first, fifth, count, *own = sum_over_ranks(torch.stack(parts), own_ranks).tolist()
+        loss, first, fifth, count, *own = table_of(torch.stack(parts), ranks).sum(0).tolist()
         means = {name: total / count for name, total in zip(metrics, own, strict=True)}
         return Scores(loss / count, 100 * first / count, 100 * fifth / count), means
 
@@ -103,15 +103,20 @@ def evaluate(
         return Evaluation(plain, *scores())
 
 
-def sum_over_ranks(rows: Tensor, ranks: range) -> Tensor:
-    """Return the sum of all ranks' ``rows``, float64 [ranks, ...], of this rank's ``ranks``. Collective.
+def table_rows(model: nn.Module) -> range:
+    """Return this rank's rows in tables of all virtual ranks, or of all ranks."""
+    return introspect(model).virtual_ranks or range(comm.rank(), comm.rank() + 1)
 
-    They are summed in one order, whatever the number of ranks on which virtual ranks are computed.
+
+def table_of(own: Tensor, rows: range) -> Tensor:
+    """Return the table of all ranks, of which this rank's ``rows`` are ``own`` [rows, columns]. Collective.
+
+    Summed over its rows, it does not depend on the number of ranks that compute the virtual ranks.
     """
-    table = rows.new_zeros(len(ranks) * comm.world_size(), *rows.shape[1:])
-    table[ranks.start : ranks.stop] = rows
+    table = own.new_zeros(len(rows) * comm.world_size(), own.shape[1])
+    table[rows.start : rows.stop] = own
     comm.all_reduce(table)
-    return table.sum(0)
+    return table
 
 
 def _sums(

@@ -22,6 +22,7 @@ from shardtrain import Precision, comm, device, introspect
 from shardtrain.comm import trace
 from shardtrain.job import tags
 from shardtrain.job.build import Job
+from shardtrain.job.evaluate import table_of, table_rows
 from shardtrain.job.format import MIB
 from shardtrain.plan.memory import MEMORY_KINDS, optimizer_tensors
 
@@ -133,8 +134,7 @@ class StepMetrics:
 
     def __init__(self, job: Job) -> None:
         self.job, self.device, self.spent = job, job.device, Spent()
-        # Rows of tables of all ranks, or of all virtual ranks.
-        self._ranks = introspect(job.model).virtual_ranks or range(comm.rank(), comm.rank() + 1)
+        self._rows = table_rows(job.model)
         self.peak = peak_flops(job.device, introspect(job.model).precision)
         self._restart()
 
@@ -145,19 +145,13 @@ class StepMetrics:
 
     def state(self) -> dict[str, Any]:
         """Return the state for resuming; ``total`` is for other world sizes. Collective."""
-        return {"sums": self._table(), "total": self._table().sum(0), "scored": self.scored}
-
-    def _table(self) -> Tensor:
-        """Return `sums` of all ranks, or of all virtual ranks. Collective."""
-        table = self.sums.new_zeros(len(self.sums) * comm.world_size(), 2)
-        table[self._ranks.start : self._ranks.stop] = self.sums
-        comm.all_reduce(table)
-        return table
+        table = table_of(self.sums, self._rows)
+        return {"sums": table, "total": table.sum(0), "scored": self.scored}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
         """Continue from the `state` of ``ranks`` ranks. With other (virtual) ranks rank 0 gets all sums."""
-        if len(state["sums"]) == len(self.sums) * comm.world_size():
-            self.sums.copy_(state["sums"][self._ranks.start : self._ranks.stop])
+        if state["sums"].shape == (len(self.sums) * comm.world_size(), 2):
+            self.sums.copy_(state["sums"][self._rows.start : self._rows.stop])
         elif comm.rank() == 0:
             self.sums[0].copy_(state["total"])
         self.scored = state["scored"] * ranks // comm.world_size()
@@ -165,7 +159,7 @@ class StepMetrics:
     def _restart(self) -> None:
         # Summed on the device, so that no step waits: loss times images, and right first guesses. A row per
         # virtual rank of this rank, or one.
-        self.sums = torch.zeros(len(self._ranks), 2, dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(len(self._rows), 2, dtype=torch.float64, device=self.device)
         self._added = 0  # micro-batches
         self.scored = 0  # images in these sums
         # A resumed run begins the following anew.
@@ -234,10 +228,8 @@ class StepMetrics:
         steps, ranks = len(self._meters), comm.world_size()
         busy, waited, sent = self._own()
         own = torch.tensor([waited, profile_requested, *busy.values()], device=self.device)
-        rows = torch.zeros(ranks, len(own), dtype=torch.float64, device=self.device)
-        rows[comm.rank()] = own
-        rows = comm.all_reduce(rows).cpu()
-        loss, right = self._table().sum(0).tolist()
+        rows = table_of(own.double()[None], range(comm.rank(), comm.rank() + 1)).cpu()
+        loss, right = table_of(self.sums, self._rows).sum(0).tolist()
         if not math.isfinite(loss):
             raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
