@@ -7,6 +7,7 @@ from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.recompute import checkpoint_activations, compile_units
+from shardtrain.engine.replay import ReplayMismatch, recording, replay
 from shardtrain.engine.state_dict import (
     average_buffers,
     full_state_dict,

@@ -129,6 +129,7 @@ ELSEWHERE = {
     ),
     "test_transports.py::test_replicas_that_do_not_fit_are_refused": "parallel.shard",
     "test_virtual.py::test_a_run_moves_between_numbers_of_ranks": "parallel.virtual_ranks",
+    "test_replay.py::test_a_run_stops_before_the_update_where_a_rank_computes_wrong": "train.replay_every",
     "test_config.py::test_mistakes_are_named": "parallel.sync_batchnorm parallel.offload",
     "test_data.py::test_images_in_folders": "data.root",
     "test_data.py::test_batches_have_the_size_of_their_epoch": "data.grow data.eval_size",

@@ -24,21 +24,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn.utils import clip_grad_norm_ as clip_unsharded
 from torch.testing import assert_close
-from torch.utils._pytree import tree_leaves
 
 import shardtrain
-from shardtrain import comm, introspect
+from shardtrain import comm, introspect, recording
 from shardtrain.comm.arithmetic import merge
 from shardtrain.device import is_accelerator
 from shardtrain.job import launch
@@ -64,34 +63,6 @@ UPDATE_TOLERANCE = 1e-6  # also a fraction of the largest element
 Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step, phase, found, expected
 
 
-class Recorded:
-    """Hold a model and its optimizer, and record units' outputs and this rank's own gradients."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str]) -> None:
-        """``units``: names of the modules whose outputs are recorded."""
-        self.model, self.optimizer = model, optimizer
-        self.params = dict(model.named_parameters())
-        self.outputs: dict[str, Tensor] = {}  # by unit and number, in the order in which forward leaves units
-        self.gradients: dict[str, Tensor] = {}  # summed over micro-batches, in the order of backward
-        modules = [(name, model.get_submodule(name)) for name in units]
-        trained = [(name, param) for name, param in self.params.items() if param.requires_grad]
-        self.hooks = [m.register_forward_hook(partial(self._record_output, name)) for name, m in modules]
-        self.hooks += [p.register_hook(partial(self._record_gradient, name)) for name, p in trained]
-
-    def _record_output(self, unit: str, _: nn.Module, __: object, output: object) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):  # a copy, as later code may change it
-                self.outputs[f"{unit}#{len(self.outputs)}"] = leaf.detach().clone()
-
-    def _record_gradient(self, name: str, gradient: Tensor) -> None:
-        before = self.gradients.get(name)
-        self.gradients[name] = gradient.detach().clone() if before is None else before + gradient
-
-    def held_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the parameters hold, last parameter first."""
-        return {name: p.grad for name, p in reversed(self.params.items()) if p.grad is not None}
-
-
 class Twins:
     """Compare a job's sharded model with its unsharded twin."""
 
@@ -100,14 +71,15 @@ class Twins:
         inside = introspect(job.model)
         self.world, self._unit_of = inside.transport.all_ranks.world, inside.unit_of_parameter
         whole = converted(initial_model(config), config, job.device).to(job.device)
-        units = [unit.name.removeprefix("(root)") for unit in inside.units]
-        self.sharded = Recorded(job.model, job.optimizer, units)
+        self._units = [unit.name.removeprefix("(root)") for unit in inside.units]
         if PRECISIONS[config.parallel.precision] is None:
             optimizer = config.optim.make(parameter_groups(whole, config.optim), config.allow)
-            self.twin, self._engines = Recorded(whole, optimizer, units), [job.model]
+            self._engines = [job.model]
         else:
             optimizer = shard_with_optimizer(whole, config, comm.Alone())
-            self.twin, self._engines = Recorded(whole, optimizer, units), [job.model, whole]
+            self._engines = [job.model, whole]
+        self.models, self.optimizers = (job.model, whole), (job.optimizer, optimizer)
+        self.params = [dict[str, Tensor](model.named_parameters()) for model in self.models]
 
     def examine(self, steps: int) -> tuple[bool, str]:
         """Run ``steps`` steps; return whether all is equal, and a line about it. Collective."""
@@ -145,34 +117,27 @@ class Twins:
 
     def _comparisons(self, steps: int) -> Generator[Comparison, None, None]:
         """Run the steps with both models, and yield each comparison as soon as its tensors exist."""
-        sharded, twin, count = self.sharded, self.twin, self.job.train.share.accumulate
-        batches = iter(self.job.train)
-        try:
+        (sharded, twin), (found, expected), job = self.models, self.params, self.job
+        batches, count = iter(job.train), job.train.share.accumulate
+        with self._unsharded():
+            yield 0, "initial value", found, expected
+        for step in range(1, steps + 1):
+            micro = list(islice(batches, count))
+            with recording(twin, Tensor.clone, self._units) as right, torch.random.fork_rng():
+                accumulate(twin, job.loss, iter(micro), count, contextlib.nullcontext)
+            with recording(sharded, Tensor.clone, self._units) as record:  # with the same dropout masks
+                accumulate(sharded, job.loss, iter(micro), count, partial(shardtrain.no_sync, sharded))
+            yield step, "output", record.outputs, right.outputs
+            yield step, "own gradient", record.gradients, right.gradients
+            self._average()
             with self._unsharded():
-                yield 0, "initial value", sharded.params, twin.params
-            for step in range(1, steps + 1):
-                micro = list(islice(batches, count))
-                for recorded in (sharded.outputs, sharded.gradients, twin.outputs, twin.gradients):
-                    recorded.clear()
-                with torch.random.fork_rng():  # so that both draw the same dropout masks
-                    accumulate(twin.model, self.job.loss, iter(micro), count, contextlib.nullcontext)
-                no_sync = partial(shardtrain.no_sync, sharded.model)
-                accumulate(sharded.model, self.job.loss, iter(micro), count, no_sync)
-                yield step, "output", sharded.outputs, twin.outputs
-                yield step, "own gradient", sharded.gradients, twin.gradients
-                self._average()
-                with self._unsharded():
-                    yield step, "mean gradient", sharded.held_gradients(), twin.held_gradients()
-                self._update()
-                with self._unsharded():
-                    yield step, "parameter", sharded.params, twin.params
-                    for name, param in sharded.params.items():
-                        twin.params[name].detach().copy_(param.detach())
-                found, expected = (dict(side.model.named_buffers()) for side in (sharded, twin))
-                yield step, "buffer", found, expected
-        finally:
-            for hook in (*sharded.hooks, *twin.hooks):
-                hook.remove()
+                yield step, "mean gradient", held_gradients(found), held_gradients(expected)
+            self._update()
+            with self._unsharded():
+                yield step, "parameter", found, expected
+                for name, param in found.items():
+                    expected[name].detach().copy_(param.detach())
+            yield step, "buffer", dict(sharded.named_buffers()), dict(twin.named_buffers())
 
     def _unsharded(self) -> contextlib.ExitStack:
         """Return a context in which both models have full parameters and gradients."""
@@ -183,7 +148,7 @@ class Twins:
 
     def _average(self) -> None:
         """Replace the twin's gradients by their means over ranks, summed in the engine's tree."""
-        for param in self.twin.params.values():
+        for param in self.params[1].values():
             if self.world > 1 and param.requires_grad:
                 own = torch.zeros_like(param) if param.grad is None else param.grad
                 gathered = own.new_empty((self.world, *own.shape))
@@ -194,16 +159,21 @@ class Twins:
 
     def _update(self) -> None:
         """Clip and update both models, at the schedule's learning rate."""
-        max_norm, optimizers = self.config.train.clip_grad_norm, (self.job.optimizer, self.twin.optimizer)
-        for sharded, twin in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
+        max_norm = self.config.train.clip_grad_norm
+        for sharded, twin in zip(*(optimizer.param_groups for optimizer in self.optimizers), strict=True):
             twin["lr"] = sharded["lr"]
         if max_norm is not None:
             shardtrain.clip_grad_norm_(self.job.model, max_norm)
-            clip_unsharded(self.twin.params.values(), max_norm)
-        for optimizer in optimizers:
+            clip_unsharded(self.params[1].values(), max_norm)
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.job.schedule.step()
+
+
+def held_gradients(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients that the parameters hold, last parameter first."""
+    return {name: param.grad for name, param in reversed(params.items()) if param.grad is not None}
 
 
 def _ranks_with(text: str) -> str:

@@ -185,11 +185,11 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
     before = schedule.micro_batch
     virtual.begin(number)
-    schedule.micro_batch = number - virtual.ranks.start
+    schedule.micro_batch, last = virtual.place(number)
     if seed is not None:
         seed_random_numbers(engine.device, seed, step, number)
     try:
-        with _reducing(engine, number + 1 == virtual.ranks.stop):
+        with _reducing(engine, last):
             yield
     except BaseException:
         virtual.end(failed=True)

@@ -36,7 +36,8 @@ OUTSIDE = (
 class Virtual:
     """Keep what virtual ranks change in a step.
 
-    ``count``: V. ``ranks``: the virtual ranks of this rank. ``following``: the one to run next.
+    ``count``: V. ``ranks``: the virtual ranks of this rank. ``following``: the one to run next. ``again``:
+    the one that a replay computes now, which changes nothing here (see ``replay.py``).
     """
 
     def __init__(self, module: nn.Module, all_ranks: Ranks, count: int) -> None:
@@ -44,17 +45,21 @@ class Virtual:
         share = count // all_ranks.world
         self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
         self.following = self.ranks.start
+        self.again: int | None = None
         self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, with value and version before the step
         self._statistics: set[int] = set()  # indices of those that BatchNorm changes, without a new version
         self._after: list[dict[int, Tensor]] = []  # what each virtual rank that has run has changed
 
     def begin(self, number: int) -> None:
         """Begin ``number``'s micro-batch. Raises ValueError unless it is the one that follows."""
-        if number != self.following:
+        expected = self.following if self.again is None else self.again
+        if number != expected:
             raise ValueError(
-                f"virtual_rank({number}): expected {self.following}; rank {self._all_ranks.rank} computes "
+                f"virtual_rank({number}): expected {expected}; rank {self._all_ranks.rank} computes "
                 f"{', '.join(map(str, self.ranks))} in this order"
             )
+        if self.again is not None:
+            return
         if number == self.ranks.start:
             self._begin_step()
             return
@@ -71,8 +76,16 @@ class Virtual:
         self._statistics = {index for index, buffer in enumerate(buffers) if buffer in statistics}
         self._after = []
 
+    def place(self, number: int) -> tuple[int, bool]:
+        """Return the number of this micro-batch among this rank's, and whether it is the last of them."""
+        if self.again is not None:
+            return 0, False
+        return number - self.ranks.start, number + 1 == self.ranks.stop
+
     def end(self, failed: bool) -> None:
         """End the micro-batch. After this rank's last one, average statistics over all virtual ranks."""
+        if self.again is not None:
+            return
         self.following = self.ranks.start if failed else self.following + 1
         if failed:
             return

@@ -50,6 +50,7 @@ class Train:
     mixup: float = at_least(0)
     cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
+    replay_every: int = at_least(0, mark=REPORTED)
     log_every: int = at_least(1, mark=REPORTED)
     eval_every: int = at_least(1, mark=REPORTED)
     eval_batch_size: int | None = at_least(1, mark=REPORTED)
@@ -357,6 +358,12 @@ class Config:
             raise UserError(
                 f"train.accumulate={self.train.accumulate}: leave it out, since parallel.virtual_ranks="
                 f"{self.parallel.virtual_ranks} is the number of micro-batches per step over all ranks"
+            )
+
+        if self.train.replay_every and not self.parallel.virtual_ranks:
+            raise UserError(
+                f"train.replay_every={self.train.replay_every}: a rank can only check another one by "
+                "computing the same bits; choose parallel.virtual_ranks=V, a power of two"
             )
 
     def virtual_ranks(self, ranks: int) -> int:

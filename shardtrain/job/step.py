@@ -6,16 +6,18 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardtrain import clip_grad_norm_, introspect, no_sync, virtual_rank
+from shardtrain import clip_grad_norm_, introspect, no_sync, replay, virtual_rank
 from shardtrain.job.build import Job, Loss
 from shardtrain.optim import Ema, GradScaler
 
 Phase = Callable[[str], AbstractContextManager[object]]
+Scale = Callable[[Tensor], Tensor]
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], object]  # of images, loss, logits, labels
 
 
@@ -26,34 +28,48 @@ def accumulate(
     count: int,
     no_sync: Callable[[], AbstractContextManager[object]],
     *,
-    virtual: Callable[[int], AbstractContextManager[object]] | None = None,
-    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    scale: Scale = lambda loss: loss,
     phase: Phase = contextlib.nullcontext,
     observe: Observer = lambda *_: None,
 ) -> None:
     """Accumulate the gradients of the mean loss over the next ``count`` micro-batches.
 
     Args:
-        model: from images [batch, channels, height, width] to logits [batch, classes].
-        batches: yields images, labels, and further items, which are ignored.
         no_sync: a context in which backward reduces nothing; the last micro-batch runs outside it.
-        virtual: instead of ``no_sync``, a context for each micro-batch's number. The mean is then taken over
-            the gradients, and the loss is not scaled.
-        scale: multiplies the loss before backward, as `GradScaler.scale` does.
-        phase: called with ``data``, ``forward`` and ``backward``; each runs inside the context returned.
-        observe: called after each micro-batch.
+
+    For others see `forward_backward`.
     """
     for micro in range(count):
-        last = micro == count - 1
-        with virtual(micro) if virtual else contextlib.nullcontext() if last else no_sync():
-            with phase("data"):
-                images, labels, *_ = next(batches)
-            with phase("forward"):
-                logits = model(images)
-                value = loss(logits, labels)
-            with phase("backward"):
-                scale(value if virtual else value / count).backward()  # type: ignore[no-untyped-call]
-            observe(images, value, logits, labels)
+        with contextlib.nullcontext() if micro == count - 1 else no_sync():
+            forward_backward(model, loss, batches, lambda value: scale(value / count), phase, observe)
+
+
+def forward_backward(
+    model: Callable[[Tensor], Tensor],
+    loss: Loss,
+    batches: Iterator[Sequence[Any]],
+    scale: Scale,
+    phase: Phase,
+    observe: Observer,
+) -> Tensor:
+    """Compute the gradients of the next micro-batch, and return its loss, 0-dim.
+
+    Args:
+        model: from images [batch, channels, height, width] to logits [batch, classes].
+        batches: yields images, labels, and further items, which are ignored.
+        scale: multiplies the loss before backward, as `GradScaler.scale` does.
+        phase: called with ``data``, ``forward`` and ``backward``; each runs inside the context returned.
+        observe: called at the end.
+    """
+    with phase("data"):
+        images, labels, *_ = next(batches)
+    with phase("forward"):
+        logits = model(images)
+        value = loss(logits, labels)
+    with phase("backward"):
+        scale(value).backward()  # type: ignore[no-untyped-call]
+    observe(images, value, logits, labels)
+    return value
 
 
 class Step(NamedTuple):
@@ -71,39 +87,52 @@ class Step(NamedTuple):
         """Return the step of ``job``."""
         return cls(job.model, job.loss, job.optimizer, max_norm, job.ema, job.scaler)
 
-    def gradients(
+    def gradients(self, batches: Iterator[Sequence[Any]], count: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Call `backward`, and clip the gradients; return their norm before that, 0-dim."""
+        self.backward(batches, count, *args, **kwargs)
+        self.scaler.unscale_(self.optimizer)
+        return clip_grad_norm_(self.model, self.max_norm or math.inf)  # inf measures and does not clip
+
+    def backward(
         self,
         batches: Iterator[Sequence[Any]],
         count: int,
         phase: Phase = contextlib.nullcontext,
         observe: Observer = lambda *_: None,
         seed: Callable[[int], object] = lambda rank: None,
-    ) -> Tensor:
-        """Reduce and clip the gradients of ``count`` micro-batches; return the norm before that, 0-dim.
+        again: Callable[[int], Sequence[Any]] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Reduce the gradients of ``count`` micro-batches.
 
-        ``seed`` is called with the number of each virtual rank, before its micro-batch.
+        ``seed`` is called with the number of each virtual rank, before its micro-batch. With ``again``, from
+        such a number to its images and labels in this ``step``, a neighbour checks this rank by a replay.
         """
-        ranks = introspect(self.model).virtual_ranks
+        ranks, scale = introspect(self.model).virtual_ranks, self.scaler.scale
+        if not ranks:
+            synced = partial(no_sync, self.model)
+            accumulate(
+                self.model, self.loss, batches, count, synced, scale=scale, phase=phase, observe=observe
+            )
+            return
+        unseen, own = {*ranks}, dict[int, Sequence[Any]]()
 
-        @contextlib.contextmanager
-        def virtual(micro: int) -> Iterator[None]:
-            with virtual_rank(self.model, ranks[micro]):
-                seed(ranks[micro])
-                yield
+        def compute(number: int) -> Tensor:
+            feed, sees = batches, observe if number in unseen else lambda *_: None
+            if again is not None:
+                feed = iter([own[number] if number in own else again(number)])
+            unseen.discard(number)
+            with virtual_rank(self.model, number):
+                seed(number)
+                return forward_backward(self.model, self.loss, feed, scale, phase, sees)
 
-        accumulate(
-            self.model,
-            self.loss,
-            batches,
-            count,
-            lambda: no_sync(self.model),
-            virtual=virtual if ranks else None,
-            scale=self.scaler.scale,
-            phase=phase,
-            observe=observe,
-        )
-        self.scaler.unscale_(self.optimizer)
-        return clip_grad_norm_(self.model, self.max_norm or math.inf)  # inf measures and does not clip
+        if again is None:
+            for number in ranks:
+                compute(number)
+        else:
+            with phase("data"):
+                own.update(zip(ranks, batches, strict=False))
+            replay(self.model, compute, step=step)
 
     def update(self, step: int | None = None) -> None:
         """Update the parameters, and the moving average as after step number ``step``."""

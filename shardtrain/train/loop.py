@@ -8,21 +8,23 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardtrain import comm
-from shardtrain.device import HostCopy, on_accelerator
+from shardtrain import comm, introspect, recording
+from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
+from shardtrain.job.data import Batch, Share, TrainFeed
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, cpu_threads, on_rank_0
 from shardtrain.job.errors import path_of, writing
 from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.saved import as_saved
 from shardtrain.job.signals import StopSignals
@@ -38,7 +40,8 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     """Train up to step ``job.steps``; evaluate every ``train.eval_every`` epochs and at the end."""
     config, job, metrics, monitor = training
     train, one_step = config.train, Step.of(job, config.train.clip_grad_norm)
-    gradients = Finiteness(training)
+    gradients = Finiteness(training, one_step)
+    replays = train.replay_every if introspect(job.model).virtual_ranks else 0
     saver.before_save = gradients.settle
     if saver.pending_evaluation:
         saver.evaluate_pending(job.first_step)
@@ -48,11 +51,11 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         if saver.is_stale(step - 1):
             monitor.say(f"stopped after step {step - 1}: no better score in {train.patience} evaluations")
             break
-        seed = partial(seed_process, job.device, config.seed, step=step)
-        seed(comm.rank())
+        seed = seeding(training, step)
         with metrics.step():
             count = job.train.share.accumulate
-            norm = one_step.gradients(batches, count, metrics.phase, metrics.add, seed)
+            again = partial(micro_batch, job.train, step) if replays and step % replays == 0 else None
+            norm = one_step.gradients(batches, count, metrics.phase, metrics.add, seed, again, step)
             if not gradients.are_finite(step, norm):
                 job.optimizer.zero_grad()  # so that the update changes nothing
             saver.before_update()
@@ -71,6 +74,20 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
             comm.set_time_out(AFTERWARDS)
     gradients.settle()
     saver.finish()
+
+
+def seeding(training: Training, step: int) -> Callable[[int], None]:
+    """Seed random numbers for ``step``; return what seeds them for a virtual rank in it."""
+    seed = partial(seed_process, training.job.device, training.config.seed, step=step)
+    seed(comm.rank())
+    return seed
+
+
+def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
+    """Return the images and labels of virtual rank ``number`` in ``step``."""
+    size, virtual = feed.share.batch_size, feed.share.virtual
+    [batch] = feed.of(Share(size, 1, number, virtual, virtual), step - 1)
+    return batch
 
 
 def write_scores(out: str | None, step: int, scored: Sequence[Evaluation]) -> None:
@@ -94,8 +111,8 @@ class Finiteness:
     Raises RuntimeError on every rank if a loss is not finite, or if a gradient's scale cannot be the cause.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, training: Training, one_step: Step) -> None:
+        self._training, self._step = training, one_step
         self._open: list[tuple[int, HostCopy]] = []  # unchecked steps, their norms and this rank's losses
 
     def are_finite(self, step: int, norm: Tensor) -> bool:
@@ -122,7 +139,22 @@ class Finiteness:
         if not bad and job.scaler.is_enabled() and job.scaler.get_scale() >= 1:
             return False
         cause = ", ".join(bad) or "all losses finite"
-        raise RuntimeError(f"step {step}: {cause}, gradient norm {norm}; a lower optim.lr may help")
+        where = "" if is_accelerator(job.device) else self._where(step)
+        raise RuntimeError(f"step {step}: {cause}, gradient norm {norm}{where}; a lower optim.lr may help")
+
+    def _where(self, step: int) -> str:
+        """Compute the gradients of ``step`` again; return in words what is not finite first, by rank.
+
+        Collective, before the update.
+        """
+        job = self._training.job
+        feed, seed = job.train.of(job.train.share, step - 1), seeding(self._training, step)
+        job.optimizer.zero_grad()
+        with recording(job.model, lambda tensor: tensor.isfinite().all()) as record:
+            self._step.backward(iter(feed), job.train.share.accumulate, seed=seed)
+        texts = enumerate(comm.gather_texts(record.first_false(), comm.plain_transport()))
+        found = [f"on rank {rank} {text}" for rank, text in texts if text]
+        return f"; the first not finite is {first_of(found)}" if found else "; each rank's own are finite"
 
 
 def train(config: Config, context: Context) -> float | None:

@@ -47,6 +47,7 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
         warnings.append(
             f"warning: parallel.virtual_ranks={wanted} cannot be computed on {ranks} ranks, only on a power "
             "of two up to that number: this run trains as without, to other bits"
+            + (", and replays nothing" if config.train.replay_every else "")
         )
     if start.opened is None:
         return warnings

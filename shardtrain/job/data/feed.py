@@ -6,6 +6,7 @@ until they are on the device. There they are resized, normalised, augmented and 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -251,6 +252,7 @@ class TrainFeed:
         mix: Mix | None = None,
     ) -> None:
         self.share, self.augment, self.mix, self.seed = share, augment, mix, seed
+        self._data, self._keys = data, keys
         self.prepare = Prepare(data, keys.image_size, device)
         self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats, keys.side_in)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
@@ -270,6 +272,13 @@ class TrainFeed:
                 if self.mix and mixing is not None:
                     images, labels = self.mix(images, labels, mixing[rows])
                 yield Batch(images, labels, len(labels))
+
+    def of(self, share: Share, step: int) -> TrainFeed:
+        """Return another ``share``'s micro-batches in ``step``, counted from 0, loaded without workers."""
+        keys, mix, steps = dataclasses.replace(self._keys, workers=0), self.mix, range(step, step + 1)
+        mix = mix and Mix(mix.mixup, mix.cutmix, mix.classes, share, mix.seed)
+        options: dict[str, Any] = {"seed": self.seed, "steps": steps, "augment": self.augment, "mix": mix}
+        return TrainFeed(self._data, share, keys, self.prepare.device, **options)
 
     def _uniform(self, step: int) -> Tensor:
         """Return random numbers for augmenting this rank's images in ``step``: float32 [per_rank, draws]."""

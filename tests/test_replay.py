@@ -1,0 +1,307 @@
+"""Replays: a neighbour finds each rank that computes wrong, and none that does not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardtrain
+from shardtrain import Precision, ReplayMismatch
+from shardtrain.checkpoint.store import steps_in
+from shardtrain.engine import replay as replays
+from shardtrain.engine.replay import digest
+
+from small import Block, images, shard
+from test_resume import QUIET, final, run
+from test_virtual import digest as bits_of
+from tiny import result_of
+
+V = 4
+
+
+class Net(nn.Module):
+    """A convolution, a sum and a normalisation in each of three units, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.drop, self.fc = nn.Conv2d(3, 6, 3), nn.Dropout(0.2), nn.Linear(6, 5)
+        self.blocks = nn.Sequential(*(Block(6) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.drop(self.blocks(self.stem(x)).mean((2, 3))))
+
+
+class Faulty(torch.autograd.Function):
+    """Scale one channel by 1 + 2^-9: of a tensor in forward, or of its gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, in_backward: bool) -> Tensor:
+        ctx.in_backward = in_backward
+        return x.clone() if in_backward else Faulty.of(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Faulty.of(grad) if ctx.in_backward else grad, None
+
+    @staticmethod
+    def of(x: Tensor) -> Tensor:
+        wrong = x.clone()
+        wrong[:, 1] *= 1 + 2**-9
+        return wrong
+
+
+@contextmanager
+def planted(model: nn.Module, fault: int) -> Iterator[str]:
+    """Have a module of this rank compute wrong; yield its unit. Every fifth fault depends on the data."""
+    block = fault // 3 % 3
+    module = [model.blocks[block].conv, model.blocks[block].relu, model.blocks[block].norm][fault % 3]
+    by_pattern, in_backward = fault % 5 == 4, fault % 2 == 1
+
+    def wrong(_: nn.Module, args: Any, found: Tensor) -> Tensor:
+        if by_pattern and int(digest(args[0])) % 3:
+            return found
+        return Faulty.apply(found, in_backward)
+
+    handle = module.register_forward_hook(wrong)
+    try:
+        yield f"blocks.{block}"
+    finally:
+        handle.remove()
+
+
+def step_of(model: nn.Module, step: int) -> Callable[[int], Tensor]:
+    def compute(number: int) -> Tensor:
+        with shardtrain.virtual_rank(model, number, seed=3, step=step):
+            loss = F.cross_entropy(model(images(step, number)[0]).float(), images(step, number)[1])
+            loss.backward()
+        return loss
+
+    return compute
+
+
+def prepared(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = shard(Net(), units=[Block], virtual_ranks=V, **options)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def found(faults: range) -> list[str]:
+    """What ranks are told of each fault, or how many replays found nothing."""
+    model, _ = prepared()
+    world, before, told = dist.get_world_size(), bits_of(model.parameters()), []
+    for fault in faults:
+        with planted(model, fault) if dist.get_rank() == fault % world else nullcontext():
+            try:
+                for step in range(30):  # a pattern may not be in the first images
+                    shardtrain.replay(model, step_of(model, step), step=step)
+                    model.zero_grad()
+                told.append("nothing")
+            except ReplayMismatch as error:
+                told.append(str(error))
+        assert all(param.grad is None for param in model.parameters())
+    assert bits_of(model.parameters()) == before
+    return told
+
+
+def check_found(told: list[list[str]], faults: range, world: int) -> None:
+    assert all(texts == told[0] for texts in told)
+    for fault, text in zip(faults, told[0], strict=True):
+        assert text.startswith("step "), (fault, text)
+        rank, unit = fault % world, f"blocks.{fault // 3 % 3}"
+        if world > 2:
+            assert f": rank {rank} computes wrong" in text, (fault, text)
+        else:
+            assert ": rank 0 or rank 1 computes wrong" in text, (fault, text)
+        # In backward a unit's own gradients after its activation are right.
+        first = text.partition("First differs ")[2].partition(", then ")
+        assert unit in first[0], (fault, text)
+        assert "gradient" in (first[0] if fault % 2 else first[2])
+
+
+@pytest.mark.parametrize(
+    ("world", "faults"),
+    [(2, range(5)), (4, range(5)), *(pytest.param(n, range(25), marks=pytest.mark.long) for n in (2, 4))],
+)
+def test_a_lasting_fault_is_found_and_named(ranks: Any, world: int, faults: range) -> None:
+    check_found(ranks(world, found, faults), faults, world)
+
+
+def not_found_alone(faults: range) -> int:
+    """How many lasting faults a rank finds that replays itself."""
+    model, _ = prepared()
+    number = 0
+    for fault in faults:
+        with planted(model, fault):
+            try:
+                shardtrain.replay(model, step_of(model, fault))
+            except ReplayMismatch:
+                number += 1
+        model.zero_grad()
+    return number
+
+
+@pytest.mark.parametrize("faults", [range(5), pytest.param(range(100), marks=pytest.mark.long)])
+def test_a_rank_that_replays_itself_finds_no_lasting_fault(on_ranks: Any, faults: range) -> None:
+    assert on_ranks(1, not_found_alone, faults) == [0]
+
+
+def passing(at: int) -> str:
+    """What ranks are told of a fault of rank 0 that comes in its computation number ``at`` alone."""
+    model, _ = prepared()
+    calls = 0
+
+    def once(_: nn.Module, args: Any, found: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return Faulty.of(found) if calls == at and dist.get_rank() == 0 else found
+
+    model.blocks[1].conv.register_forward_hook(once)
+    with pytest.raises(ReplayMismatch) as error:
+        shardtrain.replay(model, step_of(model, 0), step=7)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("world", "at"), [(1, 1), (2, 1), (2, 2)])
+def test_a_fault_that_passes_is_found_and_named_by_two_ranks_and_by_one(
+    on_ranks: Any, world: int, at: int
+) -> None:
+    texts = on_ranks(world, passing, at)
+    assert len({*texts}) == 1
+    number, ranks = (0 if world == 1 or at == 2 else 2), ("rank 0" if world == 1 else "rank 0 and rank 1")
+    assert texts[0].startswith(
+        f"step 7: virtual rank {number} has other bits on {ranks}: rank 0 computes wrong. First differs the "
+        "output of blocks.1, then the gradient of fc.bias in the root. There was no update"
+    )
+
+
+def trained(every: int, bf16: bool = False, steps: int = 4, **options: Any) -> list[Any]:
+    """Bits of each step's gradients, losses and buffers, and of the weights at the end."""
+    if bf16:
+        options["precision"] = Precision(param=torch.bfloat16)
+    model, optimizer = prepared(**options)
+    bits: list[Any] = []
+    for step in range(steps):
+        compute = step_of(model, step)
+        if every and step % every == 0:
+            losses = shardtrain.replay(model, compute, step=step)
+        else:
+            losses = [compute(number) for number in shardtrain.introspect(model).virtual_ranks]
+        bits.append((bits_of(losses), bits_of(model.buffers()), torch.rand(1).item()))
+        bits.append(bits_of(param.grad.as_subclass(Tensor) for param in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*bits, bits_of(shardtrain.full_state_dict(model).values())]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_replay_changes_no_bit_of_a_run(ranks: Any, world: int) -> None:
+    assert ranks(world, trained, 2) == ranks(world, trained, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("reshards", [False, True])
+def test_honest_replays_raise_no_alarm(ranks: Any, bf16: bool, reshards: bool) -> None:
+    ranks(2, trained, 1, bf16, steps=30, reshard_after_forward=reshards)
+    ranks(4, trained, 1, bf16, steps=8, reshard_after_forward=reshards)
+
+
+def not_finite(in_backward: bool) -> str:
+    model, _ = prepared()
+    weight = model.blocks[1].conv.weight
+    if dist.get_rank() == 1 and in_backward:
+        weight.register_hook(lambda grad: grad * torch.inf)
+    elif dist.get_rank() == 1:
+        model.blocks[1].norm.register_forward_hook(lambda *found: found[2] * torch.nan)
+    with shardtrain.recording(model, lambda tensor: tensor.isfinite().all()) as record:
+        for number in shardtrain.introspect(model).virtual_ranks:
+            step_of(model, 0)(number)
+    return record.first_false()
+
+
+def test_the_first_that_is_not_finite_is_named(on_ranks: Any) -> None:
+    text = "the gradient of blocks.1.conv.weight in blocks.1"
+    assert on_ranks(2, not_finite, True) == ["", text]
+    text = "the output of blocks.1, then the gradient of fc.bias in the root"
+    assert on_ranks(2, not_finite, False) == ["", text]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_a_digest_sees_each_bit(dtype: torch.dtype) -> None:
+    values = torch.randn(3, 1000).to(dtype)
+    known = digest(values)
+    assert digest(values.clone().t().contiguous().t()) == known
+    for at in ((0, 0), (1, 500), (2, 999)):
+        changed = values.clone()
+        changed.view(torch.uint8)[at[0], at[1] * values.itemsize] ^= 1
+        assert digest(changed) != known
+    with patch.object(replays, "_BLOCK", 700):
+        assert digest(values) != known  # in several blocks
+        assert dtype is torch.bool or digest(values) != digest(values.flip(0))
+
+
+def test_mistakes_in_replays_are_named() -> None:
+    model = shardtrain.shard(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"replay\(\) of a model without virtual ranks"):
+        shardtrain.replay(model, lambda number: torch.zeros(()))
+    with pytest.raises(ValueError, match="is not sharded"), shardtrain.recording(nn.Linear(3, 3), torch.sum):
+        pass
+
+
+def test_a_run_with_replays_has_the_same_bits(on_ranks: Any, tmp_path: Path) -> None:
+    given = ("parallel.virtual_ranks=4", "train.mixup=0.2", "train.cutmix=1", QUIET)
+    given = (*given, "augment=photo", "train.clip_grad_norm=1")
+    for name, every in (("without", 0), ("with", 3)):
+        folder = tmp_path / name
+        assert on_ranks(2, run, str(folder), *given, f"train.replay_every={every}") == ["finished"] * 2
+    assert final(tmp_path / "with") == final(tmp_path / "without")
+    a, b = (result_of(tmp_path / name) for name in ("with", "without"))
+    assert (a["train/loss"], a["train/acc1"]) == (b["train/loss"], b["train/acc1"])
+
+
+def wears_out() -> None:
+    """Have every convolution of the last rank compute wrong from now on."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+
+        def wrong(module: nn.Module, _: Any, found: Any) -> Any:
+            return Faulty.of(found) if isinstance(module, nn.Conv2d) else found
+
+        GLOBAL.append(nn.modules.module.register_module_forward_hook(wrong))
+
+
+def worn_out(folder: str, *given: str) -> str:
+    try:
+        return run(folder, *given, at={5: wears_out})
+    finally:
+        while GLOBAL:
+            GLOBAL.pop().remove()
+
+
+GLOBAL: list[Any] = []
+
+
+def test_a_run_stops_before_the_update_where_a_rank_computes_wrong(on_ranks: Any, tmp_path: Path) -> None:
+    given = ("parallel.virtual_ranks=4", "train.replay_every=3", "checkpoint.every_steps=1", QUIET)
+    given = (*given, "checkpoint.asynchronous=false")
+    endings = on_ranks(4, worn_out, str(tmp_path), *given)
+    assert len({*endings}) == 1
+    assert endings[0].startswith(
+        "ReplayMismatch step 6: virtual rank 0 has other bits on rank 0 and rank 3: rank 3 computes wrong. "
+        "First differs the output of the root, then the gradient of "
+    )
+    assert steps_in(tmp_path / "checkpoints")[-1] == 5
+    assert on_ranks(2, run, str(tmp_path), *given) == ["finished"] * 2  # without that machine
+    assert "continuing after step 5 of 10" in (tmp_path / "log.txt").read_text()
+
+
+def test_replays_need_ranks_that_compute_virtual_ones(on_ranks: Any, tmp_path: Path) -> None:
+    given = ("parallel.virtual_ranks=2", "train.replay_every=1", "train.max_steps=1", QUIET)
+    on_ranks(3, run, str(tmp_path), *given)
+    assert "this run trains as without, to other bits, and replays" in (tmp_path / "log.txt").read_text()
