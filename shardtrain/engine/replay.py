@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from shardtrain import comm
 from shardtrain.engine.hooks import Engine, engine_of
 
-_BLOCK = 1 << 18
+_BLOCK = 1 << 16
 _FACTOR = 0x5851F42D4C957F2D  # odd, so that no difference is lost in a product
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
