@@ -42,6 +42,7 @@ def shard(
     reshard_after_forward: bool = True,
     transport: str | Transport = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
+    conditional: Iterable[nn.Module] = (),
     layout: Policy = "even",
     virtual_ranks: int = 0,
     device: torch.device | str | None = None,
@@ -73,6 +74,8 @@ def shard(
             copy of the parameters between them; ``"auto"`` chooses the latter where it works; or a
             `Transport`, such as `comm.Simulated` for one rank of an imagined world.
         ignored: modules or parameters that are not sharded; they stay replicated and are not reduced.
+        conditional: modules that a step may call on some ranks only, such as a tower for images. Neither
+            they nor modules inside are units: all ranks gather and reduce them with the unit around them.
         layout: ``"even"`` cuts each unit into equal intervals, also inside parameters. ``"whole"`` gives each
             parameter to one rank, for optimizers that look at all of it (Muon): there it has its own shape
             at rest, on other ranks ``(0, 1, ...)``. Shards are as equal as whole parameters allow.
@@ -89,7 +92,7 @@ def shard(
     """
     precision = precision or Precision()
     left_alone = check(module, transport, mesh, precision, ignored)
-    anchors = unit_modules(module, units)
+    anchors = unit_modules(module, units, [*conditional])
     own = UnitOptions(precision, reshard_after_forward)
     inside = replace(own, precision=replace(precision, output=None))  # `output` is the root's alone
     given = units if isinstance(units, Mapping) else {}

@@ -29,8 +29,14 @@ _SMALL = 1 << 16  # bytes; smaller units are not worth collectives of their own
 _TINY = 2 << 20  # bytes of a model that is not worth several
 
 
-def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
-    """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones."""
+def unit_modules(
+    root: nn.Module, units: UnitChoice, conditional: Iterable[nn.Module] = ()
+) -> dict[str, nn.Module]:
+    """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones.
+
+    No unit is, or lies inside, a ``conditional`` module: the unit around it, which all ranks call, has its
+    parameters. So all ranks gather and reduce them together, whichever ranks use them.
+    """
     if units is None or units == "blocks":
         chosen = choose_units(root, every_block=units is not None)
     elif isinstance(units, Mapping):
@@ -48,7 +54,11 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
         absent = [c.__name__ for c in classes if not any(isinstance(m, c) for m in chosen.values())]
         if absent:
             raise ValueError(f"units names {', '.join(absent)}, but the model has no such module")
-    anchors = {"": root, **chosen}
+    skipped = {inner: name for name, m in _named(root, conditional).items() for inner in m.modules()}
+    both = [name for name, m in chosen.items() if m in skipped]
+    if both and isinstance(units, Mapping):
+        raise ValueError(f"{both[0]} is a unit in units=, but inside conditional={skipped[chosen[both[0]]]}")
+    anchors = {"": root, **{name: m for name, m in chosen.items() if m not in skipped}}
     for name, module in anchors.items():
         if type(module).forward is nn.Module.forward:
             raise ValueError(
@@ -57,6 +67,14 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
                 "children"
             )
     return anchors
+
+
+def _named(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return ``modules`` by name. Raises ValueError unless all are inside ``root``."""
+    names = {module: name for name, module in root.named_modules() if name}
+    if foreign := [type(module).__name__ for module in modules if module not in names]:
+        raise ValueError(f"conditional={foreign[0]}: expected modules inside the one that is sharded")
+    return {names[module]: module for module in modules}
 
 
 def infos_by_unit(
