@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchvision.models import mobilenet_v3_small
 
+import shardtrain
 from shardtrain import comm
 from shardtrain.export import __main__ as program
 from shardtrain.job import launch
 from shardtrain.job.errors import UserError
-from shardtrain.job.model import initial_model, named_weights, read_weights
+from shardtrain.job.model import initial_model, named_weights, plain_model, read_weights, shard_with_optimizer
 from shardtrain.train.loop import train
 
 from pool import once
@@ -259,3 +260,25 @@ def test_torchvisions_weights_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert fetched == ["https://download.pytorch.org/models/mobilenet_v3_small-047dcff4.pth 047dcff4"]
     with pytest.raises(UserError, match=r"no network>; cannot fetch https.*; fetch it elsewhere, and give"):
         named_weights("IMAGENET1K_V1", "resnet18")
+
+
+def started(out: str) -> list[bool]:
+    """Whether this rank has values before `shard`, and the file's after it."""
+    config = configure(
+        "model=vit_cifar", "model.num_classes=10", "model.in_channels=3", "model.image_size=32"
+    )
+    config = replace(config, model={**config.model, "weights": out})
+    model = initial_model(config, deferred=True)
+    has_values = not any(param.is_meta for param in model.parameters())
+    shard_with_optimizer(model, config)
+    held, found = load_file(out), shardtrain.full_state_dict(model)
+    return [has_values, all(torch.equal(found[name], value) for name, value in held.items())]
+
+
+def test_rank_0_alone_reads_weights(on_ranks: Any, tmp_path: Path) -> None:
+    config = configure(
+        "model=vit_cifar", "model.num_classes=10", "model.in_channels=3", "model.image_size=32"
+    )
+    torch.manual_seed(5)
+    save_file(plain_model(config.model).state_dict(), out := tmp_path / "weights.safetensors")
+    assert on_ranks(2, started, str(out)) == [[True, True], [False, True]]

@@ -24,7 +24,7 @@ from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Config, Optim
-from shardtrain.job.dist_env import on_rank_0, together
+from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import typed
@@ -42,19 +42,20 @@ PRECISIONS = {
 def initial_model(config: Config, *, deferred: bool = False, resumed: bool = False) -> nn.Module:
     """Build the unsharded model before the first step, the same on every rank.
 
-    With ``deferred``, a model whose values are not loaded gets them from rank 0 in `shard`. A ``resumed``
-    model gets its values from a checkpoint, so `model.weights` are not read.
+    With ``deferred``, rank 0 alone has values, those of `model.weights` too, and `shard` distributes them. A
+    ``resumed`` model gets its values from a checkpoint, so `model.weights` are not read.
     """
     weights = None if resumed else typed(str | None, config.model.get("weights"), "model.weights")
     reset_head = typed(bool, config.model.get("reset_head", False), "model.reset_head")
+
+    def build_with_weights() -> nn.Module:
+        model = plain_model(config.model, config.allow)
+        if weights is not None and not any(param.is_meta for param in model.parameters()):
+            load_weights(model, named_weights(weights, config.model_name), weights, reset_head)
+        return model
+
     torch.manual_seed(config.seed)
-    if weights is None and deferred:  # rank 0 alone allocates it
-        return together(lambda: shardtrain.deferred(plain_model, config.model, config.allow))
-    model = plain_model(config.model, config.allow)
-    if weights is not None:
-        on_rank_0(lambda: named_weights(weights, config.model_name))  # downloads them for all ranks
-        load_weights(model, named_weights(weights, config.model_name), weights, reset_head)
-    return model
+    return together(lambda: shardtrain.deferred(build_with_weights)) if deferred else build_with_weights()
 
 
 def plain_model(model: Mapping[str, Any], allow: Sequence[str] = ()) -> nn.Module:
