@@ -40,6 +40,7 @@ from small import (
     images,
     like_a_replica,
     mean_in_a_tree,
+    mesh,
     sgd,
     shard,
     sharded_and_replica,
@@ -80,6 +81,26 @@ def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
     gathered = everything + sum(info.local_bytes for info in again)
     assert meter.calls == {"all_gather": 4 + len(again), "reduce_scatter": 4}
     assert meter.bytes == {"all_gather": gathered * (world - 1), "reduce_scatter": everything * (world - 1)}
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.before(x))
+
+
+@each_rank(2, transport="auto")
+def test_the_last_two_units_stay_gathered_also_if_one_is_inside_the_other() -> None:
+    model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), Around())
+    units = [model[0], model[1], model[2], model[2].inner]
+    shardtrain.shard(model, units=lambda _, module: module in units, transport="process_group")
+    for _ in range(3):  # the first forward does not know its end
+        with comm.meter() as meter:
+            model(torch.ones(2, 9)).sum().backward()
+    assert meter.calls == {"all_gather": 4 + 2, "reduce_scatter": 4}
 
 
 @each_rank(2, transport="auto")
@@ -206,6 +227,15 @@ def test_clipping_equals_ddp_s(clip: Callable[..., torch.Tensor], layout: str) -
         with shardtrain.unsharded(model, grads=True, writeback=False):
             for (name, ours_p), theirs_p in zip(model.named_parameters(), replica.parameters(), strict=True):
                 torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@each_rank(4)
+def test_a_norm_counts_the_gradients_of_replicas_once() -> None:
+    model, replica = sharded_and_replica(mesh=mesh(2, 2))
+    for net in (model, replica):
+        classify(net, 0).backward()
+    theirs = nn.utils.clip_grad_norm_(replica.parameters(), 0.1)
+    torch.testing.assert_close(shardtrain.clip_grad_norm_(model, 0.1), theirs, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["even", "whole"])
