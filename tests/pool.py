@@ -153,6 +153,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
+    warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", FutureWarning)  # torch.func's own
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     while True:
         try:

@@ -22,7 +22,6 @@ from pool import each_rank, ended
 from small import average_gradients, shard, three_steps
 
 CANNOT = "cannot step on a sharded model"
-TRANSFORMS = "cannot run inside jvp, vmap"
 REFUSED = {
     "SAM: cannot be built from its groups alone": "Sam cannot be tried",
     "Adafactor": f"Adafactor {CANNOT}",
@@ -30,8 +29,6 @@ REFUSED = {
     "LARS in a warm-up that begins with a learning rate of 0": f"Lars {CANNOT}",
     "One that looks at whole matrices from 32 × 32 upwards, as timm's Adafactor does": f"From32 {CANNOT}",
     "Torch's `GradScaler`, where one rank's gradients overflow": "use shardtrain.GradScaler",
-    "`vmap`": TRANSFORMS,
-    "`jvp`": TRANSFORMS,
     "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",

@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import Tensor, device, dtype
 
-from shardtrain.engine.precision import leaves
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
@@ -54,12 +53,12 @@ class Call:
                     node.register_prehook(reach)
                     self.marked = True
 
-    def hides(self, output: Any) -> bool:
-        """Return whether the unit must stay gathered through backward, which ``output`` may not announce.
+    def hides(self, found: Iterable[Any]) -> bool:
+        """Return whether the unit must stay gathered through backward, which its output may not announce.
 
-        It must if ``output`` may hide tensors in objects, or contains views of the unit's parameters.
+        It must if the leaves ``found`` in the output may hide tensors in objects, or are views of parameters.
         """
-        for leaf in leaves(output):
+        for leaf in found:
             if self.unit.shows(leaf) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN):
                 return True
         return False

@@ -15,7 +15,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import pieces, user_code
-from shardtrain.engine.precision import cast, tensors_in
+from shardtrain.engine.precision import cast, leaves, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
@@ -141,19 +141,18 @@ class Engine:
         compiled, is_root, schedule = module._compiled_call_impl, module is self.module, self.schedule
         run, is_only = compiled or module._call_impl, len(self.units) == 1
 
-        @user_code.uncompiled
+        @user_code.undisturbed
         def before() -> None:
-            user_code.refuse_transforms()
             self.adopt_changes()
             if is_root:
                 schedule.begin_forward()
             schedule.pre_forward(unit)
 
-        @user_code.uncompiled
-        def after(output: Any, error: BaseException | None) -> None:
+        @user_code.undisturbed
+        def after(found: Sequence[Any], error: BaseException | None) -> None:
             if error is not None and schedule.under_way[0] != "backward":
                 note_pieces(error, self.units, call.__code__)
-            schedule.post_forward(unit, output, error is not None)
+            schedule.post_forward(unit, found, error is not None)
             if is_root:
                 schedule.end_forward(error is not None)
 
@@ -169,9 +168,9 @@ class Engine:
             try:
                 before()
                 output = run(*args, **kwargs)
-                after(output, None)
+                after([*leaves(output)], None)
             except BaseException as error:
-                after(None, error)
+                after((), error)
                 raise
             return output
 

@@ -23,6 +23,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardtrain.engine.user_code import tracked
+
 NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -90,12 +92,17 @@ class Precision:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested arguments or outputs of a module: pytrees, mappings, dataclasses."""
+    """Yield the leaves of nested arguments or outputs of a module: pytrees, mappings, dataclasses.
+
+    Of a tensor inside jvp or vmap yield what autograd tracks: its plain value and tangent.
+    """
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from tracked(value)
         return
     for leaf in tree_leaves(value):
-        if isinstance(leaf, Mapping):
+        if isinstance(leaf, torch.Tensor):
+            yield from tracked(leaf)
+        elif isinstance(leaf, Mapping):
             yield from leaves(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

@@ -32,7 +32,6 @@ import torch
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.engine.calls import Backward, Call, Record
-from shardtrain.engine.precision import tensors_in
 from shardtrain.engine.reduce import Reduction, give
 from shardtrain.engine.unit import State, Unit
 from shardtrain.engine.user_code import call_postponed, postpone
@@ -179,10 +178,11 @@ class Schedule:
         if call is not None and not self._backward and torch.is_grad_enabled():
             call.mark(tensors, partial(self._reach, self._record, unit, self._moment))
 
-    def post_forward(self, unit: Unit, output: Any, failed: bool) -> None:
+    def post_forward(self, unit: Unit, found: Sequence[Any], failed: bool) -> None:
         """Release ``unit`` as one of its modules returns, if this was its outermost call.
 
-        It stays through backward if backward may need it unannounced, or ``output`` shows parameters.
+        ``found``: the `leaves` of the output. The unit stays through backward if that may need it
+        unannounced, or if the output shows parameters.
         """
         call = self.calls.get(unit)
         if call is None:  # an error prevented its begin
@@ -190,9 +190,9 @@ class Schedule:
         learns = torch.is_grad_enabled() and not (failed or self._backward)
         stays = False
         if learns:
-            self.mark(unit, tensors_in(output))
+            self.mark(unit, (leaf for leaf in found if isinstance(leaf, torch.Tensor)))
             call.marked |= unit.trains  # on another rank an output may have a gradient
-            stays = call.hides(output)
+            stays = call.hides(found)
         call.depth -= 1
         if call.depth:
             return

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _functorch as functorch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
+from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 
 Hook = Callable[..., None]
@@ -54,10 +56,12 @@ def call_postponed(params: Iterable[nn.Parameter]) -> None:
                 hook.hook(param)
 
 
-def uncompiled(hook: Hook) -> Hook:
-    """Return ``hook`` such that ``torch.compile`` breaks the graph there and runs it uncompiled.
+def undisturbed(hook: Hook) -> Hook:
+    """Return ``hook`` so that ``torch.compile`` breaks the graph there and runs it uncompiled, untransformed.
 
-    Uses Dynamo only while it compiles or runs compiled code: importing Dynamo takes seconds.
+    Inside ``torch.func``'s jvp and vmap the tensors that it makes are plain. Raises ValueError inside grad,
+    vjp and others that call backward themselves, which would not find the units gathered. Uses Dynamo only
+    while it compiles or runs compiled code: importing Dynamo takes seconds.
     """
     broken = _disable_dynamo(hook)
 
@@ -65,10 +69,31 @@ def uncompiled(hook: Hook) -> Hook:
     def either(*args: Any) -> None:
         if torch.compiler.is_compiling() or get_eval_frame_callback():
             broken(*args)
-        else:
+        elif functorch.peek_interpreter_stack() is None:
             hook(*args)
+        else:
+            stack = pyfunctorch.retrieve_all_functorch_interpreters()
+            if any(each.key() == functorch.TransformType.Grad for each in stack):
+                raise ValueError(
+                    "a sharded model cannot run inside grad, vjp or jacrev of torch.func: use jvp, or "
+                    "transform an unsharded copy of it, with the weights of full_state_dict(model)"
+                )
+            with pyfunctorch.temporarily_clear_interpreter_stack():
+                hook(*args)
 
     return either
+
+
+def tracked(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what autograd tracks of ``tensor``: itself, and inside jvp and vmap its value and tangent."""
+    if forward_ad._current_level >= 0 and not functorch.is_batchedtensor(tensor):
+        tangent = forward_ad.unpack_dual(tensor, level=0).tangent
+        if tangent is not None:
+            yield from tracked(tangent)
+    if functorch.is_functorch_wrapped_tensor(tensor):
+        yield from tracked(functorch.get_unwrapped(tensor))
+    else:
+        yield tensor
 
 
 def modules_unless_wrapped(module: nn.Module, *args: Any, **options: Any) -> Any:
@@ -85,12 +110,3 @@ def modules_unless_wrapped(module: nn.Module, *args: Any, **options: Any) -> Any
             "DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from doing so"
         )
     return type(module).named_modules(module, *args, **options)
-
-
-def refuse_transforms() -> None:
-    """Raise ValueError inside ``torch.func``'s transforms, which would see pieces instead of parameters."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        raise ValueError(
-            "a sharded model cannot run inside jvp, vmap or another transform of torch.func: transform an "
-            "unsharded copy of it, with the weights of full_state_dict(model)"
-        )
