@@ -36,7 +36,8 @@ BESIDE = {
     "recipes": ("recipes/*.py", 2_642),
     "bench": ("recipes/bench/*.py", 1_364),
 }
-LARGEST = {"lines": 16_490, "lines with what is beside": 20_540, "files": 101, "rooms": 16, "tests": 13_810}
+# 2026-11-25: replays of a neighbour add 320 lines, forward mode 40.
+LARGEST = {"lines": 16_870, "lines with what is beside": 20_910, "files": 101, "rooms": 16, "tests": 14_370}
 
 
 def air(budget: int) -> int:
