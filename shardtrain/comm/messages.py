@@ -141,37 +141,21 @@ def chunks(elements: int, element_size: int) -> list[slice]:
 #
 #     from        to          what
 #     0           2**20 - 1   users' own messages on the same group
-#     2**20       2**27 - 1   the engine's collectives: 2**20 numbers at each of 127 positions, in turn
+#     2**20       2**27 - 1   the engine's collectives: 2**20 hashes at each of 127 positions, in turn
 #     2**27       2**28 - 2   reports, four tags per transport: head, pulse, collectives, none
 #     2**28 - 1               the row in which a rank announces a public collective
 #     2**28       2**31 - 1   public collectives: rank 0's clock in microseconds, repeating after 31 minutes
-#
-# A collective's number encodes the unit, gather or reduction, and the segment. After 4,096 units numbers
-# repeat, at other positions.
 
-_NUMBERS = 1 << 20
+_HASHES = 1 << 20
 _REPORTS = 1 << 27
-_POSITIONS = _REPORTS // _NUMBERS - 1
+_POSITIONS = _REPORTS // _HASHES - 1
 _CALLS = 1 << 28
 ROW = _CALLS - 1
 
-_SEGMENTS = 128
 
-
-def unit_number(unit: int, movement: int) -> int:
-    """Return the number of a unit's gather (0) or reduction (1)."""
-    return (2 * unit + movement) * _SEGMENTS
-
-
-def segment_number(number: int, segment: int) -> int:
-    """Return the number of one segment's part of the collective ``number``."""
-    assert segment < _SEGMENTS, f"a unit has at most {_SEGMENTS} segments"
-    return number + segment
-
-
-def collective_tag(position: int, number: int) -> int:
-    """Return the tag of the collective ``number`` at ``position``."""
-    return (1 + position % _POSITIONS) * _NUMBERS + number % _NUMBERS
+def collective_tag(position: int, digest: int, segment: int) -> int:
+    """Return the tag of one segment of the collective at ``position``, up to which ``digest`` is the hash."""
+    return (1 + position % _POSITIONS) * _HASHES + (digest + segment) % _HASHES
 
 
 def report_tag(number: int) -> int:

@@ -1,7 +1,7 @@
 """Move bytes over a process group: by NCCL's own collectives, on gloo by point-to-point messages.
 
 Messages are in ``messages.py``, guarded by ``reports.py``, and the backend's own collectives in
-``native.py``, guarded by `Digests`.
+``native.py``, guarded by a hash of each rank's path.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtrain.comm import messages, native
+from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.guard import Diverged, odd_ones_out
+from shardtrain.comm.guard import Paths
 from shardtrain.comm.int8 import decode, encode, merge_packets, new_packets, pack_others
-from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
 from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, BROADCAST, ENTER, GATHER, REDUCE, STEP, Movement, count
 from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, Tag, Transport, intervals
-
-EVERY = 100  # steps from one check to the next, after the first two steps
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 
@@ -47,9 +45,10 @@ class ProcessGroupTransport(Transport):
         self.reports = reports = reports or _guards.get(group)  # a model has its own
         self._group = weakref.ref(group)
         self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
-        self._number = 0 if reports is None else reports.number  # in the tags of all messages
-        self._digests = Digests()
         self.rank = dist.get_rank(group)
+        self._paths = Paths(self.rank, ()) if reports is None else reports.paths
+        self._paths.untagged |= reports is None
+        self._post = self._paths.add if reports is None else reports.post
         self.world = dist.get_world_size(group)
         self.has_gloo = native.has_gloo(group)
         self._device_types = native.device_types(group)
@@ -76,14 +75,13 @@ class ProcessGroupTransport(Transport):
         return Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
 
     def fence(self, what: Movement) -> None:
-        """Count steps. No rank waits, because nothing is shared."""
+        """Count steps. No rank waits for shared memory; see `Paths.compare_hashes`."""
         if what is STEP:
-            add = self._digests.add if self.reports is None else self.reports.post
-            add(STEP, Tag(0, "the optimizer"))
-            return
-        if self.reports is not None and what is ENTER:
-            self.reports.paths.step += 1
-        self._digests.fence(what, self.group)
+            self._post(STEP, Tag(0, "the optimizer"))
+        elif what is ENTER:
+            self._paths.step += 1
+        else:
+            self._paths.compare_hashes(self.group)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.sent for flat in flats))
@@ -122,8 +120,9 @@ class ProcessGroupTransport(Transport):
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
 
     def backend_for(self, kind: Movement, tag: Tag) -> Backend:
-        """Return the backend's own collectives, after adding this one to the guard's digest."""
-        self._digests.add(kind, tag)
+        """Return the backend's own collectives, after adding this one, which carries no tag, to the path."""
+        self._paths.untagged = True
+        self._post(kind, tag)
         return self._backend
 
     def by_messages(self, fulls: Sequence[Tensor]) -> bool:
@@ -192,12 +191,10 @@ class ProcessGroupTransport(Transport):
         self, kind: Movement, tag: Tag, starts: Sequence[Callable[[Mailbox, int], Pending]]
     ) -> Pending:
         """Start the messages of every segment, each with its own tag, under the guard."""
-        reports, first, mailbox = self.reports, tag.number + self._number, self._mailbox
-        position = 0 if reports is None else reports.post(kind, tag)
-        numbers = [messages.segment_number(first, index) for index in range(len(starts))]
-        tags = [messages.collective_tag(position, number) for number in numbers]
+        reports, mailbox, position = self.reports, self._mailbox, self._post(kind, tag)
+        tags = [collective_tag(position, self._paths.digest, index) for index in range(len(starts))]
         with nullcontext() if reports is None else reports.waiting(position):
-            waits = [start(mailbox, number).wait for start, number in zip(starts, tags, strict=True)]
+            waits = [start(mailbox, each).wait for start, each in zip(starts, tags, strict=True)]
         return Pending(*waits) if reports is None else reports.watch(position, Pending(*waits))
 
     @contextmanager
@@ -211,12 +208,12 @@ class ProcessGroupTransport(Transport):
         moved = tensor if tensor.device.type in self._device_types else tensor.to(self._device_types[0])
         tag = Tag(tensor.nbytes * len(Movement) + kind.number, f"{tensor.nbytes} bytes")
         if self.reports is None:
-            self._digests.add(kind, tag)
+            self._post(kind, tag)
             yield moved
         else:
             token = torch.zeros(self.world, 1)
             self.send_to_all(tag, [(token[self.rank], list(token), False)], kind).wait()
-            with self.reports.waiting(self.reports.paths.end - 1):
+            with self.reports.waiting(self._paths.end - 1):
                 yield moved
         if moved is not tensor:
             tensor.copy_(moved)
@@ -243,43 +240,3 @@ class ProcessGroupTransport(Transport):
         parts = intervals(gradient.full, gradient.layout)
         parts[self.rank] = gradient.pack_own(self.rank)
         return parts
-
-
-class Digests:
-    """Guard collectives that carry no tag, by comparing a hash of each rank's collectives.
-
-    Ranks compare in one small all-gather when a forward or a backward ends, in steps 1, 2 and every 100th. If
-    one rank swaps two units of equal size between two checks, that goes unnoticed.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._first = 1  # the first step that has not been checked to its end
-        self._digest = 0
-        self._made = 0  # collectives since the last check
-
-    def add(self, kind: Movement, tag: Tag) -> None:
-        self._digest = hash((self._digest, kind.number, tag.number))  # integers hash alike on all ranks
-        self._made += 1
-
-    def fence(self, what: Movement, group: dist.ProcessGroup) -> None:
-        """Count steps at ``ENTER``; compare at ``LEAVE``. Raises `Diverged` if the collectives differ."""
-        if what is ENTER:
-            self._step += 1
-            if not self._made:
-                self._first = self._step
-        elif self._made and (self._step <= 2 or self._step % EVERY == 0) and native.moves_bytes(group):
-            self._check(group)
-            self._digest, self._made = 0, 0
-            self._first = self._step
-
-    def _check(self, group: dist.ProcessGroup) -> None:
-        mine = torch.tensor([self._digest, self._made], device=native.device_types(group)[0])
-        table = mine.new_empty(2 * group.size())
-        native.all_gather(table, mine, group)
-        rows = {rank: tuple(row) for rank, row in enumerate(table.view(-1, 2).tolist())}
-        if len({*rows.values()}) > 1:
-            last, made = self._step, [f"rank {rank} made {count}" for rank, (_, count) in rows.items()]
-            steps = f"step {last}" if self._first == last else f"steps {self._first} to {last}"
-            what = f"not the same gathers and reductions in the same order ({', '.join(made)})"
-            raise Diverged(f"{steps}: {odd_ones_out(rows)}: {what}")

@@ -1,8 +1,9 @@
 """Guard collectives over gloo: ranks that wait too long report their collectives, and compare.
 
-The tag of a message holds its collective's number and position, so messages of different collectives never
-match: ranks on different paths wait for each other. That costs nothing while all goes well. A rank that
-has waited for ``STALL_S`` seconds sends the others its latest collectives, and they answer with theirs::
+The tag of a message holds its collective's position and a hash of this rank's path up to it, so messages of
+different collectives do not match: ranks on different paths wait for each other. That costs nothing while
+all goes well. A rank that has waited for ``STALL_S`` seconds sends the others its latest collectives, and
+they answer with theirs::
 
     rank 0   ... 7 gathering layer1   8 gathering layer2   waits    reports 0 to 8
     rank 1   ... 7 gathering layer2                        waits    reports 0 to 7: they differ at 7
@@ -202,10 +203,10 @@ class Reports:
     def __init__(self, group: dist.ProcessGroup) -> None:
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"), device="cpu")
         dist.broadcast(number, group=group, group_src=0)
-        self.number = int(number.item())  # in all tags, so that messages of two models never match
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards all attributes below
         self.paths = Paths(group.rank(), peers)
+        self.paths.digest = int(number.item())  # in all tags, so that messages of two models never match
         self._waiting: Wait | None = None
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
@@ -216,7 +217,7 @@ class Reports:
         self._failure: RuntimeError | None = None
         self._lost = -1  # the rank that caused the failure, if one did
         self.abort: Callable[[], object] = lambda: None  # ends all waits by `Signals`, here and for this rank
-        self._links = Links(group, report_tag(self.number), self.paths)
+        self._links = Links(group, report_tag(self.paths.digest), self.paths)
         self._links.start(self)
         weakref.finalize(self, self._links.leave)
 

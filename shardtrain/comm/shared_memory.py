@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge, merge_pieces
-from shardtrain.comm.messages import segment_number
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement, count
@@ -151,11 +150,10 @@ class SharedMemoryTransport(TransportWrapper):
     def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
         """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
         positions = []
-        for index, gradient in enumerate(gradients):
+        for gradient in gradients:
             gradient.clear_padding()
             offset = self._open_arena().offset_of(gradient.full)
-            number = segment_number(tag.number, index)
-            positions.append(self.signals.post(REDUCE, Tag(number, tag.name), offset))
+            positions.append(self.signals.post(REDUCE, tag, offset))
         return positions
 
     def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[Tensor]:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shardtrain.comm import trace
-from shardtrain.comm.messages import unit_number
 from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.comm.transport import Pending, Tag, Transport
 from shardtrain.engine.precision import Precision
@@ -80,8 +79,8 @@ class Unit:
     ) -> None:
         self.name = name
         self.title = name or "the root"
-        self.gather_tag = Tag(unit_number(index, 0), self.title)
-        self.reduce_tag = Tag(unit_number(index, 1), self.title)
+        self.gather_tag = Tag(2 * index, self.title)
+        self.reduce_tag = Tag(2 * index + 1, self.title)
         self.index = index
         self.module = module
         self.segments = tuple(segments)
