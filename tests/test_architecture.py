@@ -18,7 +18,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is its budget of lines, which
 # only shrinks. `air` is allowed above it.
-ENGINE = {"layout": 217, "device": 185, "comm": 3_707, "engine": 3_960, "optim": 449, "checkpoint": 1_379}
+ENGINE = {"layout": 217, "device": 185, "comm": 3_670, "engine": 3_960, "optim": 449, "checkpoint": 1_379}
 PROGRAM = {
     "job": 3_170,
     "plan": 745,

@@ -23,9 +23,9 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm import Flat, Tag, guard, messages, native, reports
+from shardtrain.comm import Flat, guard, messages, native, reports
 from shardtrain.comm.reports import TELLS, Links
-from shardtrain.comm.trace import ENTER, LEAVE
+from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
 
 from pool import Ranks, each_rank
@@ -231,14 +231,14 @@ def without_tags() -> Iterator[tuple[Any, Flat]]:
 def test_without_tags_a_sum_is_compared_now_and_then(at_step: int, told: str) -> None:
     with without_tags() as (transport, flat):
 
-        def steps(first: int, last: int, number: int) -> None:
+        def steps(first: int, last: int, name: str) -> None:
             for _ in range(first, last):
                 transport.fence(ENTER)
-                transport.gather(Tag(number, "first"), [flat]).wait()
+                transport.gather(name, [flat]).wait()
                 transport.fence(LEAVE)
 
-        steps(1, at_step, 256)
-        text = raised_soon(comm.Diverged, lambda: steps(at_step, 9, 512 if is_last() else 256))
+        steps(1, at_step, "first")
+        text = raised_soon(comm.Diverged, lambda: steps(at_step, 9, "second" if is_last() else "first"))
     assert text.startswith(f"{told}: rank 2 takes another path than ranks 0 and 1: not the same gathers")
 
 
@@ -254,9 +254,9 @@ def test_a_backward_is_told_by_the_step_of_its_forward() -> None:
     with without_tags() as (transport, flat):
         transport.broadcast(torch.zeros(1))  # as a model's initial values are
         transport.fence(ENTER)
-        transport.gather(Tag(256, "forward"), [flat]).wait()
+        transport.gather("first", [flat]).wait()
         transport.fence(LEAVE)
-        transport.gather(Tag(512 if is_last() else 256, "backward"), [flat]).wait()
+        transport.gather("second" if is_last() else "first", [flat]).wait()
         text = raised_soon(comm.Diverged, lambda: transport.fence(LEAVE))
     assert text.startswith("step 1: ranks 0 and 1 take different paths")
 
@@ -273,7 +273,7 @@ def test_a_rank_that_is_late_hears_that_others_differ() -> None:
             time.sleep(2 * is_last())
             for name in ("first", "other" if transport.rank == 1 else "second"):
                 flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
-                moving.append(transport.gather(Tag(256 + 256 * (name == "other"), name), [flat]))
+                moving.append(transport.gather(name, [flat]))
             moving[0].wait()
 
         moving: list[comm.Pending] = []
@@ -315,6 +315,16 @@ def test_tags_of_different_kinds_never_meet() -> None:
     ]
     assert all(max(low) < min(high) for low, high in itertools.pairwise(kinds))
     assert len(kinds[1]) == 2 * 127
+
+
+def test_names_that_end_alike_differ() -> None:
+    """Reports have the last 64 characters of a name."""
+    ours, theirs = guard.Paths(0, [1]), guard.Paths(1, [0])
+    for paths, first in ((ours, "a"), (theirs, "b")):
+        paths.add(GATHER, first + "x" * 64)
+    assert ours.digest != theirs.digest
+    ours.hear(1, theirs.own[0].pack(0))
+    assert ours.difference == 0
 
 
 def test_who_is_odd_is_told_from_most_of_the_ranks() -> None:

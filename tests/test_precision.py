@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import GradScaler, Precision, comm
-from shardtrain.comm import Flat, Gradient, Tag
+from shardtrain.comm import Flat, Gradient
 from shardtrain.comm.int8 import BLOCK, decode, encode, packet_bytes
 from shardtrain.engine.precision import cast
 from shardtrain.job.data import Batch
@@ -351,7 +351,7 @@ def gathers(link: comm.Transport, layout: Layout, dtype: torch.dtype) -> None:
     local = exact[layout.interval(rank)]
     flats = [Flat(torch.empty_like(exact), local.clone(), layout, low) for low in (True, False, True)]
     with comm.meter() as meter:
-        link.gather(Tag(0, "unit"), flats).wait()
+        link.gather("unit", flats).wait()
     rounded = torch.cat([by_hand(exact[layout.interval(r)].float()) for r in range(world)]).to(dtype)
     for flat, expected in zip(flats, (rounded, exact, rounded), strict=True):
         assert torch.equal(flat.full, expected)
@@ -376,7 +376,7 @@ def reduces(link: comm.Transport, layout: Layout, dtype: torch.dtype) -> None:
             full[unwritten] = math.nan
         gradients.append(Gradient(full, own, layout, pieces, quantised))
     with comm.meter() as meter:
-        link.reduce(Tag(128, "unit"), gradients).wait()
+        link.reduce("unit", gradients).wait()
     for gradient in gradients:
         exact = [other == rank or not gradient.quantised for other in range(world)]
         total = tree_sum([p.float() if e else by_hand(p.float()) for p, e in zip(theirs, exact, strict=True)])

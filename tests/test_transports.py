@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, checkpoint, comm
-from shardtrain.comm import Tag, signals
+from shardtrain.comm import signals
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.job.build import require_equal_groups
@@ -421,7 +421,7 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
         part = comm.ProcessGroupTransport(world).part(members, group)
         part.has_gloo = False
         own, parts = part.rank + torch.tensor([0.1, 0.2]), [torch.zeros(2), torch.zeros(2)]
-        part.send_to_all(Tag(0, "packets"), [(own, parts, False)]).wait()
+        part.send_to_all("packets", [(own, parts, False)]).wait()
         assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
 
 

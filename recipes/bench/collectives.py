@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm
-from shardtrain.comm import Flat, Gradient, Tag, Transport
+from shardtrain.comm import Flat, Gradient, Transport
 from shardtrain.comm.native import all_gather, reduce_scatter
 from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.device import BACKENDS
@@ -78,7 +78,7 @@ def _gather(transport: Transport, layout: Layout, like: Tensor) -> Movement:
 
     def run() -> None:
         transport.fence(ENTER)
-        transport.gather(Tag(0, "bench"), [Flat(full, local, layout)]).wait()
+        transport.gather("bench", [Flat(full, local, layout)]).wait()
         transport.fence(LEAVE)
 
     return run
@@ -92,6 +92,6 @@ def _reduce(transport: Transport, layout: Layout, like: Tensor) -> Movement:
         # A reduction frees shared memory; other memory can be used again.
         into = transport.gradient(layout, like) if transport.in_place else full
         gradient = Gradient(into, [own], layout, layout.pieces(transport.rank))
-        transport.reduce(Tag(0, "bench"), [gradient]).wait()
+        transport.reduce("bench", [gradient]).wait()
 
     return run

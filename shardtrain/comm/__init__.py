@@ -56,7 +56,7 @@ from shardtrain.comm.public import (
 )
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, Meter, Wait, count, meter
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Transport
 from shardtrain.comm.wrappers import Offloaded, Simulated, simulated
 
 Op = str | ReduceOp.RedOpType

@@ -15,6 +15,7 @@ from time to time (`Paths.compare_hashes`).
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ import torch.distributed as dist
 
 from shardtrain.comm import native
 from shardtrain.comm.trace import MOVEMENTS, STEP, Movement
-from shardtrain.comm.transport import Tag
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
 KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
@@ -45,7 +45,7 @@ class Diverged(RuntimeError):
 class Entry(NamedTuple):
     """Describe one collective of one rank. ``kind``, ``number`` and ``step`` must be equal on all ranks.
 
-    ``kind``: `Movement.number`.
+    ``kind``: `Movement.number`. ``number``: a hash of the whole name, whose end is ``name``.
     """
 
     kind: int
@@ -79,12 +79,12 @@ class Paths:
         self.untagged = False
         self._compared, self._compared_step = 0, 0  # how far hashes are known to be equal
 
-    def add(self, kind: Movement, tag: Tag) -> int:
+    def add(self, kind: Movement, name: str) -> int:
         """Add this rank's next collective. Return its position."""
         position, self.end = self.end, self.end + 1
-        # Integers hash alike on all ranks.
-        self.digest = hash((self.digest, kind.number, tag.number))
-        self.own[position] = Entry(kind.number, tag.number, self.step, tag.name[-64:])
+        number = zlib.crc32(name.encode())
+        self.digest = hash((self.digest, kind.number, number))  # integers hash alike on all ranks
+        self.own[position] = Entry(kind.number, number, self.step, name[-64:])
         self.own.pop(position - KEPT, None)
         if any(self.theirs.values()):  # only after a rank has waited for long
             self._compare([position])

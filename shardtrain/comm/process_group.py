@@ -24,7 +24,7 @@ from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, st
 from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, BROADCAST, ENTER, GATHER, REDUCE, STEP, Movement, count
-from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, Tag, Transport, intervals
+from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, Transport, intervals
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 
@@ -77,32 +77,34 @@ class ProcessGroupTransport(Transport):
     def fence(self, what: Movement) -> None:
         """Count steps. No rank waits for shared memory; see `Paths.compare_hashes`."""
         if what is STEP:
-            self._post(STEP, Tag(0, "the optimizer"))
+            self._post(STEP, "the optimizer")
         elif what is ENTER:
             self._paths.step += 1
         else:
             self._paths.compare_hashes(self.group)
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.sent for flat in flats))
         if self.by_messages([f.full for f in flats]) or any(f.quantised for f in flats):
-            return self.send_to_all(tag, [(f.local, intervals(f.full, f.layout), f.quantised) for f in flats])
-        return self.backend_for(GATHER, tag).gather(flats)
+            return self.send_to_all(
+                name, [(f.local, intervals(f.full, f.layout), f.quantised) for f in flats]
+            )
+        return self.backend_for(GATHER, name).gather(flats)
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         by_backend = not any(each.quantised or each.terms for each in gradients)
         if by_backend and not self.by_messages([each.full for each in gradients]):
-            return self.backend_for(REDUCE, tag).reduce(gradients)
+            return self.backend_for(REDUCE, name).reduce(gradients)
         sets = [(self._parts(each), each.quantised) for each in gradients]
-        return self.combine(tag, sets, terms=gradients[0].terms)
+        return self.combine(name, sets, terms=gradients[0].terms)
 
-    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
+    def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         if not (terms or self.by_messages([values for values, _ in intervals])):
-            return self.backend_for(AVERAGE, tag).average(intervals, after)
-        return self._average_in_two_stages(tag, intervals, terms)
+            return self.backend_for(AVERAGE, name).average(intervals, after)
+        return self._average_in_two_stages(name, intervals, terms)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
@@ -119,10 +121,10 @@ class ProcessGroupTransport(Transport):
         with self._handshake(ALL_REDUCE, tensor) as moved:
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
 
-    def backend_for(self, kind: Movement, tag: Tag) -> Backend:
+    def backend_for(self, kind: Movement, name: str) -> Backend:
         """Return the backend's own collectives, after adding this one, which carries no tag, to the path."""
         self._paths.untagged = True
-        self._post(kind, tag)
+        self._post(kind, name)
         return self._backend
 
     def by_messages(self, fulls: Sequence[Tensor]) -> bool:
@@ -130,7 +132,7 @@ class ProcessGroupTransport(Transport):
         return self.has_gloo and all(full.is_cpu for full in fulls)
 
     def send_to_all(
-        self, tag: Tag, vectors: Sequence[tuple[Tensor, Sequence[Tensor], bool]], kind: Movement = GATHER
+        self, name: str, vectors: Sequence[tuple[Tensor, Sequence[Tensor], bool]], kind: Movement = GATHER
     ) -> Pending:
         """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
@@ -145,11 +147,11 @@ class ProcessGroupTransport(Transport):
                 local = incoming[self.rank]
                 steps += [partial(decode, *each) for each in zip(incoming, parts, strict=True)]
             moves.append(([local] * self.world, incoming))
-        return self._exchange(kind, tag, moves, steps)
+        return self._exchange(kind, name, moves, steps)
 
     def combine(
         self,
-        tag: Tag,
+        name: str,
         sets: Sequence[tuple[list[Tensor], bool]],
         kind: Movement = REDUCE,
         terms: int = 0,
@@ -163,7 +165,7 @@ class ProcessGroupTransport(Transport):
         if self.by_messages([parts[0] for parts, _ in sets]) and not any(int8 for _, int8 in sets):
             start = partial(start_reduce_scatter, op=op, terms=terms)
             return self._watched(
-                kind, tag, [partial(start, parts=parts, out=parts[self.rank]) for parts, _ in sets]
+                kind, name, [partial(start, parts=parts, out=parts[self.rank]) for parts, _ in sets]
             )
         moves, steps = [], list[Callable[[], None]]()
         for parts, int8 in sets:
@@ -174,24 +176,24 @@ class ProcessGroupTransport(Transport):
             moves.append((outgoing, incoming))
             as_int8 = partial(merge_packets, incoming, mean, self.rank)
             steps.append(as_int8 if int8 else partial(merge, incoming, mean, op, terms))
-        return self._exchange(kind, tag, moves, steps)
+        return self._exchange(kind, name, moves, steps)
 
     def _exchange(
-        self, kind: Movement, tag: Tag, moves: Sequence[Move], steps: Sequence[Callable[[], None]]
+        self, kind: Movement, name: str, moves: Sequence[Move], steps: Sequence[Callable[[], None]]
     ) -> Pending:
         """Start ``moves``; ``steps`` complete their results."""
         if self.by_messages([outgoing[0] for outgoing, _ in moves]):
             starts = [partial(start_exchange, outgoing=a, incoming=b) for a, b in moves]
-            moving = self._watched(kind, tag, starts)
+            moving = self._watched(kind, name, starts)
         else:
-            moving = self.backend_for(kind, tag).exchange(moves)
+            moving = self.backend_for(kind, name).exchange(moves)
         return Pending(moving.wait, *steps, ended=moving.ended)
 
     def _watched(
-        self, kind: Movement, tag: Tag, starts: Sequence[Callable[[Mailbox, int], Pending]]
+        self, kind: Movement, name: str, starts: Sequence[Callable[[Mailbox, int], Pending]]
     ) -> Pending:
         """Start the messages of every segment, each with its own tag, under the guard."""
-        reports, mailbox, position = self.reports, self._mailbox, self._post(kind, tag)
+        reports, mailbox, position = self.reports, self._mailbox, self._post(kind, name)
         tags = [collective_tag(position, self._paths.digest, index) for index in range(len(starts))]
         with nullcontext() if reports is None else reports.waiting(position):
             waits = [start(mailbox, each).wait for start, each in zip(starts, tags, strict=True)]
@@ -206,19 +208,19 @@ class ProcessGroupTransport(Transport):
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
         moved = tensor if tensor.device.type in self._device_types else tensor.to(self._device_types[0])
-        tag = Tag(tensor.nbytes * len(Movement) + kind.number, f"{tensor.nbytes} bytes")
+        name = f"{tensor.nbytes} bytes"
         if self.reports is None:
-            self._post(kind, tag)
+            self._post(kind, name)
             yield moved
         else:
             token = torch.zeros(self.world, 1)
-            self.send_to_all(tag, [(token[self.rank], list(token), False)], kind).wait()
+            self.send_to_all(name, [(token[self.rank], list(token), False)], kind).wait()
             with self.reports.waiting(self._paths.end - 1):
                 yield moved
         if moved is not tensor:
             tensor.copy_(moved)
 
-    def _average_in_two_stages(self, tag: Tag, intervals: Sequence[Interval], terms: int) -> Pending:
+    def _average_in_two_stages(self, name: str, intervals: Sequence[Interval], terms: int) -> Pending:
         """Average a part of every interval on each rank, which then sends it to the others."""
         moved = [values.to(wire) for values, wire in intervals]
         parts = [list(each.tensor_split(self.world)) for each in moved]
@@ -229,11 +231,11 @@ class ProcessGroupTransport(Transport):
         def finish() -> None:
             for each, mine in zip(parts, own, strict=True):
                 each[self.rank].copy_(mine)
-            self.send_to_all(tag, [(each[self.rank], each, False) for each in parts], AVERAGE).wait()
+            self.send_to_all(name, [(each[self.rank], each, False) for each in parts], AVERAGE).wait()
             for (values, _), all_parts in zip(intervals, moved, strict=True):
                 values.copy_(all_parts)
 
-        return self.combine(tag, sets, AVERAGE, terms).then(finish)
+        return self.combine(name, sets, AVERAGE, terms).then(finish)
 
     def _parts(self, gradient: Gradient) -> list[Tensor]:
         gradient.clear_padding()

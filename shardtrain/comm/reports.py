@@ -39,7 +39,7 @@ from shardtrain.comm.guard import MESSAGE, Diverged, Paths, PeerLost, named
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
-from shardtrain.comm.transport import Pending, Tag
+from shardtrain.comm.transport import Pending
 
 CHECK_S = 0.2  # the interval at which a rank checks how long it has waited
 STALL_S = 1.0  # the wait after which it asks for reports
@@ -221,10 +221,10 @@ class Reports:
         self._links.start(self)
         weakref.finalize(self, self._links.leave)
 
-    def post(self, kind: Movement, tag: Tag) -> int:
+    def post(self, kind: Movement, name: str) -> int:
         """Add this rank's next collective. Return its position."""
         with self._changed:
-            position = self.paths.add(kind, tag)
+            position = self.paths.add(kind, name)
             self._compare()
             # A rank continues until it reaches the position at which others differ: its path is needed, too.
             if self._diverged_at is not None and position >= (self.paths.difference or 0):

@@ -27,7 +27,7 @@ from shardtrain.comm.arithmetic import merge, merge_pieces
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement, count
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, TransportWrapper
+from shardtrain.comm.transport import Flat, Gradient, Pending, TransportWrapper
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes of a cache line, so that no two ranks write to the same one
@@ -121,39 +121,39 @@ class SharedMemoryTransport(TransportWrapper):
     def discard(self, gradient: Tensor) -> None:
         self._open_arena().free(gradient)
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         exact = [flat for flat in flats if not flat.quantised]
         if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, *_ in exact):
-            return self.inner.gather(tag, flats)
+            return self.inner.gather(name, flats)
         count(GATHER, (flat.sent for flat in flats))
-        return self._gather_in_place(tag, flats)
+        return self._gather_in_place(name, flats)
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        offered = zip(self._offer(tag, gradients), gradients, strict=True)
+        offered = zip(self._offer(name, gradients), gradients, strict=True)
         return Pending(*[partial(self._average, *each) for each in offered])
 
     def fence(self, what: Movement) -> None:
         """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
         if what is STEP:
-            self.signals.post(STEP, Tag(0, "the optimizer"))
+            self.signals.post(STEP, "the optimizer")
             return
         self.inner.fence(what)
         if what is ENTER:
             self._open_arena()  # here, since it is collective: not every rank needs every gradient
-        self.signals.wait(self.signals.post(what, Tag(0, "the model")))
+        self.signals.wait(self.signals.post(what, "the model"))
 
-    def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        self.signals.post(GATHER, tag)
+    def _gather_in_place(self, name: str, flats: Sequence[Flat]) -> Pending:
+        self.signals.post(GATHER, name)
         return Pending()
 
-    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
+    def _offer(self, name: str, gradients: Sequence[Gradient]) -> list[int]:
         """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
         positions = []
         for gradient in gradients:
             gradient.clear_padding()
             offset = self._open_arena().offset_of(gradient.full)
-            positions.append(self.signals.post(REDUCE, tag, offset))
+            positions.append(self.signals.post(REDUCE, name, offset))
         return positions
 
     def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[Tensor]:
@@ -238,12 +238,12 @@ class HostsTransport(SharedMemoryTransport):
         self._between, self.sends, self.stages = inner.part(self._column), True, hosts
         self._gathers: deque[Pending] = deque()  # under way, the oldest first
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        offered = zip(self._offer(tag, gradients), gradients, strict=True)
+        offered = zip(self._offer(name, gradients), gradients, strict=True)
         sets = [(self._host_means(*each), each[1].quantised) for each in offered]
-        return self._between.combine(tag, sets, terms=gradients[0].terms)
+        return self._between.combine(name, sets, terms=gradients[0].terms)
 
     def _host_means(self, position: int, gradient: Gradient) -> list[Tensor]:
         """Return the host's means of the column's intervals, in the column's order."""
@@ -252,14 +252,14 @@ class HostsTransport(SharedMemoryTransport):
         means.insert(self._column.index(self.rank), gradient.pack_own(self.rank))
         return means
 
-    def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        position = self.signals.post(GATHER, tag)
+    def _gather_in_place(self, name: str, flats: Sequence[Flat]) -> Pending:
+        position = self.signals.post(GATHER, name)
         vectors = [
             (flat.local, [flat.full[flat.layout.interval(rank)] for rank in self._column], flat.quantised)
             for flat in flats
         ]
         done, wait_done = (partial(act, position) for act in (self.signals.done, self.signals.wait_done))
-        gather = self._between.send_to_all(tag, vectors).then(done).then(wait_done)
+        gather = self._between.send_to_all(name, vectors).then(done).then(wait_done)
         self._gathers.append(gather)
 
         def finish() -> None:

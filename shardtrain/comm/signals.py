@@ -37,7 +37,6 @@ from shardtrain.comm.guard import KEPT, Diverged, PeerLost
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
-from shardtrain.comm.transport import Tag
 
 _POST = struct.Struct("<?qqq")  # whether it means `done`; position, hash, value
 _FILE = struct.Struct("i")  # the descriptor of a shared file
@@ -92,12 +91,12 @@ class Signals:
         self.close = weakref.finalize(self, _close, peers)
         _all.add(self)
 
-    def post(self, kind: Movement, tag: Tag, value: int = 0, files: Sequence[int] = ()) -> int:
+    def post(self, kind: Movement, name: str, value: int = 0, files: Sequence[int] = ()) -> int:
         """Post this rank's next collective to every peer, with ``files``. Return its position.
 
         The caller must wait for all kinds but ``GATHER`` and ``STEP``.
         """
-        position = self.reports.post(kind, tag)
+        position = self.reports.post(kind, name)
         self._unsent = self._unsent + 1 if kind in (GATHER, STEP) else 0
         if self._unsent in (0, _UNHEARD):
             self._digests[position] = digest = self.reports.paths.digest
@@ -147,7 +146,7 @@ class Signals:
             # Sealed against shrinking: reading a truncated mapping kills the process.
             fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         try:
-            self.wait(self.post(SHARE, Tag(size, f"{size} bytes"), files=files))
+            self.wait(self.post(SHARE, f"{size} bytes", files=files))
             files += [peer.files.pop(0) for peer in self.peers if peer.rank == owner]
             return torch.frombuffer(mmap.mmap(files[0], length), dtype=torch.uint8)[:size]
         finally:

@@ -20,13 +20,6 @@ from shardtrain.comm.trace import Movement
 from shardtrain.layout import Layout, Piece
 
 
-class Tag(NamedTuple):
-    """Identify a collective: ``number`` is unique within a step, ``name`` is for messages."""
-
-    number: int
-    name: str
-
-
 class Flat(NamedTuple):
     """Hold one flat vector to be gathered, and this rank's interval of it.
 
@@ -199,15 +192,15 @@ class Transport:
     def discard(self, gradient: Tensor) -> None:
         """Free a result of `gradient` that will not be reduced."""
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        """Start filling every ``full`` from all ranks' ``local``."""
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+        """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""
         raise NotImplementedError
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         """Start turning each ``own`` into the mean over all ranks. The transport owns each ``full`` now."""
         raise NotImplementedError
 
-    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
+    def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
         """Start turning each interval, which ``after`` completes on every rank, into its mean over ranks.
 
         For replicas only. The interval is the same on all ranks. ``terms``: as of `Gradient`; unless 0, the
@@ -265,10 +258,10 @@ class Alone(Transport):
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return like.new_empty(0)  # no element belongs to another rank
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         return Pending()
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         for gradient in gradients:
             if gradient.terms > 1 and gradient.own:
                 torch._foreach_div_(gradient.own, gradient.terms)

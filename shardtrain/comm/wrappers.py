@@ -18,7 +18,6 @@ from shardtrain.comm.transport import (
     Gradient,
     Interval,
     Pending,
-    Tag,
     Transport,
     TransportWrapper,
     intervals,
@@ -64,7 +63,7 @@ class Offloaded(TransportWrapper):
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return self.inner.gradient(layout, like.to(self.device))
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         called, moved = current_stream(self.device).record_event(), []
         with devices.inside(self._stream):
             current_stream(self.device).wait_event(called)
@@ -72,7 +71,7 @@ class Offloaded(TransportWrapper):
                 own = flat.full[flat.layout.interval(self.rank)]
                 own.copy_(self._pinned(own).copy_(flat.local), non_blocking=True)
                 moved.append(flat._replace(local=own))
-            pending = self.inner.gather(tag, moved)
+            pending = self.inner.gather(name, moved)
             uploaded = current_stream(self.device).record_event()
 
         def join() -> None:
@@ -84,9 +83,9 @@ class Offloaded(TransportWrapper):
 
         return pending.then(join)
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         """Start reducing. After the wait the means are on their way to the host; see `fence`."""
-        pending, launched = self.inner.reduce(tag, gradients), current_stream(self.device).record_event()
+        pending, launched = self.inner.reduce(name, gradients), current_stream(self.device).record_event()
 
         def finish() -> None:
             with devices.inside(self._stream):
@@ -144,23 +143,23 @@ class Replicated(TransportWrapper):
         self._all_ranks, self.stages = all_ranks, groups
         self.across = across
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        return self.inner.gather(tag, flats)
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+        return self.inner.gather(name, flats)
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        moving = self.inner.reduce(tag, [gradient.of_a_stage() for gradient in gradients])
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
+        moving = self.inner.reduce(name, [gradient.of_a_stage() for gradient in gradients])
         if self.in_place:
             moving.wait()
         elif gradients[0].terms or not devices.on_accelerator(gradients[0].full):
-            return Pending(moving.wait, lambda: self._average(tag, gradients, moving).wait())
-        return self._average(tag, gradients, moving)
+            return Pending(moving.wait, lambda: self._average(name, gradients, moving).wait())
+        return self._average(name, gradients, moving)
 
     def fence(self, what: Movement) -> None:
         (self.inner if self.world > 1 else self.all_ranks).fence(what)
 
-    def _average(self, tag: Tag, gradients: Sequence[Gradient], after: Pending) -> Pending:
+    def _average(self, name: str, gradients: Sequence[Gradient], after: Pending) -> Pending:
         intervals = [(each.pack_own(self.rank), each.full.dtype) for each in gradients]
-        return self.across.average(tag, intervals, after, gradients[0].terms)
+        return self.across.average(name, intervals, after, gradients[0].terms)
 
 
 class Simulated(Alone):
@@ -205,12 +204,12 @@ class Simulated(Alone):
             self._arena = like.new_empty(self._largest, dtype=torch.uint8)
         return self._arena[: layout.padded * like.element_size()].view(like.dtype)
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.sent for flat in flats))
         held = [new_packets(intervals(flat.full, flat.layout)) for flat in flats if flat.quantised]
         return Pending(held.clear)
 
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         held: list[Tensor] = []
@@ -222,7 +221,7 @@ class Simulated(Alone):
                 held += [interval, *self._inbox_of(interval, gradient.full)]
         return Pending(held.clear)
 
-    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
+    def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
         """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))

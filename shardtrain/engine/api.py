@@ -107,7 +107,7 @@ def shard(
     cut = cut_of(layout, link.world, virtual_ranks)
     largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
     segments = {u: _segments_of(infos[u], link, options[u].precision, cut, initial) for u in largest_first}
-    built = [Unit(u, i, anchors[u], segments[u], link, options[u]) for i, u in enumerate(infos)]
+    built = [Unit(u, anchors[u], segments[u], link, options[u]) for u in infos]
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, virtual_ranks)
     return_freed_memory()  # that of the whole parameters

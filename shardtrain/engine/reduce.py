@@ -300,7 +300,7 @@ class Reduction:
         """Start reducing what has been collected."""
         trace.begin(REDUCE.traced, self.unit.title)
         self._under_way = [flat.send() for flat in self.flats if flat.expected]
-        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._under_way)
+        self._moving = self.unit.transport.reduce(self.unit.title, self._under_way)
 
     def finish(self) -> None:
         """Wait for the reduction."""

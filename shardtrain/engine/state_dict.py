@@ -91,7 +91,7 @@ def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
     if unit.transport.world == 1:
         return segment.views_of(local.to(segment.full.device, copy=True))
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
-    unit.transport.gather(unit.gather_tag, [Flat(full, local, segment.layout)]).wait()
+    unit.transport.gather(unit.title, [Flat(full, local, segment.layout)]).wait()
     return segment.views_of(full)
 
 

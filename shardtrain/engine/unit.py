@@ -12,7 +12,7 @@ from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.trace import GATHER, waiting
-from shardtrain.comm.transport import Pending, Tag, Transport
+from shardtrain.comm.transport import Pending, Transport
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import Segment
 
@@ -71,7 +71,6 @@ class Unit:
     def __init__(
         self,
         name: str,
-        index: int,
         module: nn.Module,
         segments: Sequence[Segment],
         transport: Transport,
@@ -79,9 +78,6 @@ class Unit:
     ) -> None:
         self.name = name
         self.title = name or "the root"
-        self.gather_tag = Tag(2 * index, self.title)
-        self.reduce_tag = Tag(2 * index + 1, self.title)
-        self.index = index
         self.module = module
         self.segments = tuple(segments)
         self.members = tuple(member for segment in segments for member in segment.members)
@@ -96,7 +92,7 @@ class Unit:
         """Return a unit for copies of its modules; see `Segment.copied`. Collective."""
         segments = [segment.copied(memo) for segment in self.segments]
         module, options = memo[id(self.module)], replace(self.options)
-        return Unit(self.name, self.index, module, segments, self.transport, options)
+        return Unit(self.name, module, segments, self.transport, options)
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +186,7 @@ class Unit:
         for segment in self.segments:
             segment.hold_full(True)
         flats = [segment.flat for segment in self.segments]
-        self.moving = self.transport.gather(self.gather_tag, flats) if flats else Pending()
+        self.moving = self.transport.gather(self.title, flats) if flats else Pending()
         self.state = State.GATHERING
 
     def prefetch(self) -> None:
