@@ -41,10 +41,11 @@ class Opened(NamedTuple):
     manifest: Manifest
 
 
-def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
+def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None = None) -> Opened:
     """Verify every file of the checkpoint ``path``, each on one rank. Collective.
 
-    Raises Damaged on every rank, naming ranks and files.
+    ``readers``: the ranks that see this rank's ``path``, if not all do. Each directory is verified, against
+    rank 0's manifest. Raises Damaged on every rank, naming ranks and files.
     """
 
     def damaged(problems: str) -> Damaged:
@@ -58,7 +59,9 @@ def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
         except (ValueError, OSError) as error:
             problems.append(str(error))
     manifest = parse(exchange(damaged, all_ranks, "; ".join(problems), text=text)[0]["text"])
-    names = [file_name(index) for index in range(all_ranks.rank, manifest.world_size, all_ranks.world)]
+    readers = range(all_ranks.world) if readers is None else readers
+    first = readers.index(all_ranks.rank)
+    names = [file_name(index) for index in range(first, manifest.world_size, len(readers))]
     for name, tensors in _expected_tensors(manifest, names).items():
         try:
             verify(path / name, manifest.files[name])

@@ -6,6 +6,11 @@ In a save every rank writes its file, rank 0 the manifest, and one rename commit
     write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced
     commit   rank 0  manifest.json and manifest.sha256, fsynced; the directory fsynced; renamed to
                      `step-00000120`; the directory above fsynced
+    retain   rank 0  old checkpoints are deleted
+
+Where hosts do not see one another's directories (`hosts.py`), the first rank of each does what rank 0 does
+here, and files are copied between hosts before the commit. So all hosts hold the new checkpoint before one
+deletes the old.
 
 A kill at any moment leaves either the state before and a `.tmp-` directory that nobody reads, or the new
 checkpoint, complete. `write` and `commit` communicate nothing, so a thread may run them while ranks train.
@@ -34,6 +39,7 @@ from torch import nn
 from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, collect, exchange
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
+from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, Damaged, digest_line, dump, file_name
 from shardtrain.comm.transport import Ranks
@@ -101,14 +107,16 @@ def save_in_stages(
     facts: Mapping[str, Any],
     averages: Averages | None = None,
     snapshot: Snapshot | None = None,
-    retain: Callable[[], object] = lambda: None,
+    retain: Callable[[], None] = lambda: None,
+    hosts: Hosts | None = None,
 ) -> Iterator[Work]:
     """Begin a save, and yield this rank's work of each stage. After the last one the checkpoint is complete.
 
     The caller runs each `Work`, in a thread or not, before it asks for the next, which is collective. With a
     ``snapshot``, the first work begins by copying all tensors into it. Parameters and optimizer state change
     only in the next update, which must wait for `Work.copied`. Buffers, which a forward changes, are copied
-    at once. ``retain`` is called on rank 0 after the commit, as part of that work.
+    at once. ``retain`` is called after the commit, as the last work, on rank 0. ``hosts``: by default all
+    ranks see ``path``.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons: ``path`` exists, something cannot be saved
@@ -117,10 +125,12 @@ def save_in_stages(
     engine = engine_of(module)
     engine.require_rest("checkpoint.save() cannot be called")
     all_ranks, rank = engine.transport.all_ranks, engine.transport.all_ranks.rank
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # rank 0's is used
+    hosts = hosts or Hosts([range(all_ranks.world)], rank)
+    leads = hosts.leads
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # that of the rank that leads
 
     def failed(problems: str) -> SaveFailed:
-        if rank == 0:
+        if leads:
             shutil.rmtree(temporary, ignore_errors=True)
         return SaveFailed(f"{path} was not saved: {problems}")
 
@@ -129,7 +139,7 @@ def save_in_stages(
     try:
         content = collect(engine, optimizer, extra, facts, averages)
         mine = {"manifest": digest_line(dump(content.manifest)), "state": content.state}
-        if rank == 0:
+        if leads:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 raise ValueError(f"{path}: exists already, and a checkpoint is never overwritten")
@@ -139,7 +149,7 @@ def save_in_stages(
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
     told = agree(problem, temporary=temporary.name, **mine)
-    temporary = path.parent / told[0]["temporary"]
+    temporary = path.parent / told[hosts.own[0]]["temporary"]
     if odd := [str(number) for number, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]:
         raise failed(f"rank {', '.join(odd)} holds another model, optimizer or facts than rank 0")
     if difference := content.take_state([each["state"] for each in told]):
@@ -159,19 +169,21 @@ def save_in_stages(
     yield (writing := Work(write, file, copied))
     told = agree(writing.problem, record=writing.record)
     files = {file_name(number): Record(*each["record"]) for number, each in enumerate(told)}
+    if moves := hosts.copies({name: record.bytes for name, record in files.items()}):
+        agree(hosts.send(temporary, moves))
 
     def commit() -> None:
-        if rank == 0:
+        if leads:
             text = dump(content.manifest._replace(files=files))
             write_text(temporary / NAME, text)
             write_text(temporary / DIGEST_NAME, digest_line(text))
             sync_directory(temporary)
             os.rename(temporary, path)
             sync_directory(path.parent)
-            retain()
 
     yield (committing := Work(commit, file, copied))
     agree(committing.problem)
+    yield Work(retain if leads else lambda: None, file, copied)
 
 
 class Newest(NamedTuple):
@@ -194,17 +206,23 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
-def newest(directory: Path, all_ranks: Ranks) -> Newest:
-    """Find the newest complete checkpoint in ``directory``, and verify all its files. Collective.
+def newest(directory: Path, all_ranks: Ranks, memory: Store | None = None) -> Newest:
+    """Find the newest complete checkpoint in ``directory`` or ``memory``, and verify its files. Collective.
 
-    Raises Damaged if there are checkpoints, but none is complete.
+    Of two of one step it is the one in ``directory``. Raises Damaged if there are checkpoints, but none is
+    complete.
     """
-    listed = json.dumps(steps_in(directory)) if all_ranks.rank == 0 else ""
+    places = (
+        [(directory, None)] if memory is None else [(directory, None), (memory.directory, memory.hosts.own)]
+    )
+    steps = [[step, -index] for index, place in enumerate(places) for step in steps_in(place[0])]
+    listed = json.dumps(sorted(steps, reverse=True)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
-    for step in reversed(json.loads(comm.gather_texts(listed, all_ranks)[0])):
-        path = directory / step_name(step)
+    for step, number in json.loads(comm.gather_texts(listed, all_ranks)[0]):
+        place, readers = places[-number]
+        path = place / step_name(step)
         try:
-            opened = open_checkpoint(path, all_ranks)
+            opened = open_checkpoint(path, all_ranks, readers)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
             return Newest(opened, step, damaged)
@@ -218,11 +236,21 @@ def newest(directory: Path, all_ranks: Ranks) -> Newest:
 class Store:
     """Save and keep the checkpoints of the current run. ``keep``: how many remain beside the best one.
 
-    At most one save is under way. All methods but `clear`, `busy` and `settle` are collective.
+    ``hosts``: by default all ranks see ``directory``. At most one save is under way. All methods but `clear`,
+    `busy` and `settle` are collective.
     """
 
-    def __init__(self, directory: Path, all_ranks: Ranks, *, keep: int, asynchronous: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        all_ranks: Ranks,
+        *,
+        keep: int,
+        asynchronous: bool,
+        hosts: Hosts | None = None,
+    ) -> None:
         self.directory = directory
+        self.hosts = hosts or Hosts([range(all_ranks.world)], all_ranks.rank)
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.writer: Work | None = None  # runs the current stage, or ran the last one
         self._all_ranks = all_ranks
@@ -240,9 +268,9 @@ class Store:
         """Whether a save has begun and is not committed."""
         return self._stages is not None
 
-    def newest(self) -> Newest:
+    def newest(self, memory: Store | None = None) -> Newest:
         """Find the checkpoint to resume from. Changes nothing, since another job may be writing here."""
-        start = newest(self.directory, self._all_ranks)
+        start = newest(self.directory, self._all_ranks, memory)
         self.latest = start.step
         return start
 
@@ -252,7 +280,8 @@ class Store:
             shutil.rmtree(path, ignore_errors=True)
         for path, _ in damaged:
             with contextlib.suppress(OSError):
-                path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
+                if path.parent == self.directory:
+                    path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
 
     def save(
         self,
@@ -273,7 +302,8 @@ class Store:
         self.finish()
         path, facts = self.directory / step_name(step), {"step": step, **facts}
         self._step, retain = step, partial(self._retain, best)
-        self._stages = save_in_stages(path, module, optimizer, extra, facts, averages, self._snapshot, retain)
+        kept = averages, self._snapshot, retain, self.hosts
+        self._stages = save_in_stages(path, module, optimizer, extra, facts, *kept)
         self.advance()
         if self._snapshot is None:
             self.finish()

@@ -44,7 +44,7 @@ from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.native import set_time_out
-from shardtrain.comm.opening import TRANSPORTS, open_transport
+from shardtrain.comm.opening import TRANSPORTS, open_transport, ranks_by_host
 from shardtrain.comm.process_group import ProcessGroupTransport, guard_world
 from shardtrain.comm.public import (
     Group,

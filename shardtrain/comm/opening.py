@@ -30,7 +30,7 @@ from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.signals import connect
-from shardtrain.comm.transport import Alone, Transport
+from shardtrain.comm.transport import Alone, Ranks, Transport
 from shardtrain.comm.wrappers import Replicated
 
 
@@ -121,9 +121,7 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
     """
     if not opening.all_ranks.has_gloo:
         raise ValueError("that needs gloo")
-    hosts: dict[str, list[int]] = {}
-    for rank, key in enumerate(gather_texts(host_key(), opening.all_ranks)):
-        hosts.setdefault(key, []).append(rank)
+    hosts = ranks_by_host(opening.all_ranks)
     if "" in hosts:
         raise ValueError("that needs Linux")
     if len(opening.groups) > 1:
@@ -137,6 +135,14 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
     if min(sizes) != max(sizes):
         raise ValueError(f"the hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
     return [*hosts.values()]
+
+
+def ranks_by_host(all_ranks: Ranks) -> dict[str, list[int]]:
+    """Return the ranks of each host, ascending, by `host_key`, ordered by their first ranks. Collective."""
+    hosts: dict[str, list[int]] = {}
+    for rank, key in enumerate(gather_texts(host_key(), all_ranks)):
+        hosts.setdefault(key, []).append(rank)
+    return hosts
 
 
 def host_key() -> str:

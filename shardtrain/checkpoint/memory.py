@@ -1,0 +1,136 @@
+"""Keep a run's newest checkpoint in memory of each host that outlives the ranks.
+
+It lies in `/dev/shm/shardtrain-UID-HASH/`, where HASH stands for the run's directory: a directory like that
+on disk, with the same files, which only its owner may enter. Each rank of the run holds a shared lock in it.
+The last one to let go removes it, unless the run failed and may be started again. What is left then, or by
+ranks that were killed, a process of its own removes after ten minutes (`cleanup.py`). If that was killed,
+too, the user's next run on this host does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain import comm
+from shardtrain.checkpoint import cleanup
+from shardtrain.checkpoint.files import write_text
+from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line, parse, read_manifest
+from shardtrain.checkpoint.store import Store, step_name, steps_in
+from shardtrain.comm.transport import Ranks
+
+MEMORY = Path("/dev/shm")
+KEPT_S = 600.0  # seconds for which memory that no rank holds waits for the run to be started again
+
+
+def claim(run_dir: Path) -> tuple[Path, int]:
+    """Make the directory of the run in ``run_dir``, and lock it for as long as the returned file is open.
+
+    Raises OSError if there is no such memory, or if the directory is somebody else's.
+    """
+    if not MEMORY.is_dir():
+        raise OSError(f"there is no {MEMORY}")
+    run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
+    directory = MEMORY / f"shardtrain-{os.getuid()}-{run}"
+    while True:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(directory):
+            raise OSError(f"{directory} is not a directory of this user alone; its owner can remove it")
+        lock = _open_lock(directory)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if cleanup.is_in(str(directory), lock):
+            return directory, lock
+        os.close(lock)  # it was removed meanwhile
+
+
+def _is_private(directory: Path) -> bool:
+    """Return whether it is a directory of this user, which nobody else may enter.
+
+    `MEMORY` is sticky, so nobody else can put another in its place afterwards.
+    """
+    found = directory.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _open_lock(directory: Path) -> int:
+    return os.open(directory / cleanup.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
+def watch(directory: Path) -> None:
+    """Start the process that removes ``directory`` if ranks cannot, and remove what earlier runs left.
+
+    Called on one rank of each host, which holds the lock.
+    """
+    program = [sys.executable, "-I", "-S", cleanup.__file__, str(directory), str(KEPT_S)]
+    nothing = subprocess.DEVNULL
+    subprocess.run(program, stdin=nothing, stdout=nothing, stderr=nothing, check=True)
+    for other in MEMORY.glob(f"shardtrain-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):  # it may be gone by now
+            if _is_private(other) and other.stat().st_mtime < time.time() - KEPT_S:
+                lock = _open_lock(other)
+                cleanup.remove(str(other), lock)
+                os.close(lock)
+
+
+def release(directory: Path, lock: int, *, keep: bool) -> None:
+    """Let go of the lock; remove the directory if this process is the last and it is not to be kept."""
+    if not keep:
+        cleanup.remove(str(directory), lock)
+    fcntl.flock(lock, fcntl.LOCK_UN)  # also for loader workers, which have inherited it
+    os.close(lock)
+
+
+def keep_only(store: Store, step: int) -> None:
+    """Remove all that is in ``store`` but ``step``. Called on the rank of each host that leads."""
+    store.clear([])
+    for each in steps_in(store.directory):
+        if each != step:
+            shutil.rmtree(store.directory / step_name(each), ignore_errors=True)
+
+
+def complete(store: Store, all_ranks: Ranks) -> None:
+    """Give each host what it lacks of the newest step of which all hosts together have all files. Collective.
+
+    If a copy fails, verifying the checkpoint will tell what is missing.
+    """
+    directory, hosts = store.directory, store.hosts
+    listed = json.dumps([*_held(directory)] if hosts.leads and len(hosts.ranks) > 1 else [])
+    told = [json.loads(text) for text in comm.gather_texts(listed, all_ranks)]
+    by_host = [{(step, text): set(files) for step, text, files in told[ranks[0]]} for ranks in hosts.ranks]
+    for step, text in sorted({key for each in by_host for key in each}, reverse=True):
+        held = [each.get((step, text)) for each in by_host]
+        sizes = {name: record.bytes for name, record in parse(text).files.items()}
+        if set().union(*filter(None, held)) == sizes.keys():
+            break
+    else:
+        return
+    path = directory / step_name(step)
+    if hosts.leads and held[hosts.ranks.index(hosts.own)] is None:
+        shutil.rmtree(path, ignore_errors=True)  # the same step with another manifest
+        with contextlib.suppress(OSError):
+            path.mkdir()
+            write_text(path / NAME, text)
+            write_text(path / DIGEST_NAME, digest_line(text))
+    comm.gather_texts("", all_ranks)  # now the directory is there
+    hosts.send(path, hosts.missing([files or set() for files in held], sizes))
+
+
+def _held(directory: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield the steps in ``directory`` with their manifests and the files that have the size given there."""
+    for step in steps_in(directory):
+        path = directory / step_name(step)
+        with contextlib.suppress(ValueError, OSError):  # a damaged manifest
+            text = read_manifest(path)
+            records = parse(text).files.items()
+            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+            yield step, text, [name for name, record in records if sizes.get(name) == record.bytes]
