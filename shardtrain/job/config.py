@@ -317,6 +317,7 @@ class Checkpoint:
     every_steps: int | None = at_least(1)
     keep: int = at_least(0)
     asynchronous: bool
+    memory_every_steps: int = at_least(0)
 
 
 @dataclass(frozen=True, kw_only=True)

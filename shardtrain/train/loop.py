@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm, introspect, recording
+from shardtrain.checkpoint.store import Store
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
@@ -32,7 +33,14 @@ from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
-from shardtrain.train.resume import disk_in_words, find_start, restore, run_directory, start_messages
+from shardtrain.train.resume import (
+    disk_in_words,
+    find_start,
+    memory_of,
+    restore,
+    run_directory,
+    start_messages,
+)
 from shardtrain.train.saving import Saver, Training
 
 
@@ -159,26 +167,31 @@ class Finiteness:
 
 def train(config: Config, context: Context) -> float | None:
     """Run one job; return its best accuracy in percent, or None without an evaluation."""
+    with memory_of(config, context) as memory:
+        return _train(config, context, memory)
+
+
+def _train(config: Config, context: Context, memory: Store | None) -> float | None:
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(cpu_threads(replace(rank_info, local_world_size=virtual), os.environ))
-    store, start = find_start(config, context)
+    store, start = find_start(config, context, memory)
     if config.eval_only and start.opened is not None:
         config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
     with (
-        run_directory(store, start, config, context) as messages,
+        run_directory(store, start, config, context, memory) as messages,
         open_monitor(config, context, job, metrics, state.best) as monitor,
         StopSignals() as signals,
     ):
         table = [start_table(config, context, job)] if context.first else []
         monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
         training = Training(config, job, metrics, monitor)
-        saver = Saver(training, store, state, signals)
+        saver = Saver(training, store, state, signals, memory)
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))

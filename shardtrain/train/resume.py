@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from shardtrain import comm
-from shardtrain.checkpoint import Damaged
+from shardtrain.checkpoint import Damaged, memory
+from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Newest, Store, newest, step_name, steps_in
 from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.dist_env import on_rank_0, together
 from shardtrain.job.errors import UserError, path_of, reading, writing
 from shardtrain.job.format import MIB, first_of
 from shardtrain.job.launch import Context
@@ -37,7 +38,10 @@ CHECKPOINTS, BEST, LOCK = "checkpoints", "best", ".lock"
 def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     """Return the lines that a run prints about its start."""
     aside = "" if config.eval_only or config.dry_run else "; it is set aside"
-    warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
+    warnings = [
+        f"warning: {text}{'' if path.is_relative_to(memory.MEMORY) else aside}"
+        for path, text in start.damaged
+    ]
     warmup = warmup_of(config.sched, job.steps, job.steps_per_epoch)
     if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
         asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
@@ -64,8 +68,41 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     return [*warnings, f"{where} ({start.opened.path}){ignored}"]
 
 
-def find_start(config: Config, context: Context) -> tuple[Store, Newest]:
-    """Return where the run saves, and what it starts from as `resume` says. Changes nothing. Collective.
+@contextlib.contextmanager
+def memory_of(config: Config, context: Context) -> Iterator[Store | None]:
+    """Yield the store in memory of this host, if the run has one. Collective.
+
+    It is removed when the last rank of this host leaves, unless they leave after a failure: then a restart
+    may continue from it. Raises UserError on every rank if there is no such memory.
+    """
+    every = config.checkpoint.memory_every_steps
+    if not every or config.dry_run or config.eval_only:
+        yield None
+        return
+    all_ranks, key = comm.plain_transport(), f"checkpoint.memory_every_steps={every}"
+    hosts = Hosts([*comm.ranks_by_host(all_ranks).values()], context.rank_info.rank, context.device)
+
+    def claim() -> tuple[Path, int]:
+        with reading(key, "checkpoint.memory_every_steps=0 does without", OSError):
+            return memory.claim(context.run_dir)
+
+    directory, lock = together(claim)
+    keep = True
+    try:
+        if hosts.leads:
+            memory.watch(directory)
+        yield Store(directory, all_ranks, keep=1, asynchronous=False, hosts=hosts)
+        keep = False
+    except (KeyboardInterrupt, Exception) as error:
+        # Where one rank alone found a user's mistake, the others see that it has ended.
+        keep = not (isinstance(error, KeyboardInterrupt | UserError) or context.rank_info.add("speaker", 0))
+        raise
+    finally:
+        memory.release(directory, lock, keep=keep)
+
+
+def find_start(config: Config, context: Context, in_memory: Store | None = None) -> tuple[Store, Newest]:
+    """Return where the run saves, and what it starts from as `resume` says. Changes no disk. Collective.
 
     Raises UserError if `resume` requires a complete checkpoint and there is none, or if another job writes.
     """
@@ -87,7 +124,9 @@ def find_start(config: Config, context: Context) -> tuple[Store, Newest]:
         return store, Newest(None, 0, [])
     with reading(f"resume={config.resume}", "resume=none starts anew", (Damaged, OSError)):
         elsewhere = is_path(config.resume)
-        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest()
+        if in_memory is not None:
+            memory.complete(in_memory, comm.plain_transport())
+        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest(in_memory)
         if found.opened is None and elsewhere:
             found = open_named(path_of("resume", config.resume))
             if found.opened is None:
@@ -139,7 +178,9 @@ def free_space(directory: Path) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def run_directory(store: Store, start: Newest, config: Config, context: Context) -> Iterator[list[str]]:
+def run_directory(
+    store: Store, start: Newest, config: Config, context: Context, in_memory: Store | None = None
+) -> Iterator[list[str]]:
     """Lock the run directory for this job, prepare it for checkpoints, and yield lines to print about that.
 
     Collective. Raises UserError on every rank if another job writes there, or it is not writable.
@@ -157,6 +198,8 @@ def run_directory(store: Store, start: Newest, config: Config, context: Context)
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
+        if in_memory is not None and in_memory.hosts.leads:
+            memory.keep_only(in_memory, start.step)
         yield messages
 
 

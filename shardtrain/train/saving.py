@@ -7,8 +7,10 @@ moving averages, optimizer state, every rank's buffers, the sums of the next rep
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from threading import Thread
 from typing import NamedTuple, NoReturn
 
@@ -17,12 +19,15 @@ import torch
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
-from shardtrain.checkpoint.store import Store
+from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.device import HostCopy
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.data import EvalFeed
+from shardtrain.job.dist_env import together
+from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Views, evaluate
+from shardtrain.job.format import MIB
 from shardtrain.job.signals import Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
@@ -58,6 +63,19 @@ def machine(where: torch.device) -> dict[str, str | int]:
     return {"processor": processor, "threads": threads, "device": name, "torch": torch.__version__}
 
 
+def require_room(copy: Path, every: int) -> None:
+    """Raise UserError unless memory holds the first ``copy`` and has room for the one that replaces it."""
+    size = sum(file.stat().st_size for file in copy.iterdir()) if copy.exists() else 0
+    free, place = shutil.disk_usage(copy.parent).free, copy.parents[1]
+    if not size or free < size:
+        needs = f"takes {size / MIB:,.1f} MiB twice" if size else "found no room for a copy"
+        raise UserError(
+            f"checkpoint.memory_every_steps={every} {needs}, and {place} has {free / MIB:,.1f} MiB left; "
+            "make it larger (mount -o remount,size=…, docker run --shm-size=…), or "
+            "checkpoint.memory_every_steps=0"
+        )
+
+
 class Saver:
     """Evaluate and save the run when it is time to, and end it if a rank got a signal.
 
@@ -66,12 +84,20 @@ class Saver:
     point, and on a GPU no host waits for the exchange.
     """
 
-    def __init__(self, training: Training, store: Store, state: RunState, signals: StopSignals) -> None:
-        self._store, self._signals = store, signals
+    def __init__(
+        self,
+        training: Training,
+        store: Store,
+        state: RunState,
+        signals: StopSignals,
+        memory: Store | None = None,
+    ) -> None:
+        self._store, self._signals, self._memory = store, signals, memory
         self._config, self._job, self._metrics, self._monitor = training
         self.best, self.pending_evaluation = state
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
         self.before_save: Callable[[], object] = lambda: None
+        self._copies_fail = False  # in memory, and a warning has said so
         self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
         self._evaluation_signal = 0  # the signal that ended an evaluation
 
@@ -98,12 +124,14 @@ class Saver:
         last = step == self._job.steps or self.is_stale(step)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused("checkpoint"):
+            if self._memory is not None and step % self._config.checkpoint.memory_every_steps == 0:
+                self._copy(self._memory, step)
             if self._store.under_way and not busy:
                 self._try(self._store.advance)
             if self._config.checkpoint.keep and (signal or last or better or step % self._every == 0):
                 # An earlier save's failure must not keep this step from being saved.
                 self._try(self._store.finish)
-                self._try(lambda: self._save(step), final=last or bool(signal))
+                self._try(lambda: self._save(self._store, step), final=last or bool(signal))
             if stopping:
                 self._store.finish()
         if stopping:
@@ -177,7 +205,22 @@ class Saver:
         (signal, busy), writer = before[0].read().tolist(), before[1]
         return signal, bool(busy) or writer is not self._store.writer
 
-    def _save(self, step: int) -> None:
+    def _copy(self, memory: Store, step: int) -> None:
+        """Save ``step`` in memory, before the next step begins. Warn at the first of several failures.
+
+        Raises UserError on every rank after the first copy of a run if there is no room for a second one.
+        """
+        try:
+            self._save(memory, step)
+            self._copies_fail = False
+        except SaveFailed as error:
+            if not self._copies_fail:
+                self._monitor.say(f"warning: checkpoint {error}; training continues")
+            self._copies_fail = True
+        if not self._job.first_step and step == self._config.checkpoint.memory_every_steps:
+            together(lambda: require_room(memory.directory / step_name(step), step))
+
+    def _save(self, store: Store, step: int) -> None:
         self.before_save()
         job = self._job
         extra = {  # part of the checkpoint format: these keys must not change
@@ -195,7 +238,7 @@ class Saver:
             "config": asdict(self._config),
             "best": best,
         }
-        self._store.save(
+        store.save(
             step,
             job.model,
             job.optimizer,
