@@ -1,0 +1,522 @@
+"""Checkpoints in memory: a restart continues from the last finished step, and nothing stays in memory."""
+
+import contextlib
+import fcntl
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from shardtrain import comm
+from shardtrain.checkpoint import SaveFailed, cleanup, memory
+from shardtrain.checkpoint import store as store_module
+from shardtrain.checkpoint.hosts import Hosts
+from shardtrain.checkpoint.loading import load_into
+from shardtrain.checkpoint.manifest import file_name
+from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
+from shardtrain.job.errors import UserError
+from shardtrain.train import saving
+
+import pool
+from pool import Ranks, each_rank, once
+from test_checkpoint import files_of, fresh, train, values
+from test_cli import PROGRAM
+from test_hosts import MEET, Run, run  # noqa: F401, `run` is a fixture
+from test_resume import QUIET, crash, curves, final, on_rank_1
+from test_resume import run as train_in
+from tiny import TINY
+
+undisturbed = once(train_in)
+EVERY_STEP = "checkpoint.memory_every_steps=1"
+
+
+# directories of several hosts
+
+HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0], [1], [2], [3]]}
+
+
+def on_hosts(folder: Path) -> Store:
+    """A store of a directory for each host."""
+    all_ranks = comm.plain_transport()
+    hosts = Hosts(HOSTS[comm.world_size()], comm.rank())
+    return Store(folder / f"host{hosts.own[0]}", all_ranks, keep=1, asynchronous=False, hosts=hosts)
+
+
+def save(store: Store, steps: range) -> Any:
+    model, optimizer = fresh()
+    for step in steps:
+        train(model, optimizer, 1, start=step)
+        store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, best=None)
+    comm.barrier()
+    return values(model)
+
+
+def found(folder: Path, store: Store) -> Any:
+    """Complete the hosts' directories, and load."""
+    comm.barrier()
+    memory.complete(store, comm.plain_transport())
+    start = newest(folder / "disk", comm.plain_transport(), store)
+    if start.opened is None:
+        return 0, []
+    model, optimizer = fresh()
+    assert load_into(start.opened, model, optimizer) == {"rank": comm.rank()}
+    return start.step, values(model)
+
+
+@each_rank(2, 3, 4, transport="auto")
+def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
+    """Each host in turn loses its memory, and then has what it had."""
+    store = on_hosts(tmp_path)
+    wanted = save(store, range(1, 4))
+    before = files_of(store.directory / step_name(3))
+    comm.barrier()
+    for lost in store.hosts.ranks:
+        if comm.rank() == lost[0]:
+            shutil.rmtree(store.directory)
+            store.directory.mkdir()
+        step, loaded = found(tmp_path, store)
+        assert step == 3
+        assert all(map(torch.equal, loaded, wanted))
+        assert files_of(store.directory / step_name(3)) == before
+        assert steps_in(store.directory) == [3]
+        comm.barrier()
+
+
+@each_rank(4, transport="auto")
+def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path) -> None:
+    """Two of four hosts have committed step 2, so no host has deleted step 1."""
+    store = on_hosts(tmp_path)
+    save(store, range(1, 2))
+    late = OSError(28, "late")
+    fails = patch.object(store_module, "write_text", side_effect=late) if comm.rank() > 1 else nullcontext()
+    with fails, pytest.raises(SaveFailed, match=r"rank 2: .*late; rank 3"):
+        save(store, range(2, 3))
+    assert found(tmp_path, store)[0] == 1
+    if comm.rank() == 0:
+        assert steps_in(store.directory) == [1, 2]
+    if store.hosts.leads:
+        memory.keep_only(store, 1)
+    assert steps_in(store.directory) == [1]
+
+
+@each_rank(2, transport="auto")
+def test_a_copy_that_does_not_fit_is_no_checkpoint(tmp_path: Path) -> None:
+    store = on_hosts(tmp_path)
+    save(store, range(1, 2))
+    if comm.rank() == 1:
+        (store.directory / step_name(1) / file_name(0)).unlink()
+        (store.directory / step_name(1) / file_name(0)).mkdir()
+    comm.barrier()
+    with pytest.raises(
+        Exception, match=r"no checkpoint is complete: .*rank 1: rank-00000.safetensors is not a"
+    ):
+        found(tmp_path, store)
+
+
+# runs, with some directory for /dev/shm
+
+
+def run_in(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
+    place = patch.multiple(memory, MEMORY=Path(folder).parent, KEPT_S=30.0)
+    with place:
+        return train_in(folder, EVERY_STEP, "checkpoint.every_steps=100", *arguments, at=at)
+
+
+def left_of(folder: Path) -> list[Path]:
+    """The directories in what stands for /dev/shm."""
+    return [*folder.parent.glob(f"shardtrain-{os.getuid()}-*")]
+
+
+def crashes(folder: str, steps: list[int], *arguments: str) -> list[str]:
+    return [run_in(folder, *arguments, at=event) for event in [*({step: crash} for step in steps), {}]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, undisturbed: Path) -> None:
+    """The end has the same bits, and TensorBoard's curves, too."""
+    folder = tmp_path / "run"
+    assert on_ranks(2, crashes, str(folder), [3, 7, 10])[0] == ["Crash "] * 3 + ["finished"]
+    log = (folder / "log.txt").read_text()
+    assert re.findall(r"continuing after step (\d+) of 10 \((.*)/shardtrain-", log) == [
+        (step, str(tmp_path)) for step in "269"
+    ]
+    assert final(folder) == final(undisturbed)
+    assert curves(folder) == curves(undisturbed)
+    assert left_of(folder) == []
+
+
+def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for world, step in ((2, 4), (1, 7)):
+        crashed = functools.partial(run_in, at={step: crash})
+        assert on_ranks(world, crashed, str(folder), QUIET) == ["Crash "] * world
+    assert on_ranks(3, run_in, str(folder), QUIET) == ["finished"] * 3
+    log = (folder / "log.txt").read_text()
+    assert re.findall(r"continuing after step (\d+) of 10 ", log) == ["3", "6"]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "newer"])
+def test_damaged_memory_falls_back_to_the_disk(
+    on_ranks: Ranks, tmp_path: Path, undisturbed: Path, damage: str
+) -> None:
+    folder = tmp_path / "run"
+    every_two = ("checkpoint.every_steps=2", "checkpoint.asynchronous=false", QUIET)
+    crashed = functools.partial(run_in, at={6 if damage != "newer" else 5: crash})
+    assert on_ranks(2, crashed, str(folder), *every_two)[0] == "Crash "
+    (place,) = left_of(folder)
+    file = place / ("step-00000005" if damage != "newer" else "step-00000004") / file_name(1)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data if damage != "cut" else data[:-1])
+    assert on_ranks(2, run_in, str(folder), *every_two) == ["finished"] * 2
+    log = (folder / "log.txt").read_text()
+    assert f"continuing after step 4 of 10 ({folder}/checkpoints/" in log
+    reason = {"flipped": "rank-00001.safetensors does not match its digest", "cut": "has", "newer": ""}[
+        damage
+    ]
+    warned = re.findall(rf"warning: {place}/step-00000005 is damaged: rank 1: .*", log)
+    assert [reason in text and "set aside" not in text for text in warned] == [True] * (damage != "newer")
+    assert final(folder) == final(undisturbed)
+
+
+def signalled(number: int) -> Callable[[], None]:
+    return functools.partial(on_rank_1, number)
+
+
+def fails(error: type[Exception]) -> None:
+    raise error("an image that cannot be read")
+
+
+ENDS = {
+    "finished": ("finished", {}),
+    "SIGTERM": ("Stopped stopped by SIGTERM", {4: signalled(signal.SIGTERM)}),
+    "Ctrl-C": ("Stopped stopped by SIGINT", {4: signalled(signal.SIGINT)}),
+    "mistake": ("UserError ", {4: functools.partial(fails, UserError)}),
+    "failure": ("RuntimeError ", {4: functools.partial(fails, RuntimeError)}),
+}
+
+
+def ended(folder: str, how: str, keep: int) -> tuple[str, bool]:
+    """How a run ends on this rank, and whether the rank held private files in memory before."""
+    seen: list[bool] = []
+
+    def look() -> None:
+        (place,) = left_of(Path(folder))
+        seen.append(place.stat().st_mode & 0o777 == 0o700 and place.stat().st_uid == os.getuid())
+        seen.append((place / step_name(2) / "manifest.sha256").exists())
+
+    ending = run_in(folder, QUIET, f"checkpoint.keep={keep}", at={3: look, **ENDS[how][1]})
+    return ending, seen == [True, True]
+
+
+@pytest.mark.parametrize(("how", "keep"), [*((how, 2) for how in ENDS), ("SIGTERM", 0), ("finished", 0)])
+def test_every_end_but_a_failure_frees_the_memory(
+    on_ranks: Ranks, tmp_path: Path, how: str, keep: int
+) -> None:
+    folder = tmp_path / "run"
+    told = on_ranks(2, ended, str(folder), how, keep)
+    assert told[1][0].startswith(ENDS[how][0])
+    assert [seen for _, seen in told] == [True, True]
+    assert [[*place.glob("step-*")] != [] for place in left_of(folder)] == [True] * (how == "failure")
+
+
+@each_rank(2, transport="auto")
+def test_memory_that_cannot_hold_two_copies_is_refused(tmp_path: Path) -> None:
+    usage, folder = shutil.disk_usage(tmp_path), str(tmp_path / "run")
+    with patch.object(saving.shutil, "disk_usage", lambda path: usage._replace(free=20_000)):
+        ending = run_in(folder, QUIET)
+    pattern = (
+        r"UserError checkpoint.memory_every_steps=1 takes 0.0 MiB twice, and .* has 0.0 MiB left; make it"
+    )
+    assert re.match(pattern, ending), ending
+    assert left_of(Path(folder)) == []
+    with patch.object(memory, "MEMORY", tmp_path / "nowhere"):
+        ending = train_in(folder, EVERY_STEP)
+    assert re.match(r"UserError checkpoint.memory_every_steps=1: there is no .*/nowhere; ch.*=0 does", ending)
+
+
+@each_rank(2, transport="auto")
+def test_a_copy_that_fails_later_is_a_warning(tmp_path: Path) -> None:
+    """One for several; and one that fails at first is a mistake."""
+    folder, write, full = str(tmp_path / "run"), store_module.write_tensors, [3, 4, 5, 7]
+
+    def fails_in(place: Path, *args: Any) -> Any:
+        if comm.rank() == 1 and any(f"step-{step:08}" in str(place) for step in full):
+            raise OSError(28, "No space left on device")
+        return write(place, *args)
+
+    with patch.object(store_module, "write_tensors", fails_in):
+        assert run_in(folder, QUIET) == "finished"
+        full[:] = [1]
+        ending = run_in(f"{folder}2", QUIET)
+    warned = re.findall(
+        r"warning: checkpoint .*/(step-\d+) was not saved: (.*)", Path(f"{folder}/log.txt").read_text()
+    )
+    text = "rank 1: rank-00001.safetensors: No space left on device; training continues"
+    assert warned == [(step_name(3), text), (step_name(7), text)]
+    assert ending.startswith("UserError checkpoint.memory_every_steps=1 found no room for a copy, and ")
+
+
+# who removes what
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    with patch.multiple(memory, MEMORY=tmp_path, KEPT_S=0.4):
+        yield tmp_path
+
+
+def test_only_a_directory_of_this_user_is_taken(place: Path) -> None:
+    made, lock = memory.claim(place / "run")
+    assert (made.stat().st_mode & 0o777, made.parent) == (0o700, place)
+    memory.release(made, lock, keep=False)
+    assert not made.exists()
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    changes: list[Callable[[], object]] = [
+        lambda: made.symlink_to(elsewhere),
+        lambda: made.mkdir(mode=0o755),
+        lambda: made.write_text(""),
+        lambda: (made.mkdir(mode=0o700), os.chown(made, 1, 1) if os.getuid() == 0 else made.chmod(0o770)),
+    ]
+    for change in changes:
+        change()
+        with pytest.raises(OSError, match=r"is not a directory of this user alone|File exists"):
+            memory.claim(place / "run")
+        assert not [*elsewhere.iterdir()]
+        made.unlink() if made.is_symlink() or made.is_file() else shutil.rmtree(made)
+
+
+def gone(path: Path, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not path.exists()
+
+
+def watchers(directory: Path) -> list[int]:
+    """The processes that watch a directory."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if {b"-S", os.fsencode(directory)} <= set(each.read_bytes().split(b"\0")):
+                found.append(int(each.parent.name))
+    return found
+
+
+def test_what_no_rank_holds_is_removed_after_a_while(place: Path) -> None:
+    """By one process, which leaves with the directory, and takes no restarted run's."""
+    made, lock = memory.claim(place / "run")
+    memory.watch(made)
+    memory.watch(made)
+    time.sleep(1.0)
+    assert len(watchers(made)) == 1
+    assert made.exists(), "a rank holds it"
+    memory.release(made, lock, keep=True)
+    time.sleep(0.2)
+    _, lock = memory.claim(place / "run")
+    time.sleep(1.0)
+    assert made.exists(), "a rank holds it again"
+    memory.release(made, lock, keep=True)
+    assert gone(made)
+    made, lock = memory.claim(place / "run")
+    time.sleep(1.0)
+    assert made.exists()
+    assert not watchers(made)
+    memory.release(made, lock, keep=False)
+
+
+def test_what_the_cleanup_left_the_next_run_removes(place: Path) -> None:
+    """Neither what is in use, nor what is new, nor what is not a run's."""
+    old, new, used, other = (place / f"shardtrain-{os.getuid()}-{name}" for name in ("a", "b", "c", "d"))
+    for each in (old, new, used, other):
+        each.mkdir(mode=0o700)
+        (each / "step-00000001").mkdir()
+        if each != new:
+            os.utime(each, (0, 0))
+    other.chmod(0o755)
+    lock = os.open(used / cleanup.LOCK, os.O_RDWR | os.O_CREAT)
+    os.utime(used, (0, 0))
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    with patch.object(memory, "KEPT_S", 100.0):
+        made, own = memory.claim(place / "run")
+        memory.watch(made)
+    assert [path.exists() for path in (old, new, used, other, made)] == [False, True, True, True, True]
+    memory.release(made, own, keep=False)
+    os.close(lock)
+    assert gone(made)
+
+
+# the program
+
+
+# With another time for which memory is kept, and what happens on rank 1 in step 7 of its first process.
+DISTURBED = """
+import os, runpy, signal
+from shardtrain import comm
+from shardtrain.checkpoint import memory
+from shardtrain.job.errors import UserError
+from shardtrain.monitor import Monitor
+
+memory.KEPT_S = float(os.environ["KEPT_S"])
+
+def step(monitor, number, report=Monitor.step):
+    report(monitor, number)
+    if number == 7 and comm.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if os.environ["EVENT"] == "mistake":
+            raise UserError("an image that cannot be read")
+        if os.environ["EVENT"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+Monitor.step = step
+if __name__ == "__main__":
+    runpy.run_module("shardtrain.train", run_name="__main__")
+"""
+RUN = ("+recipe=resnet", *TINY, "train.log_every=1", "run.dir=run", EVERY_STEP)
+
+
+def started(folder: Path, event: str, kept_s: float, *arguments: str) -> subprocess.Popen[str]:
+    """Start the program on two ranks, which torchrun starts again once."""
+    (folder / "disturbed.py").write_text(DISTURBED)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    command = [sys.executable, *launcher, "disturbed.py", *RUN, *arguments]
+    own = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    own |= {"EVENT": event, "KEPT_S": str(kept_s)}
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(
+            command, cwd=folder, env=own, stdout=said, stderr=subprocess.STDOUT, text=True
+        )
+
+
+def memory_of(folder: Path) -> Path:
+    """Where a run in ``folder`` has its memory."""
+    with patch.object(memory, "MEMORY", folder):
+        made, lock = memory.claim(folder / "run")
+        memory.release(made, lock, keep=False)
+    return Path("/dev/shm") / made.name
+
+
+def test_a_killed_rank_costs_the_step_under_way(tmp_path: Path) -> None:
+    running = started(tmp_path, "kill", 60)
+    assert running.wait(100) == 0, (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
+    place = memory_of(tmp_path)
+    assert f"continuing after step 6 of 10 ({place}/step-00000006)" in said
+    assert not place.exists()
+    assert gone(Path(f"/proc/{(watchers(place) or [0])[0]}/cmdline"))
+    done = pool.ended(2, *PROGRAM, *RUN[:-1], "run.dir=undisturbed", folder=tmp_path)
+    assert done.codes == [0, 0], done.errors
+    last = [files_of(tmp_path / name / "checkpoints" / step_name(10)) for name in ("run", "undisturbed")]
+    assert last[0] == last[1]
+
+
+def test_a_mistake_that_one_rank_finds_frees_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "disturbed.py").write_text(DISTURBED)
+    variables = {"EVENT": "mistake", "KEPT_S": "60", "TORCHELASTIC_RESTART_COUNT": "0"}
+    done = pool.ended(2, "disturbed.py", *RUN, folder=tmp_path, **variables)
+    assert done.codes == [2, 2]
+    assert done.errors == "error: an image that cannot be read\n"
+    assert not memory_of(tmp_path).exists()
+
+
+ENDLESS = ("train.epochs=4000", "sched=constant", "checkpoint.every_steps=1000000")
+
+
+def kill_all(folder: Path, running: subprocess.Popen[str]) -> int:
+    """End launcher and ranks by SIGKILL after some steps; return the last step that was finished."""
+    deadline = time.monotonic() + 60
+    while not re.search(r"^step +9/", said := (folder / "said").read_text(), re.MULTILINE):
+        assert time.monotonic() < deadline, said
+        assert running.poll() is None, said
+        time.sleep(0.02)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    for process in [*map(int, children), running.pid]:
+        os.kill(process, signal.SIGSTOP)  # so that none sees another end
+    for process in [*map(int, children), running.pid]:
+        os.kill(process, signal.SIGKILL)
+    running.wait()
+    return max(map(int, re.findall(r"^step +(\d+)/", (folder / "said").read_text(), re.MULTILINE)))
+
+
+def test_after_a_kill_of_everything_the_same_command_continues(tmp_path: Path) -> None:
+    last = kill_all(tmp_path, started(tmp_path, "none", 60, *ENDLESS))
+    place = memory_of(tmp_path)
+    assert place.exists()
+    running = started(tmp_path, "none", 60, *ENDLESS, f"train.max_steps={last + 3}")
+    assert running.wait(100) == 0
+    said = (tmp_path / "said").read_text()
+    (step,) = map(int, re.findall(r"continuing after step (\d+) .*/dev/shm/", said))
+    assert last - 1 <= step <= last  # reported, and then copied
+    assert not place.exists()
+
+
+def test_after_a_kill_of_everything_the_memory_is_freed(tmp_path: Path) -> None:
+    kill_all(tmp_path, started(tmp_path, "none", 2, *ENDLESS))
+    place = memory_of(tmp_path)
+    assert [*place.glob("step-*/manifest.sha256")] != []
+    (process,) = watchers(place)
+    assert gone(place)
+    assert gone(Path(f"/proc/{process}/cmdline"))
+
+
+# two hosts, each with a /dev/shm of its own
+
+
+def lose(run: Run, side: int, memory_too: bool) -> None:  # noqa: F811
+    """Kill all processes of a host, the one that would free its memory, too."""
+    run.two.hosts[side].start("sh", "-c", "kill -9 -1").wait()
+    if memory_too:
+        run.two.hosts[side].start("sh", "-c", "rm -r /dev/shm/shardtrain-*").wait()
+
+
+def in_memory(run: Run, side: int) -> list[str]:  # noqa: F811
+    """The names of all that is in a host's memory."""
+    listing = run.two.hosts[side].start("ls", "-AR", "/dev/shm", stdout=subprocess.PIPE)
+    return str(listing.communicate()[0]).split()
+
+
+@pytest.mark.long
+def test_a_lost_host_costs_the_step_under_way(run: Run) -> None:  # noqa: F811
+    """The other host continues alone. Then both are killed, and one has its memory back from the other."""
+    settings = ("train.log_every=1", "optim.lr=0.003", "run.dir=run", "parallel.virtual_ranks=2")
+    endless = ("+recipe=resnet", *TINY, *settings, *ENDLESS)
+    command = (*MEET.split(), "steady.py", *endless, EVERY_STEP)
+    run.start_both(1, *command)
+    position = run.wait_for("^step +20/")
+    lose(run, 1, memory_too=True)
+    position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\n(step.*\n)+", position)
+    run.start(1, 1, *command)  # torchrun lets the other's ranks save on the disk
+    joined = r"^world +2 ranks.*\n.*\ncontinuing after step \d+ of \d+ \({}.*\n(step.*\n){{3}}"
+    run.wait_for(joined.format("run/checkpoints/"), position)
+    for side in (0, 1):
+        lose(run, side, memory_too=side == 1)
+    position = len(run.said())
+    run.start_both(1, *command)
+    run.wait_for(joined.format("/dev/shm/shardtrain-"), position)
+    for side in (0, 1):
+        assert {file_name(0), file_name(1), "manifest.sha256"} <= {*in_memory(run, side)}
+    run.two.hosts[0].kill()
+    said = run.said()
+    for restart in re.finditer(r"continuing after step (\d+) of \d+ \(/dev/shm/", said):
+        before = [int(step) for step in re.findall(r"^step +(\d+)/", said[: restart.start()], re.MULTILINE)]
+        assert before[-1] - 1 <= int(restart[1]) <= before[-1], "reported, and then copied"
+    run.assert_learnt_as_one_host(*endless)
+
+
+@pytest.mark.long
+def test_hosts_free_their_memory_at_the_end(run: Run) -> None:  # noqa: F811
+    run.start_both(1, *PROGRAM, "+recipe=resnet", *TINY, "run.dir=run", EVERY_STEP)
+    assert run.codes() == [0, 0], run.said()
+    assert [in_memory(run, side) for side in (0, 1)] == [["/dev/shm:", "hosts"]] * 2
