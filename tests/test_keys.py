@@ -135,6 +135,7 @@ ELSEWHERE = {
     "test_data.py::test_batches_have_the_size_of_their_epoch": "data.grow data.eval_size",
     "test_data.py::test_hugging_faces_data_sets": "data.train data.val data.image data.label",
     "test_launch.py::test_a_mistake_that_one_rank_finds_is_told_by_all": "data.download",
+    "test_memory.py::test_crashes_lose_the_step_under_way_only": "checkpoint.memory_every_steps",
     "test_checkpoint.py::test_training_goes_on_during_a_save_of_a_consistent_snapshot": (
         "checkpoint.asynchronous"
     ),

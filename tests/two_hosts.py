@@ -75,11 +75,11 @@ class TwoHosts:
     """``hosts``: the two; ``switch``: what is between them."""
 
     def __init__(self, hosts: list[Host], switch: Host) -> None:
-        self.hosts, self._switch = hosts, switch
+        self.hosts, self.switch = hosts, switch
 
     def link(self, state: str) -> None:
         """Cut the link (down) or mend it (up). What is under way is lost, and nobody is told."""
-        self._switch.network(f"ip link set port1 {state}")
+        self.switch.network(f"ip link set port1 {state}")
 
     def torchrun(self, side: int, ranks: int, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         """Start a torchrun of ``ranks`` ranks on a host, as on the first (0) or the second of two machines.

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from shardtrain import comm
+from shardtrain.checkpoint.files import Record
 from shardtrain.checkpoint.manifest import file_name
 
 CHUNK_BYTES = 16 << 20  # that a rank sends at once
@@ -54,24 +55,23 @@ class Hosts(NamedTuple):
         """Whether this rank makes and removes directories for those that see them."""
         return self.rank == self.own[0]
 
-    def copies(self, sizes: Mapping[str, int]) -> list[Move]:
-        """Return the moves of every rank's file to the next host, which none has if there is one host."""
+    def copies(self, files: Mapping[str, Record]) -> list[Move]:
+        """Return the moves of every rank's file to the next of several hosts."""
         moves = []
-        for index, ranks in enumerate(self.ranks):
-            others = self.ranks[(index + 1) % len(self.ranks)]
-            for number, rank in enumerate(ranks if others is not ranks else ()):
-                name = file_name(rank)
-                moves.append(Move(name, sizes[name], rank, others[number % len(others)]))
+        for ranks, others in zip(self.ranks, [*self.ranks[1:], self.ranks[0]], strict=True):
+            for number, rank in enumerate(ranks):
+                size = files[file_name(rank)].bytes
+                moves.append(Move(file_name(rank), size, rank, others[number % len(others)]))
         return moves
 
-    def missing(self, held: Sequence[set[str]], sizes: Mapping[str, int]) -> list[Move]:
-        """Return the moves after which each host has all files. ``held``: the files that each has now."""
+    def missing(self, held: Sequence[set[str]], files: Mapping[str, Record]) -> list[Move]:
+        """Return the moves after which each host has all ``files``. ``held``: those that each has now."""
         moves = []
         for have, ranks in zip(held, self.ranks, strict=True):
-            for number, name in enumerate(sorted(sizes.keys() - have)):
+            for number, name in enumerate(sorted(files.keys() - have)):
                 holders = next(ranks for ranks, has in zip(self.ranks, held, strict=True) if name in has)
                 source, target = holders[number % len(holders)], ranks[number % len(ranks)]
-                moves.append(Move(name, sizes[name], source, target))
+                moves.append(Move(name, files[name].bytes, source, target))
         return moves
 
     def send(self, directory: Path, moves: Sequence[Move]) -> str:

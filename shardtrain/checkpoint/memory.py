@@ -109,8 +109,8 @@ def complete(store: Store, all_ranks: Ranks) -> None:
     by_host = [{(step, text): set(files) for step, text, files in told[ranks[0]]} for ranks in hosts.ranks]
     for step, text in sorted({key for each in by_host for key in each}, reverse=True):
         held = [each.get((step, text)) for each in by_host]
-        sizes = {name: record.bytes for name, record in parse(text).files.items()}
-        if set().union(*filter(None, held)) == sizes.keys():
+        files = parse(text).files
+        if set().union(*filter(None, held)) == files.keys():
             break
     else:
         return
@@ -122,7 +122,7 @@ def complete(store: Store, all_ranks: Ranks) -> None:
             write_text(path / NAME, text)
             write_text(path / DIGEST_NAME, digest_line(text))
     comm.gather_texts("", all_ranks)  # now the directory is there
-    hosts.send(path, hosts.missing([files or set() for files in held], sizes))
+    hosts.send(path, hosts.missing([each or set() for each in held], files))
 
 
 def _held(directory: Path) -> Iterator[tuple[int, str, list[str]]]:

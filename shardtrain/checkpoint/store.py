@@ -41,7 +41,7 @@ from shardtrain.checkpoint.content import Averages, collect, exchange
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
-from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, Damaged, digest_line, dump, file_name
+from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, Damaged, Manifest, digest_line, dump, file_name
 from shardtrain.comm.transport import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
@@ -107,7 +107,7 @@ def save_in_stages(
     facts: Mapping[str, Any],
     averages: Averages | None = None,
     snapshot: Snapshot | None = None,
-    retain: Callable[[], None] = lambda: None,
+    retain: Callable[[], None] | None = None,
     hosts: Hosts | None = None,
 ) -> Iterator[Work]:
     """Begin a save, and yield this rank's work of each stage. After the last one the checkpoint is complete.
@@ -169,21 +169,26 @@ def save_in_stages(
     yield (writing := Work(write, file, copied))
     told = agree(writing.problem, record=writing.record)
     files = {file_name(number): Record(*each["record"]) for number, each in enumerate(told)}
-    if moves := hosts.copies({name: record.bytes for name, record in files.items()}):
-        agree(hosts.send(temporary, moves))
-
-    def commit() -> None:
-        if leads:
-            text = dump(content.manifest._replace(files=files))
-            write_text(temporary / NAME, text)
-            write_text(temporary / DIGEST_NAME, digest_line(text))
-            sync_directory(temporary)
-            os.rename(temporary, path)
-            sync_directory(path.parent)
-
-    yield (committing := Work(commit, file, copied))
+    if len(hosts.ranks) > 1:
+        agree(hosts.send(temporary, hosts.copies(files)))
+    commit = partial(_commit, temporary, path, content.manifest._replace(files=files))
+    yield (committing := Work(commit if leads else _nothing, file, copied))
     agree(committing.problem)
-    yield Work(retain if leads else lambda: None, file, copied)
+    yield Work(retain if leads and retain else _nothing, file, copied)
+
+
+def _commit(temporary: Path, path: Path, manifest: Manifest) -> None:
+    """Complete the directory ``temporary`` with the manifest, and rename it to ``path``."""
+    text = dump(manifest)
+    write_text(temporary / NAME, text)
+    write_text(temporary / DIGEST_NAME, digest_line(text))
+    sync_directory(temporary)
+    os.rename(temporary, path)
+    sync_directory(path.parent)
+
+
+def _nothing() -> None:
+    """Stand for the work of ranks that have none in a stage."""
 
 
 class Newest(NamedTuple):

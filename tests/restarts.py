@@ -1,0 +1,254 @@
+"""Kill ranks or hosts at random moments, and measure how a run with checkpoints in memory goes on.
+
+    python tests/restarts.py ranks COUNT [SEED]
+    python tests/restarts.py hosts COUNT [SEED]
+
+A rank of two on one host; or all processes of one of two hosts (`two_hosts.py`, needs root) with its memory,
+which joins again, and in one of four cases is killed again meanwhile. Prints the finished steps that were
+lost, and the seconds from the kill to the next finished step: until the other rank has noticed, until the new
+ranks look for a checkpoint, until they have loaded it, and until a step is finished. The end must be the bits
+of an undisturbed run: weights, optimizer and TensorBoard's curves. Nothing may stay in memory.
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from two_hosts import TwoHosts, two_hosts
+
+from test_checkpoint import files_of
+from test_hosts import MEET
+from test_resume import curves
+from tiny import TINY
+
+LIMIT_S = 90.0
+TIMED = """
+import json, os, runpy, time
+from shardtrain import comm
+from shardtrain.monitor import StepMetrics
+from shardtrain.train import loop
+from shardtrain.train.saving import Saver
+
+FILE = os.open(os.environ["TIMES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+def tell(event, step=0):
+    line = {"event": event, "step": step, "world": comm.world_size(), "time": time.time()}
+    os.write(FILE, (json.dumps(line) + "\\n").encode())
+
+def telling(owner, name, before="", after="", step=lambda *_: 0):
+    function = getattr(owner, name)
+    def told(*args, **options):
+        if before:
+            tell(before if before != "phase" else args[1])
+        try:
+            result = function(*args, **options)
+        except Exception:
+            tell("noticed")
+            raise
+        if after:
+            tell(after, step(*args))
+        return result
+    setattr(owner, name, told)
+
+telling(loop, "_train", before="looks")
+telling(loop, "restore", after="loaded")
+telling(StepMetrics, "phase", before="phase")
+telling(StepMetrics, "paused", before="phase")
+telling(Saver, "_copy", before="copy")
+telling(Saver, "step_done", after="step", step=lambda saver, step, *_: step)
+if __name__ == "__main__":
+    runpy.run_module("shardtrain.train", run_name="__main__")
+"""
+SETTINGS = (
+    *("+recipe=resnet", *TINY, "train.log_every=5", "optim=adamw", "sched=constant", "optim.lr=0.001"),
+    *("train.epochs=100000", "train.eval_every=20", "parallel.virtual_ranks=2", "train.max_steps={steps}"),
+)
+MEMORY = ("checkpoint.memory_every_steps=1", "checkpoint.every_steps=1000000")
+STORE = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("0.0.0.0", 29400, is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+time.sleep(100_000)
+"""
+
+
+class Restart(NamedTuple):
+    phase: str  # in which the first rank that is left was when the other was killed
+    lost: int  # finished steps
+    seconds: tuple[float, float, float, float]  # noticing, restarting, loading, the step
+
+
+class Times:
+    """The events of all ranks, which they append to one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "times"
+        self.path.touch()
+
+    def all(self, since: float = 0.0) -> list[dict[str, Any]]:
+        events = map(json.loads, self.path.read_text().splitlines())
+        return [event for event in events if event["time"] > since]
+
+    def wait_for(self, alive: Callable[[], bool], since: float, count: int = 1, world: int = 0) -> float:
+        """Wait for steps after ``since`` of ``world`` ranks (0: any number); return when that was."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            steps = [e for e in self.all(since) if e["event"] == "step" and world in (0, e["world"])]
+            if len(steps) >= count:
+                return float(steps[count - 1]["time"])
+            assert alive(), "the launcher has ended"
+            assert time.monotonic() < deadline, f"no step for {LIMIT_S} s"
+            time.sleep(0.02)
+
+    def restart(self, killed: float) -> Restart:
+        """Describe what followed a kill, after which a step was finished."""
+        before = [e for e in self.all() if e["time"] <= killed]
+        after = self.all(killed)
+        finished = max(e["step"] for e in before if e["event"] == "step")
+        noticed = min((e["time"] for e in after if e["event"] == "noticed"), default=killed)
+        looks = next(e for e in after if e["event"] == "looks")
+        loaded = next(e for e in after if e["event"] == "loaded" and e["time"] > looks["time"])
+        step = next(e for e in after if e["event"] == "step" and e["time"] > loaded["time"])
+        noticed = min(noticed, looks["time"])
+        moments = [killed, noticed, looks["time"], loaded["time"], step["time"]]
+        seconds = tuple(b - a for a, b in pairwise(moments))
+        return Restart(before[-1]["event"], max(0, finished + 1 - step["step"]), seconds)  # type: ignore[arg-type]
+
+
+def table(restarts: list[Restart]) -> str:
+    rows = [f"{'seconds':12}{'median':>8}{'95 %':>8}{'worst':>8}"]
+    columns = [*zip(*(each.seconds for each in restarts), strict=True)]
+    columns.append(tuple(sum(each.seconds) for each in restarts))
+    for name, column in zip(("noticing", "restarting", "loading", "the step", "all"), columns, strict=True):
+        ordered = sorted(column)
+        high = ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))]
+        rows.append(f"{name:12}{statistics.median(ordered):8.2f}{high:8.2f}{ordered[-1]:8.2f}")
+    lost, phases = Counter(each.lost for each in restarts), Counter(each.phase for each in restarts)
+    return "\n".join([*rows, f"finished steps lost: {dict(lost)}", f"killed in: {dict(phases)}"])
+
+
+def command(folder: Path, steps: int, name: str) -> list[str]:
+    return [each.format(steps=steps) for each in (*SETTINGS, f"run.dir={folder}/{name}")]
+
+
+def undisturbed(folder: Path, steps: int) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = [*launcher, "-m", "shardtrain.train", *command(folder, steps, "undisturbed")]
+    subprocess.run(done, check=True, capture_output=True, timeout=300)
+
+
+def compare(folder: Path) -> str:
+    """Compare the ends of the disturbed and the undisturbed run; return the step."""
+    names = [max((folder / name / "checkpoints").glob("step-*")) for name in ("run", "undisturbed")]
+    assert names[0].name == names[1].name, names
+    assert files_of(names[0]) == files_of(names[1]), "weights, optimizer or sums differ"
+    assert curves(folder / "run") == curves(folder / "undisturbed"), "curves differ"
+    return f"the end, {names[0].name}, and all curves are the undisturbed run's"
+
+
+def ranks(folder: Path, count: int, choice: random.Random) -> list[Restart]:
+    steps, times = 30 * count, Times(folder)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    own = os.environ | {"TIMES": str(times.path)}
+    with (folder / "said").open("w") as said:
+        program = [*launcher, "--max-restarts", "1000", f"{folder}/timed.py", *command(folder, steps, "run")]
+        torchrun = subprocess.Popen([*program, *MEMORY], stdout=said, stderr=said, env=own)
+    restarts, since = [], 0.0
+    for _ in range(count):
+        times.wait_for(lambda: torchrun.poll() is None, since)
+        time.sleep(choice.uniform(0, 1.5))
+        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        since = time.time()
+        os.kill(int(choice.choice(children)), signal.SIGKILL)
+        times.wait_for(lambda: torchrun.poll() is None, since + 0.5)
+        restarts.append(times.restart(since))
+        print(len(restarts), restarts[-1], flush=True)
+    assert torchrun.wait(300) == 0, (folder / "said").read_text()
+    assert not [*Path("/dev/shm").glob("shardtrain-*")]
+    undisturbed(folder, steps)
+    return restarts
+
+
+def hosts(folder: Path, count: int, choice: random.Random) -> list[Restart]:
+    """The launchers meet at a store on a third host, so that either may be lost."""
+    with two_hosts() as two:
+        two.switch.network("ip address add 10.0.0.3/24 dev bridge")
+        store = two.switch.start(sys.executable, "-c", STORE, stdout=subprocess.PIPE)
+        assert store.stdout.readline() == "ready\n"
+        return _hosts(two, folder, count, choice)
+
+
+def _hosts(two: TwoHosts, folder: Path, count: int, choice: random.Random) -> list[Restart]:
+    steps, times = 150 * count, Times(folder)
+    own = {"TIMES": str(times.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    meet = MEET.replace("host0:29500", "10.0.0.3:29400").replace("timeout=2", "timeout=2,is_host=false")
+    meet = meet.replace("--max-restarts 3", "--max-restarts 1000")
+    running: dict[int, subprocess.Popen[str]] = {}
+
+    def start(side: int) -> None:
+        with (folder / f"said-{side}").open("a") as said:
+            program = [*meet.split(), f"{folder}/timed.py", *command(folder, steps, "run"), *MEMORY]
+            options = {"stdout": said, "stderr": subprocess.STDOUT, "env": own}
+            running[side] = two.torchrun(side, 1, *program, **options)
+
+    def alive(side: int) -> Callable[[], bool]:
+        return lambda: running[side].poll() is None
+
+    for side in (0, 1):
+        start(side)
+    restarts: list[Restart] = []
+    times.wait_for(alive(0), 0.0, world=2)
+    while len(restarts) < count:
+        side = choice.choice((0, 1))
+        time.sleep(choice.uniform(0, 1.5))
+        since = time.time()
+        two.hosts[side].start("sh", "-c", "kill -9 -1").wait()
+        two.hosts[side].start("sh", "-c", "rm -rf /dev/shm/shardtrain-*").wait()
+        times.wait_for(alive(1 - side), since + 0.5, world=1)
+        restarts.append(times.restart(since))
+        print(len(restarts), f"host {side}", restarts[-1], flush=True)
+        start(side)
+        if choice.random() < 0.25:
+            time.sleep(choice.uniform(0, 12))
+            two.hosts[side].start("sh", "-c", "kill -9 -1").wait()
+            since = time.time()
+            times.wait_for(alive(1 - side), since + 3.0, count=5)
+            print("killed again while it joined: the other continues", flush=True)
+            start(side)
+        times.wait_for(alive(side), time.time(), world=2)
+    assert [running[side].wait(300) for side in (0, 1)] == [0, 0]
+    for host in two.hosts:
+        left = host.start("sh", "-c", "ls /dev/shm", stdout=subprocess.PIPE).communicate()[0]
+        assert left == "hosts\n", left
+    undisturbed(folder, steps)
+    return restarts
+
+
+def main(kind: str, count: int, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "timed.py").write_text(TIMED)
+        try:
+            restarts = {"ranks": ranks, "hosts": hosts}[kind](folder, count, random.Random(seed))
+        except BaseException:
+            for said in folder.glob("said*"):
+                print(said.name, said.read_text()[-4000:])
+            raise
+        print(table(restarts))
+        print(compare(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
