@@ -217,7 +217,9 @@ def ended(folder: str, how: str, keep: int) -> tuple[str, bool]:
         seen.append(place.stat().st_mode & 0o777 == 0o700 and place.stat().st_uid == os.getuid())
         seen.append((place / step_name(2) / "manifest.sha256").exists())
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     ending = run_in(folder, QUIET, f"checkpoint.keep={keep}", at={3: look, **ENDS[how][1]})
+    signal.signal(signal.SIGINT, before)
     return ending, seen == [True, True]
 
 
