@@ -118,7 +118,7 @@ def check_found(told: list[list[str]], faults: range, world: int) -> None:
         if world > 2:
             assert f": rank {rank} computes wrong" in text, (fault, text)
         else:
-            assert ": rank 0 or rank 1 computes wrong" in text, (fault, text)
+            assert " on ranks 0 and 1: one of them computes wrong" in text, (fault, text)
         # In backward a unit's own gradients after its activation are right.
         first = text.partition("First differs ")[2].partition(", then ")
         assert unit in first[0], (fault, text)
@@ -174,7 +174,7 @@ def test_a_fault_that_passes_is_found_and_named_by_two_ranks_and_by_one(
 ) -> None:
     texts = on_ranks(world, passing, at)
     assert len({*texts}) == 1
-    number, ranks = (0 if world == 1 or at == 2 else 2), ("rank 0" if world == 1 else "rank 0 and rank 1")
+    number, ranks = (0 if world == 1 or at == 2 else 2), ("rank 0" if world == 1 else "ranks 0 and 1")
     assert texts[0].startswith(
         f"step 7: virtual rank {number} has other bits on {ranks}: rank 0 computes wrong. First differs the "
         "output of blocks.1, then the gradient of fc.bias in the root. There was no update"
@@ -293,7 +293,7 @@ def test_a_run_stops_before_the_update_where_a_rank_computes_wrong(on_ranks: Any
     endings = on_ranks(4, worn_out, str(tmp_path), *given)
     assert len({*endings}) == 1
     assert endings[0].startswith(
-        "ReplayMismatch step 6: virtual rank 0 has other bits on rank 0 and rank 3: rank 3 computes wrong. "
+        "ReplayMismatch step 6: virtual rank 0 has other bits on ranks 0 and 3: rank 3 computes wrong. "
         "First differs the output of the root, then the gradient of "
     )
     assert steps_in(tmp_path / "checkpoints")[-1] == 5

@@ -20,7 +20,7 @@ import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardtrain import comm
+from shardtrain.comm.guard import named
 from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.introspection import introspect
 
 _BLOCK = 1 << 16
 _FACTOR = 0x5851F42D4C957F2D  # odd, so that no difference is lost in a product
@@ -93,12 +95,8 @@ def recording(
     Raises:
         ValueError: ``units`` is None and ``module`` is not sharded.
     """
-    unit_of, names = {}, units
-    if names is None:
-        found = engine_of(module).units
-        names = [unit.name for unit in found]
-        unit_of = {member.name: unit.title for unit in found for member in unit.members}
-    record = Record(unit_of)
+    names = [unit.name for unit in engine_of(module).units] if units is None else units
+    record = Record(introspect(module).unit_of_parameter if units is None else {})
 
     def add(kept: dict[str, Tensor], name: str, found: Tensor) -> None:
         number = next(n for n in itertools.count() if f"{name}#{n}" not in kept)
@@ -190,7 +188,7 @@ def replay(module: nn.Module, compute: Callable[[int], Tensor], *, step: int | N
             number, when = rank * len(own), "" if step is None else f"step {step}: "
             pair = comm.gather_texts(mine, all_ranks)[rank], comm.gather_texts(theirs, all_ranks)[checker]
             thirds = comm.gather_texts(_again(engine, compute, number, buffers), all_ranks)
-            _drop(engine)
+            engine.schedule.drop_backward()
             _refuse(f"{when}virtual rank {number} has other bits", (rank, checker), pair, thirds)
     return losses
 
@@ -218,16 +216,11 @@ def _again(
             return _lines(engine, record, compute(number))
     finally:
         engine.virtual.again = None
-        _drop(engine)
+        engine.schedule.drop_backward()
         for param, grad in before:
             param.grad = grad
         for (buffer, _), value in zip(buffers, now, strict=True):
             buffer.copy_(value)
-
-
-def _drop(engine: Engine) -> None:
-    """Drop all gradients."""
-    engine.schedule.drop_backward()
 
 
 def _lines(engine: Engine, record: Record, loss: Tensor) -> str:
@@ -243,17 +236,12 @@ def _refuse(what: str, pair: tuple[int, int], texts: tuple[str, str], thirds: Se
     [(right, count)] = Counter(thirds).most_common(1)
     odd = [rank for rank, text in zip(pair, texts, strict=True) if text != right]
     if 2 * count > len(thirds) and len(odd) == 1:
-        blamed = f"rank {odd[0]} computes wrong"
+        blamed = f"{named(odd)} computes wrong"
     else:
-        blamed = f"{_ranks(pair, 'or')} computes wrong, unless the computation is not deterministic"
+        blamed = "one of them computes wrong, unless the computation is not deterministic"
     lines = zip(*(text.split("\n") for text in texts), strict=False)
     differing = [a.partition("\t")[0] for a, b in lines if a != b] or ["the number of tensors"]
     raise ReplayMismatch(
-        f"{what} on {_ranks(pair, 'and')}: {blamed}. First differs {_first(differing)}. There was no "
+        f"{what} on {named(sorted({*pair}))}: {blamed}. First differs {_first(differing)}. There was no "
         "update; continue from the last checkpoint, without that machine"
     )
-
-
-def _ranks(numbers: Iterable[int], joined_by: str) -> str:
-    """Return the ranks' numbers in words, joined by ``and`` or ``or``."""
-    return f" {joined_by} ".join(f"rank {number}" for number in sorted({*numbers}))
