@@ -189,14 +189,17 @@ def trained(every: int, bf16: bool = False, steps: int = 4, **options: Any) -> l
     bits: list[Any] = []
     for step in range(steps):
         compute = step_of(model, step)
-        if every and step % every == 0:
-            losses = shardtrain.replay(model, compute, step=step)
-        else:
-            losses = [compute(number) for number in shardtrain.introspect(model).virtual_ranks]
+        with shardtrain.comm.meter() as meter:
+            if every and step % every == 0:
+                losses = shardtrain.replay(model, compute, step=step)
+            else:
+                losses = [compute(number) for number in shardtrain.introspect(model).virtual_ranks]
         bits.append((bits_of(losses), bits_of(model.buffers()), torch.rand(1).item()))
         bits.append(bits_of(param.grad.as_subclass(Tensor) for param in model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
+        bits.append(meter.calls["reduce_scatter"])
+        if step != 1:  # a replay finds gradients of the step before, to which its step adds
+            optimizer.step()
+            optimizer.zero_grad()
     return [*bits, bits_of(shardtrain.full_state_dict(model).values())]
 
 
