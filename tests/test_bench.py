@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from shardtrain import comm
@@ -20,7 +21,7 @@ from shardtrain.job.hydra_app import compose
 from shardtrain.recipes.bench import __main__ as program
 from shardtrain.recipes.bench import host, memory, settings
 from shardtrain.recipes.bench.compared import Bench, Comparison, Spread, geometric_means, losses_agree, ratios
-from shardtrain.recipes.bench.contenders import FOR_SLOW_LINKS, TITLES
+from shardtrain.recipes.bench.contenders import FOR_SLOW_LINKS, TITLES, LeastWork
 from shardtrain.recipes.bench.interleave import Samples, interleave
 
 from pool import each_rank, ended, forkserver, signalled
@@ -128,6 +129,24 @@ def test_mistakes_are_named() -> None:
         require_told(line, lambda words: settings.read(words, speak=False))
 
 
+def least_work() -> tuple[list[float], int]:
+    model = nn.Linear(3, 4)  # 16 elements, of which a rank of three owns the first 6
+    torch.nn.init.ones_(model.weight)
+    work = LeastWork(model)
+    model(torch.ones(1, 3)).sum().backward()
+    sent = work._sent
+    work.step()
+    assert sent.equal(torch.ones(10))  # the gradients that others own
+    assert work._cuts[0][1].grad.equal(torch.full((6,), 3.0))  # the sum over three ranks
+    return model.weight.flatten().tolist(), len(work._received)
+
+
+def test_the_bound_moves_what_ranks_cannot_avoid(on_ranks: Any) -> None:
+    weight, received = on_ranks(3, least_work)[0]
+    assert [value < 1 for value in weight] == [True] * 6 + [False] * 6
+    assert received == 4  # of two other ranks, for two parameters
+
+
 def test_steps_of_every_contender(tmp_path: Path) -> None:
     said = run(2, "model=tiny", "rounds=2", "warmup=1", "accumulate=2", f"out={tmp_path}")
     assert "tiny@8×2, 2 rounds\n" in said
@@ -139,7 +158,7 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
         assert contender["status"] == "ok", (name, contender["reason"])
         assert len(contender["values"]) == contender["ratios"]["fsdp2"]["n"] == 2
         assert len(contender["losses"]) == 3
-        if name != "no_communication":
+        if name not in ("no_communication", "bound"):
             assert contender["losses"] == pytest.approx(right, rel=1e-5), name
         assert TITLES[name] in said
     assert case["contenders"]["no_communication"]["losses"] != pytest.approx(right, rel=1e-5)

@@ -49,7 +49,7 @@ class Contender:
     """Hold a wrapped model and its optimizer."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: Optimizer | LeastWork
     no_sync: Callable[[], AbstractContextManager[object]]  # in which backward reduces nothing
     autocast: torch.dtype | None = None  # the dtype of forward, unless the wrapper sets it
 
@@ -128,6 +128,50 @@ def _fsdp1(model: nn.Module, dtype: Dtype, device: torch.device) -> Contender:
     return Contender(wrapped, adamw(wrapped), wrapped.no_sync)
 
 
+class LeastWork:
+    """Stand for an optimizer: do once per step what ranks that share memory must, and wait for nobody.
+
+    A rank writes the gradients that others own, adds those that it is sent to its own, and updates what it
+    owns, here the first part of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        world, total = dist.get_world_size(), sum(param.numel() for param in model.parameters())
+        left = share = -(-total // world)
+        self._cuts: list[tuple[nn.Parameter, nn.Parameter]] = []  # parameters, and their parts of this rank
+        for param in model.parameters():
+            own = min(param.numel(), left)
+            left -= own
+            self._cuts.append((param, nn.Parameter(_flat(param.detach())[:own])))
+        self._sent = torch.zeros(total - share, device=param.device)
+        self._received = [torch.ones_like(own) for _ in range(1, world) for _, own in self._cuts]
+        self._optimizer = torch.optim.AdamW([own for _, own in self._cuts], lr=1e-4, fused=True)
+
+    def step(self) -> None:
+        grads = [_flat(param.grad) for param, _ in self._cuts if param.grad is not None]
+        parts = [grad[: len(own)] for grad, (_, own) in zip(grads, self._cuts, strict=True)]
+        others = [grad[len(own) :] for grad, own in zip(grads, parts, strict=True)]
+        torch._foreach_copy_([*self._sent.split([len(part) for part in others])], others)
+        for first in range(0, len(self._received), len(parts)):
+            torch._foreach_add_(parts, self._received[first : first + len(parts)])
+        for (_, own), part in zip(self._cuts, parts, strict=True):
+            own.grad = part
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        for param, _ in self._cuts:
+            param.grad = None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all elements of a dense ``tensor`` as 1-D, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _bound(model: nn.Module, dtype: Dtype, _: object) -> Contender:
+    return Contender(model, LeastWork(model), contextlib.nullcontext, dtype)
+
+
 def _ddp(model: nn.Module, dtype: Dtype, device: torch.device) -> Contender:
     wrapped = DistributedDataParallel(
         model,
@@ -155,6 +199,7 @@ _CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Dtype, torch.device], Con
         "no communication",
         lambda model, dtype, _: Contender(model, adamw(model), contextlib.nullcontext, dtype),
     ),
+    "bound": ("no waiting", _bound),
 }
 TITLES = {name: title for name, (title, _) in _CONTENDERS.items()}
 FOR_SLOW_LINKS = ("shardtrain_kept", "shardtrain_int8", "shardtrain_bf16")  # measured if asked for

@@ -20,7 +20,7 @@ from .compared import Bench
 from .contenders import POOL, Batch, Case, Contender
 from .interleave import Runner, attempt
 
-PLAIN = "no_communication"
+PLAIN, BOUND = "no_communication", "bound"
 SETTLED = 3  # steps after which optimizers have their state and allocators their memory
 
 
@@ -57,7 +57,7 @@ def measure(bench: Bench) -> None:
 def _measure(bench: Bench, case: Case) -> None:
     settings, device = bench.settings, bench.device
     title = case.shape if settings.precision == "fp32" else f"{case.shape} in {settings.precision}"
-    names, references = contenders.to_run(settings.contenders), (settings.reference, "ddp", PLAIN)
+    names, references = contenders.to_run(settings.contenders), (settings.reference, "ddp", PLAIN, BOUND)
     comparison = bench.begin(names, title, "ms per step", 1e3, references, settings.precision)
     data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
     runners: dict[str, Runner] = {}
