@@ -301,6 +301,23 @@ def test_only_a_directory_of_this_user_is_taken(place: Path) -> None:
         made.unlink() if made.is_symlink() or made.is_file() else shutil.rmtree(made)
 
 
+@pytest.mark.parametrize("at", ["_is_private", "_open_lock"])
+def test_memory_that_is_removed_while_it_is_taken_is_made_again(place: Path, at: str) -> None:
+    usual, calls = getattr(memory, at), list[Path]()
+
+    def removed_first(directory: Path) -> Any:
+        calls.append(directory)
+        if len(calls) == 1:
+            directory.rmdir()
+        return usual(directory)
+
+    with patch.object(memory, at, removed_first):
+        made, lock = memory.claim(place / "run")
+    assert len(calls) == 2
+    assert cleanup.is_in(str(made), lock)
+    memory.release(made, lock, keep=False)
+
+
 def gone(path: Path, seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while path.exists() and time.monotonic() < deadline:

@@ -42,15 +42,16 @@ def claim(run_dir: Path) -> tuple[Path, int]:
         raise OSError(f"there is no {MEMORY}")
     run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
     directory = MEMORY / f"shardtrain-{os.getuid()}-{run}"
-    while True:
+    while True:  # once more if it is removed meanwhile
         directory.mkdir(mode=0o700, exist_ok=True)
-        if not _is_private(directory):
-            raise OSError(f"{directory} is not a directory of this user alone; its owner can remove it")
-        lock = _open_lock(directory)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if cleanup.is_in(str(directory), lock):
-            return directory, lock
-        os.close(lock)  # it was removed meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            if not _is_private(directory):
+                raise OSError(f"{directory} is not a directory of this user alone; its owner can remove it")
+            lock = _open_lock(directory)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if cleanup.is_in(str(directory), lock):
+                return directory, lock
+            os.close(lock)
 
 
 def _is_private(directory: Path) -> bool:
