@@ -53,11 +53,12 @@ class Unit:
         """Return this rank's elements of each parameter, with its number of dimensions; some are empty."""
         pieces, first = [], self.rank * len(interval)
         for at, view in zip(self.slices, self.whole, strict=True):
-            own = slice(*(min(max(end - first, 0), len(interval)) for end in (at.start, at.stop)))
+            own = slice(*(min(max(edge - first, 0), len(interval)) for edge in (at.start, at.stop)))
             pieces.append(interval[own].view(-1, *[1] * (view.ndim - 1)))
         return pieces
 
     def show(self, tensors: list[Tensor]) -> None:
+        """Parameters stay the same objects, which the optimizer knows: only the memory they show changes."""
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
 
@@ -86,13 +87,14 @@ class Unit:
             param.grad = None
 
     def reduce(self) -> None:
-        """Start the reduce-scatter of the gradients, and release. "None" is sent as -0.0, 0's neutral."""
+        """Start the reduce-scatter of the gradients, and release. "None" is sent as -0.0: -0.0 + x is x."""
         self.sent = torch.full(self.full.shape, -0.0, dtype=self.shard.dtype)  # kept until it has arrived
         for view, param in zip(self.views(self.sent), self.params, strict=True):
             if param.grad is not None:
                 view.copy_(param.grad)
             param.grad = None
         self.release()
+        # All ranks' parts of this rank's interval, which `finish` adds up: gloo would choose an order.
         self.parts = torch.empty_like(self.sent)
         self.reducing = dist.all_to_all_single(self.parts, self.sent, async_op=True)
 

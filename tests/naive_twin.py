@@ -45,9 +45,9 @@ class NaiveTwin:
         vector_to_parameters(torch.cat(shards)[: self.numel], self.params)
 
     def reduce_scatter(self) -> None:
-        """3: the mean over ranks of this rank's interval of the gradient."""
+        """3: the mean over ranks of this rank's interval of the gradient; unused parameters get zeros."""
         flat = self.flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat)  # all intervals: plain, and twice the bytes of a reduce-scatter
         self.shard.grad = flat[self.interval] / self.world
 
     def step(self, loss_of: Callable[[nn.Module], torch.Tensor]) -> float:

@@ -4,7 +4,6 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,26 +19,10 @@ from shardtrain.recipes import behaviours_of_calls, ladder, mini, walk
 
 from pool import each_rank
 from small import images, shard
+from test_documents import ROOT, blocks
 
+ENGINE = ROOT / "docs/engine.md"
 Losses = Callable[[nn.Module, int], torch.Tensor]
-
-
-class Mini:
-    """`mini`, with full state dicts, which it has not."""
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        self.shapes = {name: param.shape for name, param in model.named_parameters()}
-        return mini.shard(model)
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: gathered(param).view(self.shapes[name]) for name, param in model.named_parameters()}
-
-
-def gathered(param: nn.Parameter) -> torch.Tensor:
-    """Return a whole parameter, of which every rank holds some elements, in rank order."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, param.detach().flatten())
-    return torch.cat(parts)
 
 
 def fsdp2(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
@@ -95,18 +78,32 @@ def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
 @each_rank(2, transport="auto")
 def test_mini_passes_the_judge_s_rows_of_training() -> None:
     assert behaviours_of_calls.CALLS  # registers rows
+    judged = types.ModuleType("judged")
+    exec(next(block for block in blocks("python", ENGINE) if block.startswith("# judged")), vars(judged))
     rows = ["A parameter used on one rank only", "A parameter used nowhere, in a unit that ran", "AdamW"]
     rows += ["Three micro-batches, each of them reduced", "Uneven and empty batches"]
     for name in rows:
-        assert outcome(with_verbs(Mini()), ROWS[name]).verdict == "equal", name
+        assert outcome(with_verbs(judged), ROWS[name]).verdict == "equal", name
 
 
+OWN_MEMORY = """self.full = torch.zeros_like(self.full)
+        self.whole = [self.full.as_strided(w.shape, w.stride(), w.storage_offset()) for w in self.whole]
+        self.full.untyped_storage().resize_(0)"""
+AT_ONCE = """dist.all_to_all_single(self.parts, input=self.sent)
+        self.reducing = torch.futures.Future()
+        self.reducing.set_result(None)"""
 VARIANTS = {  # of `mini`, by what is replaced in its text: the rungs on which it does not stand
-    "as it is": ("", "", [4]),
-    "without prefetch": ("self.order[len(self.calls)].gather()", "pass", [2, 4]),
-    "waiting for every reduction": ("self.reducing = unit", "self.reducing = unit and unit.finish()", [3, 4]),
-    "kept after forward": ("unit.release()\n        self.watch", "pass\n        self.watch", []),
-    "sums": ("parts[0] / self.world", "parts[0]", [1, 4]),
+    "as it is": ("", "", [5]),
+    "new memory for each gather": ("self.full.untyped_storage().resize_(0)", OWN_MEMORY, [2, 5]),
+    "without prefetch": ("self.order[len(self.calls)].gather()", "pass", [3, 5]),
+    "waiting for every reduction": ("self.reducing = unit", "self.reducing = unit and unit.finish()", [4, 5]),
+    "synchronous": (
+        "self.reducing = dist.all_to_all_single(self.parts, self.sent, async_op=True)",
+        AT_ONCE,
+        [4, 5],
+    ),
+    "kept after forward": ("unit.release()\n        self.watch", "pass\n        self.watch", [2]),
+    "sums": ("parts[0] / self.world", "parts[0]", [1, 5]),
 }
 
 
@@ -119,4 +116,6 @@ def test_the_ladder_tells_on_which_rung_a_variant_stands(name: str) -> None:
     assert old in text
     module = types.ModuleType("mine")
     exec(text.replace(old, new) if old else text, vars(module))
-    assert [rung[0] for rung, stands in ladder.rungs(module) if not stands] == [str(rung) for rung in missed]
+    rungs = ladder.rungs(module)
+    assert [rung[0] for rung, stands in rungs if not stands] == [str(rung) for rung in missed]
+    assert ("where a replica has" in rungs[0][0]) == (1 in missed)
