@@ -1,5 +1,6 @@
 """The benchmark: its arithmetic, its measurement, and real tiny runs. Nothing here asserts on a time."""
 
+import csv
 import functools
 import json
 import math
@@ -19,7 +20,7 @@ from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.recipes.bench import __main__ as program
-from shardtrain.recipes.bench import host, memory, settings
+from shardtrain.recipes.bench import host, memory, results, settings
 from shardtrain.recipes.bench.compared import Bench, Comparison, Spread, geometric_means, losses_agree, ratios
 from shardtrain.recipes.bench.contenders import FOR_SLOW_LINKS, TITLES, LeastWork
 from shardtrain.recipes.bench.interleave import Samples, interleave
@@ -29,6 +30,7 @@ from simulated_device import DEVICE, SimulatedDevice
 from test_config import require_told
 from tiny import ALONE, CPU
 
+ROOT = Path(__file__).parents[1]
 BENCH = "shardtrain.recipes.bench"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -148,7 +150,9 @@ def test_the_bound_moves_what_ranks_cannot_avoid(on_ranks: Any) -> None:
 
 
 def test_steps_of_every_contender(tmp_path: Path) -> None:
-    said = run(2, "model=tiny", "rounds=2", "warmup=1", "accumulate=2", f"out={tmp_path}")
+    file = tmp_path / "some" / "bench.csv"
+    short = "model=tiny", "rounds=2", "warmup=1", "accumulate=2"
+    said = run(2, *short, f"out={tmp_path}", f"results={file}")
     assert "tiny@8×2, 2 rounds\n" in said
     found = result(tmp_path)
     (case,) = found["comparisons"]
@@ -167,6 +171,41 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     assert found["conditions"]["torch"] == torch.__version__.split("+")[0]
     assert not found["interrupted"]
     assert (tmp_path / "bench.txt").read_text().rstrip() in said
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert {row["contender"] for row in rows} == {TITLES[name] for name in case["contenders"]}
+    for row in rows:
+        assert [row[key] for key in ("case", "ranks", "rounds")] == ["tiny@8×2, accumulate 2", "2", "2"]
+        assert (row["torch"], row["reference"]) == (found["conditions"]["torch"], "FSDP2")
+        assert f"  {row['value']}  " in said
+        assert f"  {row['ratio']}  " in said
+
+
+MARKED = """
+<!-- some.csv ranks=2: {contender} | {case} | {ratio} -->
+
+| | a@8×2 | b@8×2 |
+| --- | --- | --- |
+| FSDP2 | 1.00 | – |
+| shardtrain | 0.50 | 0.70 |
+
+"""
+
+
+def test_the_tables_of_the_documents_are_printed_from_the_results(tmp_path: Path) -> None:
+    samples = {"fsdp2": Samples([4.0], [2.0]), "shardtrain": Samples([1.0], [2.0])}
+    facts = {"ranks": 2, "torch": "2.0"}
+    for value, ranks in ((1.0, 2), (2.0, 2), (3.0, 4)):  # of equal names the last
+        samples["shardtrain"].values = [value]
+        comparison = Comparison(samples, "a@8×2", "ms per step", 1e3, ("fsdp2",))
+        results.append(tmp_path / "some.csv", [comparison], "", {**facts, "ranks": ranks})
+    alone = Comparison({"shardtrain": Samples([0.7], [2.0])}, "b@8×2", "ms per step", 1e3, ("fsdp2",))
+    results.append(tmp_path / "some.csv", [alone], "", facts)
+    expected = MARKED.replace("0.70", "")
+    assert results.printed(MARKED.replace("0.50", "9"), tmp_path) == expected
+    for document in map(ROOT.joinpath, results.DOCUMENTS):
+        text = document.read_text()
+        assert results.printed(text, ROOT) == text, "python -m shardtrain.recipes.bench.results"
+        assert results.TABLE.search(text)
 
 
 def test_one_command_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.plan.report import Output
 
-from . import collectives, host, memory, settings, steps
+from . import collectives, host, memory, results, settings, steps
 from .compared import Bench, geometric_means
 from .settings import Settings
 
@@ -70,6 +71,9 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
                 "geometric_means": geometric_means(bench.comparisons) if name == "suite" else None,
             }
             output.write(text, facts)
+            if settings.results is not None:
+                more = f", accumulate {settings.accumulate}" if settings.accumulate > 1 else ""
+                results.append(Path(settings.results), bench.comparisons, more, conditions)
         if interrupt is not None:
             raise interrupt
 

@@ -31,6 +31,7 @@ class Settings:
 
     channels_last: bool
     out: str | None
+    results: str | None
     contenders: tuple[str, ...] | None = one_of(*TITLES)
     program: str = one_of(*PROGRAMS)
     model: str = one_of(*CASES)

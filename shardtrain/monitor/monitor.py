@@ -142,7 +142,7 @@ def open_monitor(
         "command": shlex.join(sys.argv),
         "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         **({} if best is None else {tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]}),
     }
     result = ResultFile(context.run_dir, job)
@@ -170,7 +170,7 @@ def open_monitor(
             monitor.say(end_table(result.result))
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the git commit of the working directory; None outside of a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
