@@ -1,11 +1,12 @@
 """FSDP2 scripts with the import changed and nothing else: losses equal FSDP2's, or a refusal by name."""
 
-import importlib
+import functools
 import itertools
 import os
+import tempfile
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -110,18 +111,116 @@ def torchtitan(names: Any) -> list[float]:
     return train(model)
 
 
-def accelerate(names: Any) -> list[float]:
-    """Hugging Face accelerate's own ``fsdp2_prepare_model``."""
-    utils = importlib.import_module("accelerate.utils")
-    patched = {name: getattr(names, name) for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy")}
-    model = decoder()
+def launched(script: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
+    """Run a library's ``script`` as under torchrun, with our names where the library imports FSDP2's."""
+
+    @functools.wraps(script)
+    def run(names: Any, **options: Any) -> list[float]:
+        world, rank = (str(number) for number in (dist.get_world_size(), dist.get_rank()))
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        changed = ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy")
+        patched = {name: getattr(names, name) for name in changed}
+        with patch.multiple(theirs, **patched), patch.dict(os.environ, own), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the libraries' own
+            return script(names, **options)
+
+    return run
+
+
+@launched
+def accelerate(names: Any, **options: Any) -> list[float]:
+    """Hugging Face accelerate, whole: accumulation, clipping, precision, activation checkpointing.
+
+    It imports FSDP2 inside its functions, so a changed import is a changed attribute of torch's module. On
+    CPUs it leaves the plugin alone, so the type of its state is set by hand, for FSDP2 itself, too.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+
+    model: Any = decoder()
     model._no_split_modules = ["Layer"]
-    options: Any = {"auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
-    with patch.multiple(theirs, **patched), patch.dict(os.environ):
-        state = SimpleNamespace(fsdp_plugin=utils.FullyShardedDataParallelPlugin(fsdp_version=2, **options))
-        accelerator: Any = SimpleNamespace(state=state, mixed_precision="no", is_main_process=False)
-        utils.fsdp_utils.fsdp2_prepare_model(accelerator, model)
-    return train(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.utils.data.DataLoader(torch.randint(23, (32, 7)), batch_size=2)
+    losses = []
+    given: Any = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "activation_checkpointing": True,
+        **options,
+    }
+    policy = names.MixedPrecisionPolicy(**BF16)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy, **given)
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator.state.distributed_type = PartialState().distributed_type = "FSDP"
+        accelerator.state.fsdp_plugin = plugin
+        assert accelerator.is_fsdp2
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        for ids in data:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.roll(1).flatten())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return losses
+
+
+@launched
+def lightning(names: Any) -> list[float]:
+    """Lightning's ``ModelParallelStrategy`` example: its trainer, and its ``parallelize`` without TP."""
+    import lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = decoder(), list[float]()
+
+        def configure_model(self) -> None:
+            policy = names.MixedPrecisionPolicy(**BF16)
+            config: Any = {"mesh": self.device_mesh["data_parallel"], "mp_policy": policy}
+            for number, block in self.model.layers.items():
+                block = checkpoint_wrapper(block)
+                reshard = int(number) < len(self.model.layers) - 1
+                names.fully_shard(block, **config, reshard_after_forward=reshard)
+                self.model.layers[number] = block
+            names.fully_shard(self.model, **config)
+
+        def training_step(self, ids: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(self.model(ids).float().flatten(0, 1), ids.roll(1).flatten())
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.randint(23, (32, 7)), batch_size=2)
+
+    silent: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
+            plugins=TorchElasticEnvironment(),
+            max_epochs=1,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.3,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            **silent,
+        )
+        with trainer.init_module():
+            module = Module()
+        trainer.fit(module)
+    return module.losses
 
 
 def accumulation(names: Any) -> list[float]:
@@ -165,8 +264,15 @@ def alone(names: Any) -> list[float]:
     return train(model)
 
 
-ABSENT = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-SCRIPTS = (tutorial, torchtitan, pytest.param(accelerate, marks=ABSENT), accumulation, nested, alone)
+def wild(script: Any) -> Any:
+    """Mark a script that needs the library of its name."""
+    absent = find_spec(script.__name__) is None
+    return pytest.param(
+        script, marks=[pytest.mark.long, pytest.mark.skipif(absent, reason='pip install -e ".[wild]"')]
+    )
+
+
+SCRIPTS = (tutorial, torchtitan, wild(accelerate), wild(lightning), accumulation, nested, alone)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -221,6 +327,18 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     ).set_custom_all_gather(1),
     "norm.weight changed while the root was whole": edited,
 }
+
+
+@each_rank(2, transport="auto")
+def test_pieces_are_no_dtensors() -> None:
+    """What accelerate's ``cpu_ram_efficient_loading`` asks each value of the state dict for."""
+    model = decoder()
+    ours.fully_shard(model.norm)
+    ours.fully_shard(model)
+    with pytest.raises(
+        AttributeError, match=r"no DTensor and has no device_mesh; .*ram_efficient_loading=False"
+    ):
+        model.state_dict()["norm.weight"].device_mesh  # noqa: B018
 
 
 @pytest.mark.parametrize("message", REFUSALS)

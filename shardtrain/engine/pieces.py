@@ -80,6 +80,12 @@ class LocalPiece(Tensor):
     def _refuse(self, what: str) -> None:
         raise ValueError(f"a rank's piece of {self.part.name} must not be {what}: {_WAY_OUT}")
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a rank's piece is no DTensor and has no {name}; use shardtrain.full_state_dict(model) and "
+            "load_full_state_dict, and with accelerate cpu_ram_efficient_loading=False"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("pickled, by torch.save or otherwise")
 
