@@ -31,7 +31,7 @@ from shardtrain.train import saving
 
 import pool
 from pool import Ranks, each_rank, once
-from test_checkpoint import files_of, fresh, train, values
+from test_checkpoint import adapted, files_of, train, values
 from test_cli import PROGRAM
 from test_hosts import MEET, Run, run  # noqa: F401, `run` is a fixture
 from test_resume import QUIET, crash, curves, final, on_rank_1
@@ -55,7 +55,7 @@ def on_hosts(folder: Path) -> Store:
 
 
 def save(store: Store, steps: range) -> Any:
-    model, optimizer = fresh()
+    model, optimizer = adapted()  # with files of frozen parameters beside the ranks' own
     for step in steps:
         train(model, optimizer, 1, start=step)
         store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, best=None)
@@ -70,7 +70,7 @@ def found(folder: Path, store: Store) -> Any:
     start = newest(folder / "disk", comm.plain_transport(), store)
     if start.opened is None:
         return 0, []
-    model, optimizer = fresh()
+    model, optimizer = adapted()
     assert load_into(start.opened, model, optimizer) == {"rank": comm.rank()}
     return start.step, values(model)
 
@@ -100,7 +100,9 @@ def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path
     store = on_hosts(tmp_path)
     save(store, range(1, 2))
     late = OSError(28, "late")
-    fails = patch.object(store_module, "write_text", side_effect=late) if comm.rank() > 1 else nullcontext()
+    fails = (
+        patch.object(store_module, "write_manifest", side_effect=late) if comm.rank() > 1 else nullcontext()
+    )
     with fails, pytest.raises(SaveFailed, match=r"rank 2: .*late; rank 3"):
         save(store, range(2, 3))
     assert found(tmp_path, store)[0] == 1

@@ -30,6 +30,7 @@ def save(
     *,
     extra: Any = None,
     averages: Averages | None = None,
+    previous: str | os.PathLike[str] | None = None,
 ) -> None:
     """Save a sharded module, and its optimizer, as the new directory ``path``. Collective.
 
@@ -43,12 +44,15 @@ def save(
         extra: numbers, texts, None and tensors, in any nesting of dicts with text keys and of lists
             (tuples come back as lists). It may differ between ranks: each rank's own is saved.
         averages: a tensor per parameter, sharded like it, such as `shardtrain.optim.Ema.averages`.
+        previous: an earlier checkpoint. Files of frozen parameters that are unchanged since become hard links
+            to its files, and are not written again. Both checkpoints may be deleted in any order.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    for work in save_in_stages(Path(path), module, optimizer, extra, {}, averages):
+    before = None if previous is None else Path(previous)
+    for work in save_in_stages(Path(path), module, optimizer, extra, {}, averages, previous=before):
         work.run()
 
 

@@ -8,14 +8,16 @@ The package reads it: it checks the header and maps the file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +44,16 @@ class Record(NamedTuple):
     sha256: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Record:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    notes: Mapping[str, str],
+    before: tuple[Path, Record] | None = None,
+) -> Record:
     """Write ``tensors`` and ``notes`` as a new safetensors file, and wait until it is on disk.
+
+    ``before``: an earlier file, and its record. If that is of the same content, ``path`` becomes another name
+    of the file (a hard link), where the file system can. Its size is compared; a load verifies its bytes.
 
     Raises OSError if the file exists, or cannot be written.
     """
@@ -60,7 +70,13 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
     text += b" " * (-len(text) % 8)
     if len(text) > 100_000_000:  # the largest header that the safetensors package reads
         raise ValueError(f"names and texts take {len(text)} bytes, expected at most 100000000")
-    return _write(path, _blocks(len(text).to_bytes(8, "little") + text, [tensors[name] for name in names]))
+    blocks = partial(_blocks, len(text).to_bytes(8, "little") + text, [tensors[name] for name in names])
+    if before is not None and _record(blocks()) == before[1]:
+        with contextlib.suppress(OSError, ValueError), _open(before[0]) as file:  # else it is written
+            if os.fstat(file.fileno()).st_size == before[1].bytes:
+                os.link(before[0], path)
+                return before[1]
+    return _write(path, blocks())
 
 
 def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
@@ -77,14 +93,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _write(path: Path, blocks: Iterable[memoryview]) -> Record:
-    digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        for block in blocks:
-            digest.update(block)
-            size += len(block)
+
+        def write(block: memoryview) -> None:
             while block:  # a disk that is nearly full writes only a part
                 block = block[os.write(file.fileno(), block) :]
+
+        record = _record(blocks, write)
         os.fsync(file.fileno())
+    return record
+
+
+def _record(blocks: Iterable[Any], take: Callable[[Any], object] = len) -> Record:
+    """Hash ``blocks``, each of which ``take`` is given while it is in the cache."""
+    digest, size = hashlib.sha256(), 0
+    for block in blocks:
+        digest.update(block)
+        size += len(block)
+        take(block)
     return Record(size, digest.hexdigest())
 
 
@@ -111,14 +137,12 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 def verify(path: Path, record: Record) -> None:
     """Raise ValueError or OSError unless ``path`` is the file that ``record`` describes."""
-    digest = hashlib.sha256()
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != record.bytes:
             raise ValueError(f"{path.name} has {size} bytes, expected {record.bytes}")
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    if digest.hexdigest() != record.sha256:
+        content = _record(iter(partial(file.read, BLOCK_BYTES), b""))
+    if content.sha256 != record.sha256:
         raise ValueError(f"{path.name} does not match its digest")
 
 

@@ -61,7 +61,7 @@ def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None 
     manifest = parse(exchange(damaged, all_ranks, "; ".join(problems), text=text)[0]["text"])
     readers = range(all_ranks.world) if readers is None else readers
     first = readers.index(all_ranks.rank)
-    names = [file_name(index) for index in range(first, manifest.world_size, len(readers))]
+    names = sorted(manifest.files)[first :: len(readers)]
     for name, tensors in _expected_tensors(manifest, names).items():
         try:
             verify(path / name, manifest.files[name])
@@ -76,7 +76,9 @@ def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None 
 
 def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dict[str, Spec]]:
     """Return the tensors that the manifest expects in each of ``files``, by key."""
-    expected = {file: {f"buffers/{name}": spec for name, spec in manifest.buffers.items()} for file in files}
+    frozen = {file_name(rank, frozen=True) for rank in range(manifest.world_size)}
+    buffers = {f"buffers/{name}": spec for name, spec in manifest.buffers.items()}
+    expected = {file: {} if file in frozen else dict(buffers) for file in files}
     if file_name(0) in expected:
         expected[file_name(0)] |= {f"averaged/{name}": spec for name, spec in manifest.buffers.items()}
     for name, entry in manifest.parameters.items():

@@ -14,12 +14,13 @@ A slice says which file holds which elements of the parameter's memory, counted 
 strides. State like ``exp_avg`` is cut at the same elements. ``manifest.sha256`` beside it holds the
 manifest's own digest, in the format of ``sha256sum -c``.
 
-Nothing in a manifest names a path: files can only be called ``rank-NNNNN.safetensors``, and there are as
-many as there were ranks.
+Nothing in a manifest names a path: there is a ``rank-NNNNN.safetensors`` of each rank, and of a rank with
+frozen parameters a ``frozen-NNNNN.safetensors``, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardtrain.checkpoint.files import DTYPES, Record, read_text
+from shardtrain.checkpoint.files import DTYPES, Record, read_text, write_text
 from shardtrain.engine.part import dense_stride
 from shardtrain.engine.state_dict import Spec
 
@@ -81,8 +82,8 @@ class Manifest(NamedTuple):
         return self.optimizer["state"].get(name, {}) if self.optimizer is not None else {}
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05}.safetensors"
+def file_name(rank: int, frozen: bool = False) -> str:
+    return f"{'frozen' if frozen else 'rank'}-{rank:05}.safetensors"
 
 
 def digest_line(text: str) -> str:
@@ -110,6 +111,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _dump_spec(spec: Spec) -> dict[str, Any]:
     return {"dtype": dtype_name(spec.dtype), "shape": spec.shape}
+
+
+def write_manifest(directory: Path, text: str) -> None:
+    """Write the manifest's text and its digest, and wait until both are on disk."""
+    write_text(directory / NAME, text)
+    write_text(directory / DIGEST_NAME, digest_line(text))
+
+
+def recorded(checkpoint: Path | None, file: str) -> tuple[Path, Record] | None:
+    """Return the path of a checkpoint's ``file`` and its record; None if no sound manifest has it."""
+    if checkpoint is not None:
+        with contextlib.suppress(ValueError, OSError, KeyError):
+            return checkpoint / file, parse(read_manifest(checkpoint)).files[file]
+    return None
 
 
 def read_manifest(directory: Path) -> str:
@@ -143,10 +158,11 @@ def _manifest(node: Mapping[str, Any]) -> Manifest:
         for name, entry in node["files"].items()
     }
     world = _count(node["world_size"], "world_size")
-    if odd := files.keys() - {file_name(rank) for rank in range(len(files))}:
+    ranks = sum(not name.startswith("frozen") for name in files)
+    if odd := files.keys() - {file_name(rank, frozen) for rank in range(ranks) for frozen in (False, True)}:
         raise Damaged(f"{NAME} names the file {min(odd)[:80]!r}, expected only {file_name(0)} and on")
-    if world != len(files) or not files:
-        raise Damaged(f"{NAME} has {len(files)} files of {world} ranks, expected one per rank")
+    if world != ranks or not files:
+        raise Damaged(f"{NAME} has {ranks} files of {world} ranks, expected one per rank")
     parameters = {name: _parameter(entry, name, files) for name, entry in node["parameters"].items()}
     return Manifest(
         world_size=world,

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from shardtrain import comm
 from shardtrain.checkpoint import cleanup
-from shardtrain.checkpoint.files import write_text
-from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line, parse, read_manifest
+from shardtrain.checkpoint.manifest import parse, read_manifest, write_manifest
 from shardtrain.checkpoint.store import Store, step_name, steps_in
 from shardtrain.comm.transport import Ranks
 
@@ -120,8 +119,7 @@ def complete(store: Store, all_ranks: Ranks) -> None:
         shutil.rmtree(path, ignore_errors=True)  # the same step with another manifest
         with contextlib.suppress(OSError):
             path.mkdir()
-            write_text(path / NAME, text)
-            write_text(path / DIGEST_NAME, digest_line(text))
+            write_manifest(path, text)
     comm.gather_texts("", all_ranks)  # now the directory is there
     hosts.send(path, hosts.missing([each or set() for each in held], files))
 

@@ -3,7 +3,8 @@
 In a save every rank writes its file, rank 0 the manifest, and one rename commits:
 
     begin    all     content is collected and compared; rank 0 makes `.tmp-step-00000120-3f2a90c1/`
-    write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced
+    write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced; frozen-NNNNN.safetensors:
+                     a hard link to that of the checkpoint before, if it has the same digest
     commit   rank 0  manifest.json and manifest.sha256, fsynced; the directory fsynced; renamed to
                      `step-00000120`; the directory above fsynced
     retain   rank 0  old checkpoints are deleted
@@ -27,6 +28,7 @@ import re
 import secrets
 import shutil
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,10 +40,10 @@ from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, collect, exchange
-from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
+from shardtrain.checkpoint.files import Record, sync_directory, write_tensors
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
-from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, Damaged, Manifest, digest_line, dump, file_name
+from shardtrain.checkpoint.manifest import Damaged, digest_line, dump, file_name, recorded, write_manifest
 from shardtrain.comm.transport import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
@@ -81,15 +83,15 @@ class Work(Thread):
     It communicates nothing and raises nothing. ``copied`` is set once live tensors are no longer needed.
     """
 
-    def __init__(self, action: Callable[[], Record | None], file: str, copied: Event) -> None:
+    def __init__(self, action: Callable[[], dict[str, Record] | None], file: str, copied: Event) -> None:
         super().__init__(name="shardtrain-save", daemon=True)
         self._action, self._file, self.copied = action, file, copied
         self.problem = ""
-        self.record: Record | None = None
+        self.records: dict[str, Record] | None = None
 
     def run(self) -> None:
         try:
-            self.record = self._action()
+            self.records = self._action()
         except OSError as error:
             self.problem = f"{Path(error.filename or self._file).name}: {error.strerror}"
         except Exception as error:  # stored, since in a thread nobody would notice it
@@ -109,6 +111,7 @@ def save_in_stages(
     snapshot: Snapshot | None = None,
     retain: Callable[[], None] | None = None,
     hosts: Hosts | None = None,
+    previous: Path | None = None,
 ) -> Iterator[Work]:
     """Begin a save, and yield this rank's work of each stage. After the last one the checkpoint is complete.
 
@@ -116,7 +119,7 @@ def save_in_stages(
     ``snapshot``, the first work begins by copying all tensors into it. Parameters and optimizer state change
     only in the next update, which must wait for `Work.copied`. Buffers, which a forward changes, are copied
     at once. ``retain`` is called after the commit, as the last work, on rank 0. ``hosts``: by default all
-    ranks see ``path``.
+    ranks see ``path``. ``previous``: a checkpoint whose files of frozen parameters are linked if unchanged.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons: ``path`` exists, something cannot be saved
@@ -155,33 +158,34 @@ def save_in_stages(
     if difference := content.take_state([each["state"] for each in told]):
         raise failed(difference)
     if snapshot is not None:
-        changing = {k: t.detach().clone() for k, t in content.tensors.items() if not k.startswith(_CUT)}
-        content.tensors.update(changing)
+        for tensors in content.files.values():
+            tensors |= {k: t.detach().clone() for k, t in tensors.items() if not k.startswith(_CUT)}
     file, copied = file_name(rank), Event()
 
-    def write() -> Record:
-        tensors = content.tensors
+    def write() -> dict[str, Record]:
+        files = dict(content.files)
         if snapshot is not None:
-            tensors = snapshot.copy(tensors)
+            copies = snapshot.copy(ChainMap(*files.values()))
+            files = {name: {key: copies[key] for key in tensors} for name, tensors in files.items()}
             copied.set()
-        return write_tensors(temporary / file, tensors, {"extra": content.extra})
+        own = write_tensors(temporary / file, files.pop(file), {"extra": content.extra})
+        rest = {n: write_tensors(temporary / n, t, {}, recorded(previous, n)) for n, t in files.items() if t}
+        return {file: own, **rest}
 
     yield (writing := Work(write, file, copied))
-    told = agree(writing.problem, record=writing.record)
-    files = {file_name(number): Record(*each["record"]) for number, each in enumerate(told)}
+    told = agree(writing.problem, records=writing.records)
+    files = {name: Record(*record) for each in told for name, record in each["records"].items()}
     if len(hosts.ranks) > 1:
         agree(hosts.send(temporary, hosts.copies(files)))
-    commit = partial(_commit, temporary, path, content.manifest._replace(files=files))
+    commit = partial(_commit, temporary, path, dump(content.manifest._replace(files=files)))
     yield (committing := Work(commit if leads else _nothing, file, copied))
     agree(committing.problem)
     yield Work(retain if leads and retain else _nothing, file, copied)
 
 
-def _commit(temporary: Path, path: Path, manifest: Manifest) -> None:
+def _commit(temporary: Path, path: Path, manifest: str) -> None:
     """Complete the directory ``temporary`` with the manifest, and rename it to ``path``."""
-    text = dump(manifest)
-    write_text(temporary / NAME, text)
-    write_text(temporary / DIGEST_NAME, digest_line(text))
+    write_manifest(temporary, manifest)
     sync_directory(temporary)
     os.rename(temporary, path)
     sync_directory(path.parent)
@@ -307,7 +311,7 @@ class Store:
         self.finish()
         path, facts = self.directory / step_name(step), {"step": step, **facts}
         self._step, retain = step, partial(self._retain, best)
-        kept = averages, self._snapshot, retain, self.hosts
+        kept = averages, self._snapshot, retain, self.hosts, self.directory / step_name(self.latest)
         self._stages = save_in_stages(path, module, optimizer, extra, facts, *kept)
         self.advance()
         if self._snapshot is None:

@@ -65,7 +65,7 @@ def machine(where: torch.device) -> dict[str, str | int]:
 
 def require_room(copy: Path, every: int) -> None:
     """Raise UserError unless memory holds the first ``copy`` and has room for the one that replaces it."""
-    size = sum(file.stat().st_size for file in copy.iterdir()) if copy.exists() else 0
+    size = sum(file.stat().st_size for file in copy.glob("rank-*")) if copy.exists() else 0
     free, place = shutil.disk_usage(copy.parent).free, copy.parents[1]
     if not size or free < size:
         needs = f"takes {size / MIB:,.1f} MiB twice" if size else "found no room for a copy"
