@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed.fsdp
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
@@ -48,17 +47,18 @@ Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 class _Mark:
     """Hold what `fully_shard` was given for a module.
 
-    ``shared``: the arguments of `shard` that are the root's. ``root``: the sharded model that has the module.
+    ``options``: its unit has them, too. ``shared``: the arguments of `shard` that are the root's. ``root``: the
+    sharded model that has the module.
     """
 
     options: UnitOptions
     shared: dict[str, Any]
     ignored: set[nn.Parameter]
-    compiled: Any = None  # the module's compiled call, while `_first_call` is in its place
     root: nn.Module | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
-        return replace(self, options=replace(self.options), root=copy.deepcopy(self.root, memo))
+        options, root = copy.deepcopy((self.options, self.root), memo)
+        return replace(self, options=options, root=root)
 
     def __str__(self) -> str:
         """Say what all marks of a model must have in common."""
@@ -90,10 +90,7 @@ def fully_shard(
     """
     for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
         if value is not None:
-            raise ValueError(
-                f"fully_shard({name}=...) is not supported: shards are flat intervals of a unit, not slices "
-                "of a tensor's dimension, and tensors are not DTensors; leave it out"
-            )
+            _refuse(f"fully_shard({name}=...)")
     policy = mp_policy or MixedPrecisionPolicy()
     dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
     # FSDP2 casts BatchNorm, too, which then fails.
@@ -109,17 +106,15 @@ def fully_shard(
             )
         inner = _marks(part)
         for inside, mark in inner.items():
-            _withdraw(inside, mark)
+            if mark.root is inside:
+                _withdraw(inside)
         check(part, transport, mesh, precision, ignored)
         unit_modules(part, {})  # raises without a forward
         options = UnitOptions(precision, reshard_after_forward is None or bool(reshard_after_forward))
-        mark = part.__dict__[_MARK] = _Mark(options, shared, ignored)
+        part.__dict__[_MARK] = _Mark(options, shared, ignored)
         part.__class__ = _class_of(type(part))  # type: ignore[arg-type]
         if inner:
             _shard(part)
-        else:
-            mark.compiled, part._compiled_call_impl = part._compiled_call_impl, None
-            part.__dict__["_call_impl"] = MethodType(_first_call, part)
     return module
 
 
@@ -129,8 +124,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         forward_method(module, method_name)
 
 
+def _accept(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Do nothing: this concerns speed or memory alone, and the schedule has its own way."""
+
+
 class FSDPModule(nn.Module):
     """Have FSDP2's methods. `fully_shard` makes it a base of a module's class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__[_MARK].root is None:
+            _shard(self)
+        return super().__call__(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit and show full parameters until `reshard`. They must not be changed."""
@@ -153,8 +157,7 @@ class FSDPModule(nn.Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or (False) let them wait on each rank."""
-        for options in _options(self, recurse):
-            options.reduces = requires_gradient_sync
+        _set(self, recurse, "reduces", requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With replicas, which are averaged in the same step, do as `set_requires_gradient_sync`."""
@@ -164,15 +167,17 @@ class FSDPModule(nn.Module):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Release units after forward, or keep them."""
-        for options in _options(self, recurse):
-            options.reshard_after_forward = reshard_after_forward
+        _set(self, recurse, "reshard_after_forward", reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of all ranks' gradients of this unit by ``factor``, instead of their number."""
-        for options in _options(self, recurse=False):
-            options.divide_by = factor
+        _set(self, False, "divide_by", factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
+    set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = reset_iter_state = _accept
+    set_is_last_backward = set_reshard_after_backward = set_unshard_in_backward = _accept
+    set_force_sum_reduction_for_comms = set_reduce_scatter_max_input_buffers = _accept
+    set_allocate_memory_from_process_group_for_comm = _accept
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         if any(param.is_meta for param in self.parameters()):  # `to_empty` materialises shards only
@@ -180,29 +185,16 @@ class FSDPModule(nn.Module):
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _accept(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-    """Do nothing: this concerns speed or memory alone, and the schedule has its own way."""
+def _refuse(what: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"{what} of FSDP2 is not supported: shards are flat intervals of a unit and not DTensors, and the "
+        "schedule has its own collectives; leave it out"
+    )
 
 
-def _refuse(name: str, self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(f"{name}() of FSDP2 is not supported by shardtrain.fsdp; leave the call out")
-
-
-for _name in (
-    "set_modules_to_forward_prefetch",
-    "set_modules_to_backward_prefetch",
-    "set_is_last_backward",
-    "set_reshard_after_backward",
-    "set_unshard_in_backward",
-    "set_force_sum_reduction_for_comms",
-    "set_reduce_scatter_max_input_buffers",
-    "set_allocate_memory_from_process_group_for_comm",
-    "reset_iter_state",
-):
-    setattr(FSDPModule, _name, _accept)
-for _name in vars(torch.distributed.fsdp.FSDPModule):
+for _name in vars(fsdp.FSDPModule):
     if _name[0] != "_" and not hasattr(FSDPModule, _name):
-        setattr(FSDPModule, _name, functools.partialmethod(functools.partial(_refuse, _name)))
+        setattr(FSDPModule, _name, functools.partialmethod(functools.partial(_refuse, f"{_name}()")))
 
 
 @functools.cache
@@ -215,21 +207,8 @@ def _marks(module: nn.Module) -> dict[nn.Module, _Mark]:
     return {each: each.__dict__[_MARK] for each in module.modules() if _MARK in each.__dict__}
 
 
-def _first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Shard ``module``, which no call of `fully_shard` has enclosed, and call it."""
-    if module.__dict__[_MARK].root is None:
-        _shard(module)
-        return module(*args, **kwargs)
-    return nn.Module._call_impl(module, *args, **kwargs)  # it was compiled after it was marked
-
-
-def _withdraw(module: nn.Module, mark: _Mark) -> None:
-    """Make a marked ``module`` plain: with its own call, and whole parameters if it was a root."""
-    if mark.root is None:
-        module.__dict__.pop("_call_impl", None)
-        module._compiled_call_impl = module._compiled_call_impl or mark.compiled
-    if mark.root is not module:
-        return
+def _withdraw(module: nn.Module) -> None:
+    """Give a root its whole parameters again, since it becomes a part of another."""
     engine = engine_of(module)
     on_meta = any(segment.local.is_meta for segment in engine.segments)
     with nullcontext() if on_meta else unsharded(module, writeback=False):
@@ -242,6 +221,7 @@ def _withdraw(module: nn.Module, mark: _Mark) -> None:
         inner.root = None
 
 
+@_disable_dynamo
 def _shard(root: nn.Module) -> None:
     """Shard ``root``, with the marked modules in it as units. Raises ValueError if they differ in ranks."""
     marks = _marks(root)
@@ -252,7 +232,6 @@ def _shard(root: nn.Module) -> None:
                 f"{name} was given {mark}, expected the root's {own}: give all calls of fully_shard the same "
                 "mesh and offload_policy"
             )
-    _withdraw(root, own)
     units = {module: mark.options for module, mark in marks.items()}
     ignored = [param for mark in marks.values() for param in mark.ignored]
     shard(root, units=units, ignored=ignored, **own.shared)
@@ -272,8 +251,7 @@ def _sharded(module: nn.Module) -> tuple[Engine, Unit | None]:
     return engine, next((unit for unit in engine.units if unit.module is module), None)
 
 
-def _options(module: nn.Module, recurse: bool) -> Iterator[UnitOptions]:
-    """Yield the options of ``module``'s unit, or the unit to be, and with ``recurse`` of those inside."""
-    for each, mark in _marks(module).items() if recurse else [(module, module.__dict__[_MARK])]:
-        unit = None if mark.root is None else _sharded(each)[1]
-        yield mark.options if unit is None else unit.options
+def _set(module: nn.Module, recurse: bool, name: str, value: Any) -> None:
+    """Set an option of ``module``'s unit, or of the unit to be, and with ``recurse`` of those inside."""
+    for mark in _marks(module).values() if recurse else [module.__dict__[_MARK]]:
+        setattr(mark.options, name, value)

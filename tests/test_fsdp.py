@@ -1,5 +1,6 @@
 """FSDP2 scripts with the import changed and nothing else: losses equal FSDP2's, or a refusal by name."""
 
+import copy
 import functools
 import itertools
 import os
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardtrain
 from shardtrain import fsdp as ours
+from shardtrain.engine.hooks import engine_of
 
 from pool import each_rank
 
@@ -310,10 +312,12 @@ def edited(model: Any) -> None:
 
 
 REFUSALS: dict[str, Callable[[Any], object]] = {
-    r"fully_shard\(shard_placement_fn=...\) is not supported": lambda m: ours.fully_shard(
+    r"fully_shard\(shard_placement_fn=...\) of FSDP2 is not supported": lambda m: ours.fully_shard(
         m, shard_placement_fn=id
     ),
-    r"fully_shard\(dp_mesh_dims=...\) is not supported": lambda m: ours.fully_shard(m, dp_mesh_dims=1),
+    r"fully_shard\(dp_mesh_dims=...\) of FSDP2 is not supported": lambda m: ours.fully_shard(
+        m, dp_mesh_dims=1
+    ),
     "parameter weight is a .*DTensor, expected a plain torch.Tensor": distributed,
     "ModuleDict, which has no forward of its own": lambda m: ours.fully_shard(m.layers),
     "this FSDPLayerNorm is a unit already": lambda m: ours.fully_shard([m.norm, m.norm]),
@@ -369,6 +373,32 @@ def test_units_show_full_parameters_between_unshard_and_reshard() -> None:
     optimizer.zero_grad()
     assert isinstance(layer, Layer)
     assert list(shardtrain.full_state_dict(model)) == list(plain.state_dict())
+
+
+@each_rank(2, transport="auto")
+def test_a_copy_has_options_of_its_own() -> None:
+    model = decoder()
+    for module in (*model.layers.values(), model):
+        ours.fully_shard(module)
+    model.layers["0"].set_requires_gradient_sync(False)
+    copied = copy.deepcopy(model)
+    copied.layers["1"].set_requires_gradient_sync(False)
+    copied.layers["0"].set_requires_gradient_sync(True)
+    reduces = [[unit.options.reduces for unit in engine_of(each).units] for each in (model, copied)]
+    assert reduces == [[True, False, True, True], [True, True, False, True]]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@each_rank(2, transport="auto")
+def test_torch_compile_before_the_first_call(in_place: bool) -> None:
+    """Of a module that no call has enclosed, which is sharded by that call."""
+    expected, model = train(ours.fully_shard(decoder())), ours.fully_shard(decoder())
+    with warnings.catch_warnings():
+        # torch looks for the gradient of each tensor in a graph
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
+        if in_place:
+            model.compile(backend="eager")
+        assert train(model if in_place else torch.compile(model, backend="eager")) == expected
 
 
 def test_a_mean_over_no_samples_is_refused() -> None:

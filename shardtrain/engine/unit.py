@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -88,10 +89,10 @@ class Unit:
         self.account = Account()
         self._seen: dict[bool, list[tuple[int, int]]] = {}  # `_look` by `shows_full`
 
-    def copied(self, memo: Mapping[int, Any]) -> Unit:
+    def copied(self, memo: dict[int, Any]) -> Unit:
         """Return a unit for copies of its modules; see `Segment.copied`. Collective."""
         segments = [segment.copied(memo) for segment in self.segments]
-        module, options = memo[id(self.module)], replace(self.options)
+        module, options = memo[id(self.module)], copy.deepcopy(self.options, memo)
         return Unit(self.name, module, segments, self.transport, options)
 
     @property
