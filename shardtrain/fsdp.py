@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -47,8 +46,8 @@ Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 class _Mark:
     """Hold what `fully_shard` was given for a module.
 
-    ``options``: its unit has them, too. ``shared``: the arguments of `shard` that are the root's. ``root``: the
-    sharded model that has the module.
+    ``options``: its unit has them, too. ``shared``: the arguments of `shard` that are the root's. ``root``:
+    the sharded model that has the module.
     """
 
     options: UnitOptions
@@ -72,7 +71,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[..., Any] | None = None,
+    shard_placement_fn: Any = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -157,7 +156,8 @@ class FSDPModule(nn.Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or (False) let them wait on each rank."""
-        _set(self, recurse, "reduces", requires_gradient_sync)
+        for mark in _marks(self, recurse).values():
+            mark.options.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With replicas, which are averaged in the same step, do as `set_requires_gradient_sync`."""
@@ -167,11 +167,12 @@ class FSDPModule(nn.Module):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Release units after forward, or keep them."""
-        _set(self, recurse, "reshard_after_forward", reshard_after_forward)
+        for mark in _marks(self, recurse).values():
+            mark.options.reshard_after_forward = reshard_after_forward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of all ranks' gradients of this unit by ``factor``, instead of their number."""
-        _set(self, False, "divide_by", factor)
+        self.__dict__[_MARK].options.divide_by = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
     set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = reset_iter_state = _accept
@@ -186,10 +187,7 @@ class FSDPModule(nn.Module):
 
 
 def _refuse(what: str, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        f"{what} of FSDP2 is not supported: shards are flat intervals of a unit and not DTensors, and the "
-        "schedule has its own collectives; leave it out"
-    )
+    raise ValueError(f"{what} of FSDP2 is not supported: shards and messages are not FSDP2's; leave it out")
 
 
 for _name in vars(fsdp.FSDPModule):
@@ -202,9 +200,10 @@ def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
     return kind if issubclass(kind, FSDPModule) else type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
-def _marks(module: nn.Module) -> dict[nn.Module, _Mark]:
-    """Return the marked modules in ``module``, itself included, with their marks."""
-    return {each: each.__dict__[_MARK] for each in module.modules() if _MARK in each.__dict__}
+def _marks(module: nn.Module, recurse: bool = True) -> dict[nn.Module, _Mark]:
+    """Return ``module``, and with ``recurse`` the modules in it, if they are marked, with their marks."""
+    modules = module.modules() if recurse else [module]
+    return {each: each.__dict__[_MARK] for each in modules if _MARK in each.__dict__}
 
 
 def _withdraw(module: nn.Module) -> None:
@@ -249,9 +248,3 @@ def _sharded(module: nn.Module) -> tuple[Engine, Unit | None]:
         _shard(module)
     engine = engine_of(mark.root)
     return engine, next((unit for unit in engine.units if unit.module is module), None)
-
-
-def _set(module: nn.Module, recurse: bool, name: str, value: Any) -> None:
-    """Set an option of ``module``'s unit, or of the unit to be, and with ``recurse`` of those inside."""
-    for mark in _marks(module).values() if recurse else [module.__dict__[_MARK]]:
-        setattr(mark.options, name, value)
