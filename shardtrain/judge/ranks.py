@@ -31,7 +31,7 @@ def find(name: str) -> Wrapper:
     try:
         return wrapper(name)
     except (ImportError, AttributeError, ValueError) as error:
-        names = "shardtrain, fully_shard, fsdp2, fsdp1, ddp or PACKAGE.FUNCTION"
+        names = "shardtrain, fully_shard, fsdp2, fsdp1, ddp, accelerate, deepspeed or PACKAGE.FUNCTION"
         raise UserError(f"wrapper={name}: {error}; expected {names}") from None
 
 

@@ -168,6 +168,7 @@ SHORT = {
     each.__name__.lower(): f"{__name__}.{each.__name__}.shard"
     for each in (Shardtrain, Fully_Shard, Fsdp2, Fsdp1, Ddp)
 }
+SHORT |= {name: f"shardtrain.recipes.adapters.{name.title()}.shard" for name in ("accelerate", "deepspeed")}
 
 
 def wrapper(path: str) -> Wrapper:
