@@ -152,6 +152,7 @@ def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter(import_graph()).static_order())  # raises CycleError, with the files
 
 
+@pytest.mark.long
 def test_every_file_can_be_imported_first() -> None:
     code = """
 import sys, importlib

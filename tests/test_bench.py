@@ -110,6 +110,7 @@ def test_the_order_rotates() -> None:
     assert "".join(order) == "abcbcacababc"
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_failure_on_one_rank_takes_the_contender_out_on_all() -> None:
     def fragile(number: int) -> torch.Tensor:
@@ -229,6 +230,7 @@ def test_one_command_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert found.channels_last
 
 
+@pytest.mark.long
 def test_collectives(tmp_path: Path) -> None:
     said = run(2, "collectives", "rounds=2", "warmup=0", "sizes_kib=[4,16]", f"out={tmp_path}")
     comparisons = result(tmp_path)["comparisons"]
@@ -246,6 +248,7 @@ SIXTEEN = ("gather 16 KiB", "reduce 16 KiB")
 ACTIVITIES = ("wrapping", "forward and backward", "optimizer.step")
 
 
+@pytest.mark.long
 def test_host_time_of_simulated_ranks(tmp_path: Path) -> None:
     said = run(1, "host", "world_sizes=[2,8]", "units=3", "rounds=2", "warmup=1", f"out={tmp_path}")
     comparisons = result(tmp_path)["comparisons"]

@@ -266,6 +266,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.long
 def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     where = "from importlib.util import find_spec; print(find_spec('shardtrain').origin)"
     path = {"PYTHONPATH": str(installed)}

@@ -76,6 +76,7 @@ def lines(action: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("forward", "frozen"), [(units, False), (recomputed, False), (root_layers, False), (root_layers, True)]
 )

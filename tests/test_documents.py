@@ -133,6 +133,7 @@ def test_an_example_s_file_runs(name: str, tmp_path: Path) -> None:
     run(4 if name == ON_FOUR else 2, str(FILES[name]), folder=tmp_path)
 
 
+@pytest.mark.long
 def test_a_loop_with_our_sampler_continues_exactly(tmp_path: Path) -> None:
     example = FILES["resume"].read_text()
     (tmp_path / "mine.py").write_text(example)

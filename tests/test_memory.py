@@ -169,7 +169,9 @@ def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path
     assert re.findall(r"continuing after step (\d+) of 10 ", log) == ["3", "6"]
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "newer"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(each, marks=pytest.mark.long) for each in ("cut", "newer"))]
+)
 def test_damaged_memory_falls_back_to_the_disk(
     on_ranks: Ranks, tmp_path: Path, undisturbed: Path, damage: str
 ) -> None:
@@ -430,7 +432,7 @@ def memory_of(folder: Path) -> Path:
 
 
 def test_a_killed_rank_costs_the_step_under_way(tmp_path: Path) -> None:
-    running = started(tmp_path, "kill", 60)
+    running = started(tmp_path, "kill", 300)
     assert running.wait(100) == 0, (tmp_path / "said").read_text()
     said = (tmp_path / "said").read_text()
     place = memory_of(tmp_path)
@@ -472,10 +474,10 @@ def kill_all(folder: Path, running: subprocess.Popen[str]) -> int:
 
 
 def test_after_a_kill_of_everything_the_same_command_continues(tmp_path: Path) -> None:
-    last = kill_all(tmp_path, started(tmp_path, "none", 60, *ENDLESS))
+    last = kill_all(tmp_path, started(tmp_path, "none", 300, *ENDLESS))
     place = memory_of(tmp_path)
     assert place.exists()
-    running = started(tmp_path, "none", 60, *ENDLESS, f"train.max_steps={last + 3}")
+    running = started(tmp_path, "none", 300, *ENDLESS, f"train.max_steps={last + 3}")
     assert running.wait(100) == 0
     said = (tmp_path / "said").read_text()
     (step,) = map(int, re.findall(r"continuing after step (\d+) .*/dev/shm/", said))
@@ -483,6 +485,7 @@ def test_after_a_kill_of_everything_the_same_command_continues(tmp_path: Path) -
     assert not place.exists()
 
 
+@pytest.mark.long
 def test_after_a_kill_of_everything_the_memory_is_freed(tmp_path: Path) -> None:
     kill_all(tmp_path, started(tmp_path, "none", 2, *ENDLESS))
     place = memory_of(tmp_path)
