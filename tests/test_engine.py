@@ -462,10 +462,10 @@ def vit() -> nn.Module:
     return models.VisionTransformer(16, 4, 3, 3, 27, 50, dropout=0.1, num_classes=5)
 
 
-QUICK = ["mobilenet_v3_small", "resnet18"]
+QUICK = ["mobilenet_v3_small"]
 SLOW = ["densenet121", "efficientnet_v2_s", "mnasnet1_0", "mobilenet_v2", "regnet_x_400mf", "resnet50"]
 SLOW += ["regnet_y_400mf", "efficientnet_b0", "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_0"]
-SLOW += ["swin_t", "swin_v2_t"]
+SLOW += ["resnet18", "swin_t", "swin_v2_t"]
 FAMILIES = [convnext, vit, *QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in SLOW)]
 
 

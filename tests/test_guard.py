@@ -61,7 +61,10 @@ def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual
     assert {"first", "second"} & {first.split()[-1], second.split()[-1]}
 
 
-@pytest.mark.parametrize("what", ["full_state_dict", "average_buffers", "clip_grad_norm_"])
+STEPS_EARLY = [pytest.param(each, marks=pytest.mark.long) for each in ("average_buffers", "clip_grad_norm_")]
+
+
+@pytest.mark.parametrize("what", ["full_state_dict", *STEPS_EARLY])
 @each_rank(3)
 def test_a_rank_that_stops_a_step_early_and_goes_on_is_named(what: str) -> None:
     """The last rank goes on to another collective of the engine."""

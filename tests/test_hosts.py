@@ -95,7 +95,8 @@ def run(tmp_path: Path) -> Iterator[Run]:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_train_as_one(run: Run, ranks: int) -> None:
     """With the same losses as two ranks of one host, and with one rank on each with the same files."""
     job = (*JOB, "parallel.virtual_ranks=4")

@@ -445,6 +445,7 @@ def test_a_killed_rank_costs_the_step_under_way(tmp_path: Path) -> None:
     assert last[0] == last[1]
 
 
+@pytest.mark.long
 def test_a_mistake_that_one_rank_finds_frees_the_memory(tmp_path: Path) -> None:
     (tmp_path / "disturbed.py").write_text(DISTURBED)
     variables = {"EVENT": "mistake", "KEPT_S": "60", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -473,6 +474,7 @@ def kill_all(folder: Path, running: subprocess.Popen[str]) -> int:
     return max(map(int, re.findall(r"^step +(\d+)/", (folder / "said").read_text(), re.MULTILINE)))
 
 
+@pytest.mark.long
 def test_after_a_kill_of_everything_the_same_command_continues(tmp_path: Path) -> None:
     last = kill_all(tmp_path, started(tmp_path, "none", 300, *ENDLESS))
     place = memory_of(tmp_path)

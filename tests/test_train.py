@@ -118,7 +118,7 @@ def test_views_of_an_image() -> None:
     assert torch.equal(moved[2], 8 - moved[0].flip(2, 3))
 
 
-@pytest.mark.parametrize("views", [(), (True,), (True, 1)])
+@pytest.mark.parametrize("views", [(), pytest.param((True,), marks=pytest.mark.long), (True, 1)])
 def test_an_evaluation_does_not_depend_on_the_number_of_ranks(ranks: Any, views: tuple[Any, ...]) -> None:
     alone = ranks(1, _evaluation, *views)[0]
     for world in (2, 3, 4):

@@ -427,7 +427,11 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "odd", "order"),
-    [(HYBRID, [3], "second"), (HYBRID, [2, 3], "second"), ((4, 1), [3], "second first")],
+    [
+        (HYBRID, [2, 3], "second"),
+        pytest.param(HYBRID, [3], "second", marks=pytest.mark.long),
+        pytest.param((4, 1), [3], "second first", marks=pytest.mark.long),
+    ],
     ids=str,
 )
 @each_rank(4)

@@ -89,7 +89,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(each, id=name, marks=pytest.mark.long if name == "bf16" else ())
+        for name, each in OPTIONS.items()
+    ],
+)
 def test_any_number_of_ranks_computes_the_same_bits(ranks: Any, options: dict[str, Any]) -> None:
     [alone] = ranks(1, steps, **options)
     assert alone[0][0] == 9  # no gradient for `never`
