@@ -78,7 +78,6 @@ def skips(steps: int, replicate: int = 0) -> None:
     ("world", "replicate", "steps"),
     [
         (2, 0, 20),
-        (4, 2, 20),
         *(pytest.param(*n, 60, marks=pytest.mark.long) for n in ((2, 0), (4, 0), (4, 2))),
     ],
 )

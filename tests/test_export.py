@@ -140,6 +140,7 @@ def test_an_evaluation_alone_scores_test_images_too(tmp_path: Path, capsys: Any)
         assert f"\n{name:<9}loss {result[f'{name}/loss']:.4f}" in said
 
 
+@pytest.mark.long
 def test_an_evaluation_alone_scores_as_the_run_did(
     on_ranks: Any, tmp_path: Path, trained: Path, export: Any, capsys: Any
 ) -> None:

@@ -142,6 +142,7 @@ def clip_grad_norm_(model, max_norm, norm_type=2.0):
 """
 
 
+@pytest.mark.long
 def test_the_command_prints_a_table_of_verdicts(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     rows = ['only="^AdamW|^Clipping by the norm"', "limit_s=15"]

@@ -159,6 +159,7 @@ def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, u
     assert left_of(folder) == []
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for world, step in ((2, 4), (1, 7)):

@@ -92,7 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(each, id=name, marks=pytest.mark.long if name == "bf16" else ())
+        pytest.param(each, id=name, marks=() if name == "fp32" else pytest.mark.long)
         for name, each in OPTIONS.items()
     ],
 )
