@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardtrain.job.errors import UserError
 from shardtrain.judge.rows import FAULTS, HONEST, ROWS, Outcome, outcome
-from shardtrain.judge.wrappers import Wrapper, with_verbs, wrapper
+from shardtrain.judge.wrappers import SHORT, Wrapper, with_verbs, wrapper
 
 
 def find(name: str) -> Wrapper:
@@ -31,8 +31,8 @@ def find(name: str) -> Wrapper:
     try:
         return wrapper(name)
     except (ImportError, AttributeError, ValueError) as error:
-        names = "shardtrain, fully_shard, fsdp2, fsdp1, ddp, accelerate, deepspeed or PACKAGE.FUNCTION"
-        raise UserError(f"wrapper={name}: {error}; expected {names}") from None
+        names = ", ".join(SHORT)
+        raise UserError(f"wrapper={name}: {error}; expected {names} or PACKAGE.FUNCTION") from None
 
 
 def load(modules: Sequence[str]) -> None:
