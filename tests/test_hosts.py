@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from two_hosts import TwoHosts, two_hosts
@@ -47,7 +48,8 @@ class Run:
         self.running: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, side: int, ranks: int, *command: str) -> None:
-        own = {"env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "cwd": self.folder}
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONFAULTHANDLER": "1"}
+        own: dict[str, Any] = {"env": env, "cwd": self.folder}
         with (self.folder / f"said-{side}").open("a") as said:
             own |= {"stdout": said, "stderr": subprocess.STDOUT}
             self.running[side] = self.two.torchrun(side, ranks, *command, **own)
@@ -63,7 +65,11 @@ class Run:
         """Wait until host 0 has said this after a position; return the position of its end."""
         deadline = time.monotonic() + 90
         while (match := re.compile(pattern, re.MULTILINE).search(self.said(), after)) is None:
-            assert time.monotonic() < deadline, f"no {pattern!r}: {self.said()}"
+            if time.monotonic() > deadline:
+                for host in self.two.hosts:  # every thread says where it is
+                    host.start("pkill", "-ABRT", "-f", "run.dir=run").wait()
+                time.sleep(2)
+                pytest.fail(f"no {pattern!r}: {self.said()}\n\nThe other host:\n{self.said(1)}")
             time.sleep(0.05)
         return match.end()
 
