@@ -35,6 +35,9 @@ FOUR_STEPS = (
     "monitor.tensorboard=false",
 )
 
+# A model that is cut into units whatever `parallel` says.
+UNITS = ("model=vit_cifar", "model.layers=2", "model.width=192", "model.heads=3", "model.mlp_width=768")
+
 # What must differ between two runs, and the words of the second one; before the & stand those of both.
 ACTS = """
 losses   seed=1
@@ -97,7 +100,7 @@ held     parallel.transport=process_group parallel.activation_checkpoint=true & 
 held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.reshard_after_forward=false
 losses   parallel.traffic=int8 & parallel.transport=process_group
 said     dry_run=true
-said     dry_run=true & parallel.activation_checkpoint=true
+said     {units} dry_run=true & parallel.activation_checkpoint=true
 files    checkpoint.keep=9 & checkpoint.every_steps=1
 files    checkpoint.keep=9 checkpoint.every_steps=1 & checkpoint.keep=1
 files    monitor.tensorboard=true
@@ -212,7 +215,8 @@ def require_acting(tmp_path: Path, rows: list[list[str]]) -> None:
     plain: dict[str, dict[str, Any]] = {}
     equal = []
     for number, (what, words) in enumerate(rows):
-        both, _, change = words.format(photos=f"{files} data.workers=0 augment=none").rpartition(" & ")
+        photographs = f"{files} data.workers=0 augment=none"
+        both, _, change = words.format(photos=photographs, units=" ".join(UNITS)).rpartition(" & ")
         if both not in plain:
             plain[both] = evidence(tmp_path / f"plain{number}", *both.split())
         found = evidence(tmp_path / f"changed{number}", *both.split(), change)

@@ -182,6 +182,8 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
     metrics.start()
     with metrics.step(), metrics.phase("data"):
         time.sleep(0.02)
+    with metrics.paused("evaluation"):  # no part of them, either
+        time.sleep(0.2)
     step_of(metrics, TWO, TWO, loss=1.5)
     scalars = metrics.report(2, 3 * ONE).scalars
     assert (scalars["train/loss"], scalars["train/acc1"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
@@ -542,5 +544,6 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     for kind, size in sizes.items():
         assert scalars[f"memory/{kind}_mib"] * 2**20 == pytest.approx(size), kind
     assert 80 < sum(shares) < 101
+    assert scalars["perf/img_per_s_per_rank"] == pytest.approx(scalars["perf/img_per_s"] / 2)
     assert (metrics.spent.steps, metrics.spent.images) == (5, 60)
     assert metrics.spent.seconds["backward"] > metrics.spent.seconds["data"]

@@ -115,7 +115,9 @@ def test_the_batch_is_a_whole_one() -> None:
     assert settings("micro_batch=5", "world_size=64").question.micro_batch == 5
 
 
-@pytest.mark.parametrize(("memory", "images"), [(0, 0), (109, 0), (110, 1), (999, 89), (10**9, MOST_IMAGES)])
+@pytest.mark.parametrize(
+    ("memory", "images"), [(0, 0), (109, 0), (110, 1), (207, 10), (999, 89), (10**9, MOST_IMAGES)]
+)
 def test_the_largest_batch_is_found_in_few_questions(memory: int, images: int) -> None:
     asked = []
 
