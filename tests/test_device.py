@@ -24,14 +24,9 @@ from torchvision.models import VisionTransformer
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain import device as devices
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import trace
-from shardtrain.comm.native import Backend
-from shardtrain.comm.transport import Pending, Transport
-from shardtrain.comm.wrappers import Offloaded
-from shardtrain.engine.reduce import Reduction
-from shardtrain.engine.unit import State, Unit
+from shardtrain.comm.transport import Transport
 from shardtrain.job.launch import Context
 from shardtrain.optim import Ema
 from shardtrain.recipes.bench.contenders import POOL, Contender, adamw
@@ -40,12 +35,11 @@ from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
 import gpu_first
-from simulated_device import DEVICE, Event, SimulatedDevice, Stream
+from simulated_device import DEVICE, SimulatedDevice
 from small import Block, OddNet, images
 from tiny import ALONE, TINY, configure
 
 WORLD, RANK = 8, 2
-Patch = tuple[Any, str, Any]  # of `monkeypatch.setattr`
 LOW, INT8 = Precision(torch.bfloat16), {"gather": torch.int8, "reduce": torch.int8}
 PRECISIONS = {
     "fp32": Precision(),
@@ -176,52 +170,6 @@ def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         train(config, Context(ALONE, DEVICE, tmp_path))
     assert waits[2:] == [[]] * 6
     assert list(device.findings) == []
-
-
-def without_waits(of: str) -> Patch:
-    """Streams whose names begin with ``of`` wait for no event."""
-
-    def wait_event(stream: Stream, event: Event, wait: Callable[..., None] = Stream.wait_event) -> None:
-        if not stream.name.startswith(of):
-            wait(stream, event)
-
-    return Stream, "wait_event", wait_event
-
-
-def hold_nothing(self: Backend, *args: Any, run: Callable[..., Pending] = Backend._run) -> Pending:
-    pending = run(self, *args)
-    pending.steps[0].__defaults__ = (None,)
-    return pending
-
-
-def wait_on_the_host(unit: Unit, release: Callable[..., None] = Unit.release) -> None:
-    devices.synchronize(DEVICE)
-    release(unit)
-
-
-NOTHING = lambda *_: None  # noqa: E731
-MUTANTS: dict[str, tuple[str, Patch]] = {
-    "collectives do not wait for computation": ("even", without_waits("a stream of priority -1")),
-    "computation does not wait for collectives": ("even", without_waits("the compute stream")),
-    "uploads do not wait for computation": ("offload", without_waits("a stream of priority 0")),
-    "a unit computes before its gather is done": (
-        "even",
-        (Unit, "finish", lambda unit: setattr(unit, "state", State.GATHERED)),
-    ),
-    "a reduction is read before its event": ("even", (Reduction, "finish", NOTHING)),
-    "what collectives use is not held": ("replicas", (Backend, "_run", hold_nothing)),
-    "downloads are not waited for": ("offload", (Offloaded, "fence", NOTHING)),
-    "a save reads before its copies are done": ("even", (Stream, "synchronize", NOTHING)),
-    "the host waits": ("even", (Unit, "release", wait_on_the_host)),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_planted_faults_are_found(device: SimulatedDevice, monkeypatch: Any, name: str) -> None:
-    scene, patch = MUTANTS[name]
-    monkeypatch.setattr(*patch)
-    waits = play(device, scene, LOW, OddNet())
-    assert device.findings or len(waits) > 2 * (scene == "offload")  # without a fault it waits twice
 
 
 def in_bf16(model: nn.Module) -> nn.Module:
