@@ -4,7 +4,6 @@ import hashlib
 import importlib.resources
 import io
 import multiprocessing
-import os
 import pickle
 import shutil
 import subprocess
@@ -500,28 +499,6 @@ def test_tar_files_give_what_folders_give(tmp_path: Path) -> None:
         assert len([*photos._cache().iterdir()]) == 3
     write_tar(tmp_path / "train-1.tar", dict(items[:2]))  # another shard of that name
     assert len(data.load(shards(tmp_path)).train) == 5
-
-
-def scanned(folder: str, cache: str) -> list[str]:
-    """The tar files of ``folder`` whose headers this rank reads."""
-    names: list[str] = []
-    scan = photos._scan
-
-    def noting(shard: Path) -> Any:
-        names.append(shard.name)
-        return scan(shard)
-
-    with patch.dict(os.environ, XDG_CACHE_HOME=cache), patch.object(photos, "_scan", noting):
-        data.load(shards(Path(folder), train="train*"))
-    return names
-
-
-def test_ranks_share_the_reading_of_headers(on_ranks: Any, tmp_path: Path) -> None:
-    for name in ("train-0.tar", "train-1.tar", "train-2.tar", "val.tar"):
-        write_tar(tmp_path / name, {"0.png": encoded(1), "0.cls": b"1"})
-    first, second = on_ranks(2, scanned, str(tmp_path), str(tmp_path / "cache"))
-    assert sorted(first + second) == ["train-0.tar", "train-1.tar", "train-2.tar", "val.tar"]
-    assert (first[:2], second[:1]) == (["train-0.tar", "train-2.tar"], ["train-1.tar"])
 
 
 def test_an_index_that_cannot_be_kept_is_done_without_and_a_link_is_replaced(tmp_path: Path) -> None:

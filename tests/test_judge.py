@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardtrain
-from shardtrain.judge.rows import FAULTS, HONEST, ROWS, outcome
+from shardtrain.judge.rows import FAULTS, ROWS, outcome
 from shardtrain.judge.wrappers import Fully_Shard, Shardtrain, units, with_verbs, wrapper
 from shardtrain.recipes import behaviours_of_calls, behaviours_of_state, faults  # noqa: F401
 from shardtrain.recipes.behaviours import Net, named, squares, two_layers
@@ -23,7 +23,7 @@ from shardtrain.recipes.behaviours import Net, named, squares, two_layers
 from pool import each_rank, ended
 from small import average_gradients, shard, three_steps
 
-CANNOT = "cannot step on a sharded model"
+CANNOT = r"cannot step on a sharded model: .*use shard\(..., layout='whole'\)"
 REFUSED = {
     "SAM: cannot be built from its groups alone": "Sam cannot be tried",
     "Adafactor": f"Adafactor {CANNOT}",
@@ -100,23 +100,6 @@ def test_options_that_differ_between_ranks_are_refused() -> None:
     message = "transport= differs between ranks: rank 1 has 'process_group' where rank 0 has 'shared_memory'"
     with pytest.raises(ValueError, match=message):
         shardtrain.shard(Net(), transport=transport)
-
-
-KINDS = ("Wrapping", "Optimizers", "Accumulation", "State")
-QUICK = [name for name, row in ROWS.items() if row.kind in KINDS]
-QUICK += ["Weights tied across units", "A parameter used on one rank only"]
-
-
-@pytest.mark.parametrize("fault", [*FAULTS][1:3])  # all twelve: the long test below
-@each_rank(2, transport="auto")
-def test_a_fault_is_caught_by_a_row_in_which_the_honest_wrapper_is_equal(fault: str) -> None:
-    for name in QUICK:
-        verdicts = [outcome(with_verbs(FAULTS[each]()), ROWS[name]).verdict for each in (HONEST, fault)]
-        by_rank = [verdicts] * 2
-        dist.all_gather_object(by_rank, verdicts)
-        if by_rank[0][0] == by_rank[1][0] == "equal" and ["equal", "wrong"] in by_rank:
-            return
-    pytest.fail("no row catches it")
 
 
 ABSENT = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="not installed")

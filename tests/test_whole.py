@@ -23,7 +23,6 @@ from small import (
     Vit,
     assert_at_rest,
     assert_same_parameters,
-    images,
     mean_in_a_tree,
     shard,
     sharded_and_replica,
@@ -133,17 +132,6 @@ def test_convolutions_on_shards_equal_unsharded_ones(channels_last: bool, built_
     assert moves_nothing(optimizer)
     held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim)
     assert held <= 2 * sum(param.numel() for param in model.parameters())
-
-
-@each_rank(2, transport="auto")
-def test_muon_on_pieces_is_refused_with_the_way_out() -> None:
-    plain = OddNet()
-    before = muon(plain)
-    model = shard(plain)
-    for optimizer in (before, muon(model)):
-        model(images(0)[0]).sum().backward()
-        with pytest.raises(ValueError, match=r"Muon cannot step on a sharded.*shard\(..., layout='whole'\)"):
-            optimizer.step()
 
 
 @pytest.mark.parametrize(
