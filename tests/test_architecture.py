@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -135,6 +134,7 @@ def test_files_and_functions_are_short() -> None:
                 assert (node.end_lineno or 0) - node.lineno < 80, f"{file.relative_to(ROOT)}: {node.name}"
 
 
+@functools.cache
 def import_graph() -> dict[Path, set[Path]]:
     """The files of the package that each file imports."""
     graph: dict[Path, set[Path]] = {}
@@ -150,20 +150,6 @@ def import_graph() -> dict[Path, set[Path]]:
 @pytest.mark.smoke
 def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter(import_graph()).static_order())  # raises CycleError, with the files
-
-
-@pytest.mark.long
-def test_every_file_can_be_imported_first() -> None:
-    code = """
-import sys, importlib
-for name in sys.argv[1:]:
-    for known in [known for known in sys.modules if known.partition(".")[0] == "shardtrain"]:
-        del sys.modules[known]
-    importlib.import_module(name)"""
-    names = [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts) for room, file in sources() if room in ENGINE
-    ]
-    subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, check=True, timeout=100)
 
 
 def test_small_files_have_several_importers() -> None:

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import UnitOptions
-from shardtrain.comm import Diverged
 from shardtrain.recipes.behaviours import average_gradients
 
 from small import Block, assert_same_parameters, images, mesh, shard
@@ -83,18 +82,6 @@ def skips(steps: int, replicate: int = 0) -> None:
 )
 def test_ranks_skip_modules_at_random(ranks: Any, world: int, replicate: int, steps: int) -> None:
     ranks(world, skips, steps, replicate)
-
-
-def one_skips_a_unit() -> None:
-    torch.manual_seed(0)
-    model = shard(Towers(), units=[Block, nn.Linear])
-    x, _ = images(0)
-    with pytest.raises(Diverged):
-        model(x, dist.get_rank() == 1, False, 0).sum().backward()
-
-
-def test_without_the_argument_such_units_end_in_an_error(ranks: Any) -> None:
-    ranks(2, one_skips_a_unit)
 
 
 def test_mistakes_are_named() -> None:

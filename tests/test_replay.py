@@ -307,4 +307,6 @@ def test_a_run_stops_before_the_update_where_a_rank_computes_wrong(on_ranks: Any
 def test_replays_need_ranks_that_compute_virtual_ones(on_ranks: Any, tmp_path: Path) -> None:
     given = ("parallel.virtual_ranks=2", "train.replay_every=1", "train.max_steps=1", QUIET)
     on_ranks(3, run, str(tmp_path), *given)
-    assert "this run trains as without, to other bits, and replays" in (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()
+    assert "parallel.virtual_ranks=2 cannot be computed on 3 ranks, only on a power of two" in log
+    assert "this run trains as without, to other bits, and replays" in log

@@ -197,12 +197,6 @@ def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, pre
     assert "the same bits are not promised" not in log.read_text()
 
 
-def test_other_numbers_of_ranks_train_as_without_and_say_so(on_ranks: Any, tmp_path: Path) -> None:
-    given = ("parallel.virtual_ranks=2", "train.max_steps=1", QUIET)
-    on_ranks(3, run, str(tmp_path), *given)
-    assert "parallel.virtual_ranks=2 cannot be computed on 3 ranks" in (tmp_path / "log.txt").read_text()
-
-
 def test_a_run_that_another_machine_saved_says_so(on_ranks: Any, tmp_path: Path) -> None:
     given = ("parallel.virtual_ranks=2", "checkpoint.every_steps=1", QUIET)
     assert on_ranks(1, elsewhere, str(tmp_path), *given) == ["finished"]
