@@ -64,7 +64,7 @@ def saves(path: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", list(MAKERS))
-@each_rank(1, 3)
+@each_rank(3)
 def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
     """Saved after two steps and loaded into another model: further losses and state are the same bits."""
     path = tmp_path / "deep/er/one"
@@ -481,7 +481,7 @@ def frozen_files(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@each_rank(1, 3)
+@each_rank(1, 3, transport="auto")
 def test_frozen_parameters_are_written_once(tmp_path: Path, asynchronous: bool) -> None:
     model, _ = trained = adapted()
     store = opened(tmp_path, keep=1, asynchronous=asynchronous)

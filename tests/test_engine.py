@@ -445,7 +445,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@each_rank(3)
+@each_rank(3, transport="auto")
 def test_units_and_cuts_do_not_change_the_result(options: dict[str, Any]) -> None:
     like_a_replica(**options)
 

@@ -33,7 +33,7 @@ from shardtrain.recipes.behaviours import (
     squares,
     two_forwards,
 )
-from shardtrain.recipes.behaviours_of_calls import CALLS, momentum_encoder
+from shardtrain.recipes.behaviours_of_calls import CALLS
 
 from pool import each_rank
 from small import (
@@ -61,7 +61,7 @@ def is_unit(_: str, module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@each_rank(3)
+@each_rank(3, transport="auto")
 def test_what_is_gathered_at_once(name: str) -> None:
     model = like_a_replica(CALLS[name], squares, units=is_unit)
     peak = shardtrain.introspect(model).take_gathered_peak()
@@ -211,9 +211,6 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
 
 @each_rank(2)
 def test_edits_are_refused_by_name() -> None:
-    model = shard(Net(root=functools.partial(momentum_encoder, False)), units=[])
-    with refused("^blocks.1.inside.weight, .* changed while the root was whole"):
-        model(batch(0))
     added = r"^parameters attached after shard\(\):"
     edits: dict[str, Callable[[Any], object]] = {
         r"head.weight now has shape \(3,\) on": lambda m: setattr(m.head.weight, "data", torch.ones(3)),

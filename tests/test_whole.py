@@ -117,7 +117,7 @@ def muon(model: nn.Module) -> Muon:
 
 
 @pytest.mark.parametrize(("channels_last", "built_before"), [(True, False), (False, True)])
-@each_rank(1, 3)
+@each_rank(3)
 def test_convolutions_on_shards_equal_unsharded_ones(channels_last: bool, built_before: bool) -> None:
     plain = OddNet().to(memory_format=torch.channels_last) if channels_last else OddNet()
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
