@@ -2,14 +2,18 @@
 
     python tests/restarts.py ranks COUNT [SEED]
     python tests/restarts.py hosts COUNT [SEED]
+    python tests/restarts.py signals COUNT [SEED]
 
-A rank of two on one host; or all processes of one of two hosts (`two_hosts.py`, needs root) with its memory,
-which joins again, and in one of four cases is killed again meanwhile. Prints the finished steps that were
-lost, and the seconds from the kill to the next finished step: until the other rank has noticed, until the new
-ranks look for a checkpoint, until they have loaded it, and until a step is finished. The end must be the bits
-of an undisturbed run: weights, optimizer and TensorBoard's curves. Nothing may stay in memory.
+The first kills a rank of two on one host; the second all processes of one of two hosts (`two_hosts.py`, needs
+root) with its memory, which joins again, and in one of four cases is killed again meanwhile. Both print the
+finished steps that were lost, and the seconds from the kill to the next finished step: until the other rank
+has noticed, until the new ranks look for a checkpoint, until they have loaded it, and until a step is
+finished. With the third torchrun or a rank gets SIGKILL, SIGTERM or Ctrl-C, and the same command is started
+again, from checkpoints on the disk; it fails at the first hang or orphan. The end must be the bits of an
+undisturbed run: weights, optimizer and TensorBoard's curves. Nothing may stay in memory.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -35,6 +39,7 @@ from test_resume import curves
 from tiny import TINY
 
 LIMIT_S, MOST = 90.0, 1_000_000
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TIMED = """
 import json, os, runpy, time
 from shardtrain import comm
@@ -77,6 +82,9 @@ SETTINGS = (
     *("train.epochs=100000", "train.eval_every=20", "parallel.virtual_ranks=2", "train.max_steps={steps}"),
 )
 MEMORY = ("checkpoint.memory_every_steps=1", "checkpoint.every_steps=1000000")
+DISK = ("checkpoint.every_steps=7", "data.workers=1", "ema.decay=0.9", "ema.every_steps=2")
+# Of torchrun and its two ranks the number of one, and what it gets.
+SIGNALS = [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGTERM"), (0, "SIGTERM"), (0, "SIGINT"), (2, "SIGKILL")]
 STORE = """
 import time
 from torch.distributed import TCPStore
@@ -145,9 +153,8 @@ def command(folder: Path, steps: int, name: str) -> list[str]:
     return [each.format(steps=steps) for each in (*SETTINGS, f"run.dir={folder}/{name}")]
 
 
-def undisturbed(folder: Path, steps: int) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = [*launcher, "-m", "shardtrain.train", *command(folder, steps, "undisturbed")]
+def undisturbed(folder: Path, steps: int, *settings: str) -> None:
+    done = [*LAUNCHER, "-m", "shardtrain.train", *command(folder, steps, "undisturbed"), *settings]
     subprocess.run(done, check=True, capture_output=True, timeout=300)
 
 
@@ -162,23 +169,53 @@ def compare(folder: Path) -> str:
 
 def end_of(folder: Path) -> int:
     """Return the step at which a run shall end that a signal has stopped and that is started once more."""
-    return max(steps_in(folder / "run/checkpoints")) + 20
+    return max(steps_in(folder / "run/checkpoints"), default=0) + 20
+
+
+def ranks_of(torchrun: subprocess.Popen[bytes]) -> list[int]:
+    return [*map(int, Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split())]
+
+
+def is_alive(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    return False
+
+
+def signals(folder: Path, count: int, choice: random.Random) -> list[Restart]:
+    def started(steps: int) -> subprocess.Popen[bytes]:
+        with (folder / "said").open("a") as said:
+            program = [*LAUNCHER, "-m", "shardtrain.train", *command(folder, steps, "run"), *DISK]
+            return subprocess.Popen(program, stdout=said, stderr=said)
+
+    for trial in range(count):
+        torchrun = started(MOST)
+        time.sleep(choice.uniform(3, 20))
+        processes, (victim, name) = [torchrun.pid, *ranks_of(torchrun)], choice.choice(SIGNALS)
+        os.kill(processes[min(victim, len(processes) - 1)], getattr(signal, name))
+        code, deadline = torchrun.wait(LIMIT_S), time.monotonic() + LIMIT_S
+        while alive := [each for each in processes if is_alive(each)]:
+            assert time.monotonic() < deadline, f"orphans: {alive}"
+            time.sleep(0.1)
+        print(trial + 1, f"{name} to {'a rank' if victim else 'torchrun'}, exit code {code}", flush=True)
+    last = end_of(folder)
+    assert started(last).wait(300) == 0
+    undisturbed(folder, last, *DISK)
+    return []
 
 
 def ranks(folder: Path, count: int, choice: random.Random) -> list[Restart]:
     times = Times(folder)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own = os.environ | {"TIMES": str(times.path)}
     with (folder / "said").open("w") as said:
-        program = [*launcher, "--max-restarts", "1000", f"{folder}/timed.py", *MEMORY]
+        program = [*LAUNCHER, "--max-restarts", "1000", f"{folder}/timed.py", *MEMORY]
         torchrun = subprocess.Popen(program + command(folder, MOST, "run"), stdout=said, stderr=said, env=own)
     restarts, since = [], 0.0
     for _ in range(count):
         times.wait_for(lambda: torchrun.poll() is None, since)
         time.sleep(choice.uniform(0, 1.5))
-        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
         since = time.time()
-        os.kill(int(choice.choice(children)), signal.SIGKILL)
+        os.kill(choice.choice(ranks_of(torchrun)), signal.SIGKILL)
         times.wait_for(lambda: torchrun.poll() is None, since + 0.5)
         restarts.append(times.restart(since))
         print(len(restarts), restarts[-1], flush=True)
@@ -188,7 +225,6 @@ def ranks(folder: Path, count: int, choice: random.Random) -> list[Restart]:
     subprocess.run(
         program + command(folder, last, "run"), check=True, capture_output=True, env=own, timeout=300
     )
-    assert not [*Path("/dev/shm").glob("shardtrain-*")]
     undisturbed(folder, last)
     return restarts
 
@@ -258,12 +294,15 @@ def main(kind: str, count: int, seed: int) -> None:
         folder = Path(name)
         (folder / "timed.py").write_text(TIMED)
         try:
-            restarts = {"ranks": ranks, "hosts": hosts}[kind](folder, count, random.Random(seed))
+            restarts = {"ranks": ranks, "hosts": hosts, "signals": signals}[kind](
+                folder, count, random.Random(seed)
+            )
         except BaseException:
             for said in folder.glob("said*"):
                 print(said.name, said.read_text()[-2500:])
             raise
-        print(table(restarts))
+        assert not [*Path("/dev/shm").glob("shardtrain-*")]
+        print(table(restarts) if restarts else "")
         print(compare(folder))
 
 
