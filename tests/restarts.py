@@ -4,13 +4,14 @@
     python tests/restarts.py hosts COUNT [SEED]
     python tests/restarts.py signals COUNT [SEED]
 
-The first kills a rank of two on one host; the second all processes of one of two hosts (`two_hosts.py`, needs
-root) with its memory, which joins again, and in one of four cases is killed again meanwhile. Both print the
-finished steps that were lost, and the seconds from the kill to the next finished step: until the other rank
-has noticed, until the new ranks look for a checkpoint, until they have loaded it, and until a step is
-finished. With the third torchrun or a rank gets SIGKILL, SIGTERM or Ctrl-C, and the same command is started
-again, from checkpoints on the disk; it fails at the first hang or orphan. The end must be the bits of an
-undisturbed run: weights, optimizer and TensorBoard's curves. Nothing may stay in memory.
+The first kills a rank of two on one host; the second all processes of one of two hosts (`two_hosts.py`,
+needs root) with its memory, which joins again, and in one of four cases is killed again meanwhile. Both
+print the finished steps that were lost, and the seconds from the kill to the next finished step: until
+the other rank has noticed, until the new ranks look for a checkpoint, until they have loaded it, and
+until a step is finished. With the third torchrun or a rank gets SIGKILL, SIGTERM or Ctrl-C, and the same
+command is started again, from checkpoints on the disk; it fails at the first hang or orphan. The end
+must be the bits of an undisturbed run: weights, optimizer and TensorBoard's curves. Nothing may stay in
+memory.
 """
 
 import contextlib
