@@ -150,17 +150,6 @@ def test_ranks_leave_with_torchrun(tmp_path: Path, number: signal.Signals) -> No
     assert result_of(tmp_path / "run")["status"] == "interrupted"
 
 
-def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
-    stopped = signalled("step", signal.SIGTERM, *PROGRAM, *SAVING, folder=tmp_path)
-    assert stopped.codes == [143]
-    (step,) = re.findall(r"stopped by SIGTERM after step (\d+); step \1 is saved", stopped.output)
-    saved = max((tmp_path / "outputs/here/checkpoints").iterdir())  # beside the best one
-    assert int(saved.name.removeprefix("step-")) == int(step)
-    done = ended(1, *PROGRAM, *SAVING, f"train.max_steps={step}", folder=tmp_path)
-    assert done.codes == [0], done.errors
-    assert f"continuing after step {step} of {step}: nothing is left to do" in done.output
-
-
 # A model and an optimizer of the user's own, in the working directory.
 MINE = """
 import torch

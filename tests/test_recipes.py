@@ -270,7 +270,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # others have all their parts
-AGAIN = {"resnet18_cifar10", "resnet50_imagenet_v1", "resnet50_imagenet_v2", "resnet50_imagenet_a3"}
+AGAIN = {"resnet18_cifar10", "resnet20_cifar10", "resnet50_imagenet_v1"}
+AGAIN |= {"resnet50_imagenet_v2", "resnet50_imagenet_a3"}
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undistu
 
 @each_rank(2, transport="auto")
 def test_a_signal_to_one_rank_stops_all_after_one_step(tmp_path: Path, undisturbed: Path) -> None:
-    """`test_cli.py` has SIGTERM and Ctrl-C."""
+    """`test_cli.py` has Ctrl-C."""
     events = [{3: lambda: on_rank_1(signal.SIGUSR1)}]
     endings = interrupted(str(tmp_path), events, QUIET, "checkpoint.every_steps=100")
     assert endings == ["Stopped stopped by SIGUSR1", "finished"]
