@@ -90,6 +90,15 @@ def test_a_planted_fault_is_found_and_named(where: str) -> None:
     assert re.match(f"failed   {where}", said), said
 
 
+def test_a_gradient_that_is_lost_is_named() -> None:
+    with patch.object(models, "_build", small_model):
+        job, config = build(composed(*TINY, "model=mobilenet_v3_small"), 0, 1, CPU)
+        twins = Twins(job, config)
+    with patch.object(twins, "_average", lambda: setattr(weight(job), "grad", None)):
+        found = twins.examine(1)[1]
+    assert found.startswith("failed   step 1, mean gradient of 1.0.weight in unit the root: Mism"), found
+
+
 def test_a_difference_counts_beyond_the_tolerance() -> None:
     """The tolerance is a share of the largest expected element, here 3."""
     one = torch.tensor([1.0, -1.0, 0.0, 3.0])

@@ -172,8 +172,9 @@ class Twins:
 
 
 def held_gradients(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients that the parameters hold, last parameter first."""
-    return {name: param.grad for name, param in reversed(params.items()) if param.grad is not None}
+    """Return the gradients of the parameters that train, last parameter first. None counts as zeros."""
+    trained = [(name, param) for name, param in reversed(params.items()) if param.requires_grad]
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained}
 
 
 def _ranks_with(text: str) -> str:
