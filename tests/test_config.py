@@ -120,7 +120,7 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         assert ("epochs" in said) == (flags[-1] not in ("model", "optim=muon"))
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
+@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export", "judge"])
 def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     """Of every choice of every group; one odd file of the user's changes nothing."""
     (own / "notes.yaml").write_text("- a\n\t- b")
@@ -137,6 +137,7 @@ def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
         assert keys
         bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said.rpartition("key=value.\n")[2], re.M)
         assert bare == [], choice
+        assert re.findall(r"^ *- .*#.*", said, re.M) == []  # a list's comment stands at its key
 
 
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def _comments(folders: Sequence[Path], name: str) -> dict[str, str]:
         if isinstance(entry, str) and entry != "_self_":
             other = entry.partition("@")[0]
             said |= _comments(folders, other[1:] if other[0] == "/" else f"{name.rpartition('/')[0]}/{other}")
-    return said | {key: comment for key, comment in _keys(path.read_text()) if comment}
+    return said | {key: comment for key, comment in _keys(path.read_text()) if key and comment}
 
 
 def _keys(text: str) -> Iterator[tuple[str, str]]:
