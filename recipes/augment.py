@@ -82,9 +82,10 @@ class Photo:
             raise ValueError(
                 f"pad={pad}, magnitude={magnitude}, erase={erase}: expected at least 0, 0 to 30 and 0 to 1"
             )
-        if border not in ("constant", "reflect") or flip not in ("none", "random", "alternating"):
-            found = f"border={border}, flip={flip}"
-            raise ValueError(f"{found}: expected constant or reflect, and none, random or alternating")
+        if border not in ("constant", "reflect"):
+            raise ValueError(f"border={border}: expected constant or reflect")
+        if flip not in ("none", "random", "alternating"):
+            raise ValueError(f"flip={flip}: expected none, random or alternating")
         self.pad, self.erase, self.border, self.flip = pad, erase, border, flip
         self.alternates = [FLIP] if flip == "alternating" else []
         """Columns of `uniform` that move by 1/2 from epoch to epoch."""

@@ -127,7 +127,8 @@ class Files:
     def __init__(self, config: ImageFolder, part: str) -> None:
         root = path_of("data.root", config.root)
         inside = ", ".join(sorted(entry.name for entry in root.glob("*"))[:5]) or "nothing"
-        expected = f"expected {part}/<class>/<image> in {root.absolute()}, found {inside}"
+        instead = ", or data.validation=0.2 to hold some of train out" if part == "val" else ""
+        expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
         with reading(f"data.root={config.root}", expected):
             found = datasets.ImageFolder(str(root / part))
         self.classes, self.labels = found.classes, found.targets
@@ -145,8 +146,10 @@ def image_folder(config: ImageFolder) -> DataSet:
     if not config.validation or path_of("data.root", config.root).joinpath("val").exists():
         val = Files(config, "val")
     if train.classes != val.classes:
-        odd = sorted(set(train.classes) ^ set(val.classes))
-        raise UserError(f"data.root={config.root}: train and val differ in the classes {', '.join(odd[:5])}")
+        names = {"train": set(train.classes), "val": set(val.classes)}
+        lacking = {part: sorted(set.union(*names.values()) - own)[:5] for part, own in names.items()}
+        said = " and ".join(f"{part} has no {', '.join(lacks)}" for part, lacks in lacking.items() if lacks)
+        raise UserError(f"data.root={config.root}: {said}; both need a folder of each class")
     return pictures(config, train, val, len(train.classes))
 
 

@@ -150,7 +150,7 @@ def test_images_in_folders(tmp_path: Path) -> None:
     resize, crop = data.load(folder(tmp_path, image_size=14, resize=None)).val.crop(14).transforms
     assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
-    with pytest.raises(UserError, match="train and val differ in the classes class1, cow"):
+    with pytest.raises(UserError, match="train has no cow and val has no class1; both need a folder of each"):
         data.load(config)
     with pytest.raises(UserError, match=r"data.resize=10: expected at least data.eval_size=20"):
         folder(tmp_path, eval_size=20)
@@ -298,8 +298,9 @@ def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> Non
 def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_taken(tmp_path: Path) -> None:
     split = data.load(replace(write_folders(tmp_path), validation=2, eval_size=9))
     assert [part[[0]][0].shape[-1] for part in (split.train, split.val, split.test) if part] == [8, 9, 9]
-    with pytest.raises(UserError, match="=1437: expected a fraction, or fewer than 1437 images"):
-        data.load(replace(DIGITS, validation=1437))
+    for amount in (1437, 1.5):
+        with pytest.raises(UserError, match=f"={amount}: expected a fraction, or fewer than 1437 images"):
+            data.load(replace(DIGITS, validation=amount))
     np.savez(tmp_path / "a.npz", **MEDMNIST, val_images=PIXELS, val_labels=CLASSES)
     config = files("arrays", tmp_path / "a.npz")
     assert len(data.load(config).test or ()) == 2
@@ -451,7 +452,10 @@ def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (["train/a/1.png", "val/1.png"], r"any class folder in .*val.*; expected val/<class>/<image> in "),
+        (
+            ["train/a/1.png", "val/1.png"],
+            r"any class folder in .*val.*; expected val/<class>/<image> in .*, or data.validation=0.2",
+        ),
         (["train/a/1.png", "val"], r"Not a directory"),
         (["train/cat/notes.txt"], r"Found no valid file for the classes cat"),
         (["train.tar", "test/a"], r"No such file .*train'; expected .* in .*, found test, train.tar"),

@@ -166,8 +166,10 @@ def test_a_border_may_be_reflected() -> None:
     assert torch.equal(corner, F.pad(images, [2] * 4, "reflect")[:, :, :4, :4])
     with pytest.raises(UserError, match=r"augment\.pad=4: images of 4×4 pixels reflect less"):
         Photo(4, border="reflect")(images, torch.tensor([[0.0, 0.0, 0.1]]))
-    with pytest.raises(ValueError, match="border=wrap, flip=random: expected constant or reflect, and none"):
+    with pytest.raises(ValueError, match="border=wrap: expected constant or reflect"):
         Photo(2, border="wrap")
+    with pytest.raises(ValueError, match="flip=never: expected none, random or alternating"):
+        Photo(2, flip="never")
 
 
 def test_boxes_are_erased_by_the_draws() -> None:

@@ -25,7 +25,7 @@ from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0, together
 from shardtrain.job.errors import UserError, path_of, reading, writing
-from shardtrain.job.format import MIB, first_of
+from shardtrain.job.format import MIB, counted, first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.saved import Change, changed_keys
 from shardtrain.job.schema import Mark
@@ -45,7 +45,7 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     warmup = warmup_of(config.sched, job.steps, job.steps_per_epoch)
     if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
         asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
-        warnings.append(f"warning: {asked}: the warm-up takes {warmup} steps")
+        warnings.append(f"warning: {asked}: the warm-up takes {counted(warmup, 'step')}")
     ranks, wanted = comm.world_size(), config.parallel.virtual_ranks
     if wanted and not config.virtual_ranks(ranks):
         warnings.append(
