@@ -86,7 +86,8 @@ def start(
     """
     signal.signal(signal.SIGINT, _interrupt)
     leave_with_launcher()
-    if "" not in sys.path:  # the working directory, for users' modules: `shardtrain-train` would not find them
+    # The working directory, for users' modules: a console script (`shardtrain-train`) would not find them.
+    if "" not in sys.path:
         sys.path.append("")
     devices.keep_freed_memory()
     rank_info = RankInfo(0, 1, 0, 1)  # until the environment has been read
