@@ -182,7 +182,7 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the state dict in ``path``, on the CPU. Raises UserError if it is not one of tensors alone."""
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file")
+        raise UserError(f"model.weights={path}: there is no such file")
     with reading(str(path), "no weights that can be read without running code"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about formats that are refused anyway
         if path.suffix == ".safetensors":
