@@ -187,9 +187,6 @@ def _call(body: Callable[..., Any], rank: int, world: int, store: str) -> tuple[
         if group is not None:
             dist.destroy_process_group()
         gc.collect()  # models are cycles; four ranks' worth of them would wait for a full collection
-        # Else a rank may wait for two seconds until another one, whose group is gone already, has received
-        # its report of leaving. That happened in one test of six.
-        time.sleep(0.01)
         del group
         gc.freeze()  # what is left are modules that the test was the first to import
 

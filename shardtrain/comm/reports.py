@@ -162,9 +162,10 @@ class Links:
         """Wait up to ``GRACE_S`` until the last reports are sent; then close all connections.
 
         A second thread that closes waits, too, or it would cut off these reports. None goes to ``lost``.
+        Once this rank has left, it waits for ``CHECK_S`` only: a peer whose group is gone receives nothing.
         """
         with self._closing:
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + (CHECK_S if self._stop.is_set() else GRACE_S)
             self._sent.get(lost, deque()).clear()
             for sent in self._sent.values():
                 with suppress(RuntimeError, IndexError):
