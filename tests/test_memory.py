@@ -394,8 +394,13 @@ def step(monitor, number, report=Monitor.step):
     if number == 7 and comm.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if os.environ["EVENT"] == "mistake":
             raise UserError("an image that cannot be read")
-        if os.environ["EVENT"] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        launcher, victims = os.getppid(), [os.getpid()] if os.environ["EVENT"] == "kill" else []
+        if os.environ["EVENT"] == "kill all":
+            with open(f"/proc/{launcher}/task/{launcher}/children") as children:
+                others = {*map(int, children.read().split())} - {os.getpid()}
+            victims = [launcher, *others, os.getpid()]
+        for process in victims:
+            os.kill(process, signal.SIGKILL)
 
 Monitor.step = step
 if __name__ == "__main__":
@@ -413,11 +418,16 @@ def memory_of(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_killed_rank_costs_the_step_under_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["kill", "kill all"])
+def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
+    """Of one rank, or of the launcher and all ranks, after which the same command continues."""
     (tmp_path / "disturbed.py").write_text(DISTURBED)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     command = [sys.executable, *launcher, "disturbed.py", *RUN]
-    killed = in_a_shell(command, tmp_path, EVENT="kill", KEPT_S="300")
+    killed = in_a_shell(command, tmp_path, EVENT=event, KEPT_S="300")
+    if event == "kill all":
+        assert killed.returncode != 0
+        killed = in_a_shell(command, tmp_path, EVENT="none", KEPT_S="300")
     assert killed.returncode == 0, killed.stderr
     place = memory_of(tmp_path)
     assert f"continuing after step 6 of 10 ({place}/step-00000006)" in killed.stdout
