@@ -2,8 +2,8 @@
 
 - Each call of a unit's module gathers it before and releases it afterwards, users' hooks included. For the
   root, so does a call of each module that holds a root parameter, so that a child called by itself works.
-- A hook on the autograd node of each tensor that such a call returns, and, where a release frees memory, that
-  modules inside it return, since a loss may depend on the latter alone. It tells how far backward has come.
+- A hook on the autograd node of each tensor that such a call returns, and that modules inside it return,
+  since a loss may depend on the latter alone. It tells how far backward has come.
 - A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
 Another hook checks each optimizer before it steps: see ``shardtrain/optim/trial.py``.
@@ -82,9 +82,7 @@ class Engine:
             entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
             for module in entrances:
                 self._wrap_calls(unit, module)
-            # A loss on an inner activation enters backward inside the unit, where values may be freed.
-            inside = () if unit.transport.in_place else unit.holders
-            for module in [holder for holder in inside if holder not in entrances]:
+            for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
             for member in unit.members:
                 for module, attribute in member.info.holders:
