@@ -1,4 +1,4 @@
-"""Two hosts, a torchrun on each (`two_hosts.py`): equal losses, cut links, a host that is lost."""
+"""Two hosts, a torchrun on each (`two_hosts.py`): equal losses, cut links, hosts that are lost and join."""
 
 import re
 import subprocess
@@ -140,3 +140,20 @@ def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run:
     run.two.hosts[0].kill()
     assert run.running[1].wait(60) == 1
     assert re.search("PeerLost: rank 0 (has ended|does not answer): rank 1 ", run.said(1))
+
+
+@pytest.mark.long
+def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
+    """From 2 hosts to 1 and back, from checkpoints in a directory that both see, with the same losses."""
+    endless = (*ENDLESS, "parallel.virtual_ranks=2")
+    command = (*MEET.split(), "steady.py", *endless)
+    run.start_both(1, *command)
+    run.wait_for("^step +20/")
+    run.two.hosts[1].start("sh", "-c", "kill -9 -1").wait()
+    position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ")
+    position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\nstep", position)
+    run.start(1, 1, *command)
+    position = run.wait_for(r"^world +2 ranks.*\n.*\ncontinuing after step \d+ ", position)
+    run.wait_for("^step", position)
+    run.two.hosts[0].kill()
+    run.assert_learnt_as_one_host(*endless)

@@ -170,6 +170,8 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
     path, name = path_of("model.weights", weights), model.rpartition(".")[2]
     known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
     if path.suffix or path.exists() or not known:
+        if not path.is_file():
+            raise UserError(f"model.weights={path}: there is no such file")
         return read_weights(path)
     if weights not in known:
         raise not_valid(f"model.weights={weights}: no file, and not torchvision's for {name}", weights, known)
@@ -181,8 +183,6 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the state dict in ``path``, on the CPU. Raises UserError if it is not one of tensors alone."""
-    if not path.is_file():
-        raise UserError(f"model.weights={path}: there is no such file")
     with reading(str(path), "no weights that can be read without running code"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about formats that are refused anyway
         if path.suffix == ".safetensors":

@@ -59,7 +59,7 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
     count = round(amount if amount >= 1 else amount * images)
     if data.test is not None:
         raise UserError(f"data.validation={amount:g}: {data.name} has a validation part; set it to 0")
-    if not 0 < count < images or count != amount > 1:
+    if not 0 < count < images or (amount > 1 and count != amount):
         raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
     order = torch.randperm(images, generator=generator("validation"))
     chosen, rest = order[:count].sort().values, order[count:].sort().values
