@@ -27,7 +27,9 @@ import shardtrain
 from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import signals
 from shardtrain.comm.agreement import gather_texts
+from shardtrain.comm.native import Backend
 from shardtrain.comm.shared_memory import SharedMemoryTransport
+from shardtrain.comm.trace import GATHER, REDUCE
 from shardtrain.job.build import require_equal_groups
 from shardtrain.job.errors import UserError
 from shardtrain.layout import Policy
@@ -573,3 +575,25 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
     }.items():
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
             require_equal_groups(configure(*arguments.split()).parallel, 4)
+
+
+class ByTheBackend(comm.ProcessGroupTransport):
+    """Move flat vectors by the backend's own collectives, as on an accelerator."""
+
+    def gather(self, name: str, flats: Any) -> Any:
+        return self.backend_for(GATHER, name).gather(flats)
+
+    def reduce(self, name: str, gradients: Any) -> Any:
+        return self.backend_for(REDUCE, name).reduce(gradients)
+
+
+@each_rank(2, transport="auto")
+def test_gloo_is_asked_for_sums_of_equal_intervals() -> None:
+    """It has no mean, and it refuses or mistakes intervals of other lengths."""
+    transport = ByTheBackend(dist.group.WORLD)
+    like_a_replica(transport=transport)
+    with pytest.raises(ValueError, match="moves tensors on cpu in equal intervals only: use layout='even'"):
+        like_a_replica(layout="whole", transport=transport)
+    part = torch.zeros(2)
+    with pytest.raises(ValueError, match="and no virtual_ranks"):
+        Backend(dist.group.WORLD).exchange([([part, part], [part, part])])

@@ -33,8 +33,11 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # Makes one launch of several calls of one collective. torch has no public name for it.
 _coalescing = dist.distributed_c10d._coalescing_manager
 
-# Gloo cannot average, so the sum is divided.
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+# Backends that average, launch several collectives as one, and move intervals of different lengths. Others,
+# such as gloo, are asked for sums of equal intervals only. torch's fake backend moves nothing.
+_COMPLETE = ("nccl", "xccl", "fake")
 
 # Public since torch 2.15.
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -78,12 +81,16 @@ class Backend:
     stream only, ``record_stream`` is not needed, and memory that a release frees is available at once to the
     next gather, however far the host is ahead. Gathers and reductions share the stream, since a communicator
     runs one collective at a time. The segments of a unit move in one launch, whatever their dtypes.
+
+    Gloo moves tensors of an accelerator through host memory, one collective and equal intervals at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._streams: dict[torch.device, Any] = {}  # the communication stream of each device
         self._size = group.size()
+        backends = [part.split(":") for part in dist.get_backend_config(group).split(",")]
+        self._complete_on = [device for device, backend in backends if backend in _COMPLETE]
         # Dividing by a tensor takes a third of the time of dividing by a number.
         self._world = torch.tensor(float(self._size), device="cpu")
 
@@ -91,7 +98,21 @@ class Backend:
     def group(self) -> dist.ProcessGroup:
         return living(self._group)
 
+    def _is_complete(self, tensor: Tensor) -> bool:
+        return tensor.device.type in self._complete_on
+
+    def _require_equal(self, full: Tensor, equal: bool) -> None:
+        """Raise ValueError if the backend cannot move intervals of ``full`` that are not ``equal``."""
+        if not (equal or self._is_complete(full)):
+            raise ValueError(
+                f"the process group's backend moves tensors on {full.device.type} in equal intervals only: "
+                "use layout='even' and no virtual_ranks, or a process group of NCCL"
+            )
+
     def gather(self, flats: Sequence[Flat]) -> Pending:
+        for flat in flats:
+            self._require_equal(flat.full, flat.layout.equal)
+
         def run() -> None:
             with self._together([flat.full for flat in flats if flat.layout.equal]):
                 for full, local, layout, *_ in flats:
@@ -106,6 +127,7 @@ class Backend:
         """Start reducing. Means are allocated now, in the compute stream's order; ``own`` views them."""
         rank, means = self.group.rank(), []
         for gradient in gradients:
+            self._require_equal(gradient.full, gradient.layout.equal)
             if gradient.mean is None:
                 gradient.full[gradient.layout.interval(rank)].copy_(gradient.pack_own(rank))
             means.append(gradient.new_mean(rank))
@@ -117,6 +139,8 @@ class Backend:
         return self._run(moved[0].device, *after.steps, partial(self._average, values, moved))
 
     def exchange(self, moves: Sequence[Move]) -> Pending:
+        self._require_equal(moves[0][0][0], equal=False)
+
         def run() -> None:
             rank = self.group.rank()
             for outgoing, incoming in moves:
@@ -152,19 +176,19 @@ class Backend:
 
     def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which collectives of one kind for ``tensors`` are one launch."""
-        if len(tensors) > 1 and devices.on_accelerator(tensors[0]):
+        if len(tensors) > 1 and devices.on_accelerator(tensors[0]) and self._is_complete(tensors[0]):
             return _coalescing(self.group)
         return nullcontext()
 
     def _op(self, tensors: Sequence[Tensor]) -> dist.ReduceOp.RedOpType:
         """Return AVG where the backend's mean is exact, else SUM, after which `_widen` divides.
 
-        For a mean NCCL multiplies by 1 / world first, in the dtype that is sent. fp16 would underflow, while
-        a sum that overflows lowers the scale. bf16 is exact for a power of two. A single rank only copies.
+        Gloo has no mean. NCCL multiplies by 1 / world first, in the dtype that is sent. fp16 would underflow,
+        while a sum that overflows lowers the scale. bf16 is exact for a power of two. A single rank copies.
         """
         world, dtypes = self._size, {tensor.dtype for tensor in tensors}
         inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
-        return _SUM if world == 1 or inexact or not devices.on_accelerator(tensors[0]) else _AVG
+        return _SUM if world == 1 or inexact or not self._is_complete(tensors[0]) else _AVG
 
     def _reduce(self, gradients: Sequence[Gradient], means: Sequence[Tensor]) -> None:
         """Fill ``means``. A narrower dtype is reduced into ``full`` first, which the caller keeps alive."""
