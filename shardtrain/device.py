@@ -86,6 +86,21 @@ def processor() -> str:
     return model[1] if model else platform.machine()
 
 
+def choose_deterministic_kernels() -> None:
+    """Have torch use kernels that compute the same bits in every run, and raise where it has none.
+
+    Call it before the first computation on an accelerator: cuBLAS reads its variable once.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory
+
+
+def is_deterministic(device: torch.device) -> bool:
+    """Return whether kernels on ``device`` compute the same bits in every run. Those of the CPU do."""
+    return not is_accelerator(device) or torch.are_deterministic_algorithms_enabled()
+
+
 # Streams and events. A stream is a queue of work on a device; an event marks a position in it.
 
 

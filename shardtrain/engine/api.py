@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
-from shardtrain.device import is_accelerator, return_freed_memory
+from shardtrain.device import is_accelerator, is_deterministic, return_freed_memory
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
@@ -87,7 +87,8 @@ def shard(
             that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
 
     Raises:
-        ValueError: an argument or a module that cannot be sharded, with the reason.
+        ValueError: an argument or a module that cannot be sharded, with the reason; ``virtual_ranks`` on an
+            accelerator without `torch.use_deterministic_algorithms`.
         RuntimeError: ``WORLD_SIZE`` is above 1 but there is no process group yet.
     """
     precision = precision or Precision()
@@ -103,6 +104,8 @@ def shard(
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
     link = _open(transport, mesh, [initial.device(param) for param in module.parameters()], offload)
     _check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
+    if virtual_ranks:
+        _require_deterministic_kernels([initial.device(param) for param in module.parameters()])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
     largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
@@ -324,6 +327,17 @@ def _check_sums(
             f"virtual_ranks sums neighbouring ranks first, but ranks {', '.join(map(str, apart[0]))} share a "
             "host or a row of the mesh: number ranks host by host, or use transport='process_group'"
         )
+
+
+def _require_deterministic_kernels(devices: Iterable[torch.device]) -> None:
+    """Raise ValueError if one of ``devices`` may compute other bits in the next run."""
+    for device in devices:
+        if not is_deterministic(device):
+            raise ValueError(
+                f"virtual_ranks on {device.type} needs kernels that compute the same bits in every run: call "
+                "torch.use_deterministic_algorithms(True) first, with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the "
+                "environment"
+            )
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

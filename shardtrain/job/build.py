@@ -64,6 +64,8 @@ def build(
     require_equal_parts(config, world_size)
     require_equal_groups(config.parallel, world_size)
     micro_batches, virtual = config.micro_batches(world_size), config.virtual_ranks(world_size)
+    if virtual and devices.is_accelerator(device):
+        devices.choose_deterministic_kernels()
     share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow))
