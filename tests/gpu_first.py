@@ -1,57 +1,69 @@
-"""The first minutes on a GPU: what is most likely to fail comes first, one JSON line per finding.
+"""A quarter of an hour on one GPU: the parts that are most likely to fail first, one JSON line per finding.
 
-    python tests/gpu_first.py --out first.jsonl              every section, in a checkout
-    python tests/gpu_first.py minus_zeros small_steps        some of them
-    python tests/gpu_first.py --dry                          tiny sizes on the CPU: does it run at all
+    python tests/gpu_first.py --out FOLDER                all parts, at most six minutes
+    python tests/gpu_first.py --out FOLDER nccl gloo      some of them
+    python tests/gpu_first.py --out FOLDER --dry          tiny sizes on the CPU: does it run at all
 
-Each section runs in ranks of its own with a time limit, so a hang or an abort ends that section alone. On one
-GPU its two ranks share it (NCCL 2.30 and newer). It is run by hand; `test_device.py` runs it dry.
+Each part runs in processes of its own with a time-out of its own, so a hang or an abort ends that part alone.
+``FOLDER/findings.jsonl`` gets the findings, ``FOLDER/log.txt`` what the parts printed, and
+``FOLDER/trace.json`` a trace of three steps. One GPU is enough: one rank runs over NCCL, two ranks share the
+GPU over gloo, and torch's fake process group makes one rank of eight. `test_device.py` runs it dry.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import copy
+import gc
+import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torchvision
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import profile
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchvision.models.vision_transformer import EncoderBlock, VisionTransformer
 
 import shardtrain
-from shardtrain import Precision, comm
+from shardtrain import Precision
 from shardtrain import device as devices
-from shardtrain.comm.arithmetic import merge
+from shardtrain.comm import ProcessGroupTransport
+from shardtrain.recipes.bench.contenders import BLOCKS, Contender, adamw, build
+from shardtrain.recipes.bench.steps import footprint
 
 DRY = "--dry" in sys.argv
-DEVICE = torch.device("cpu" if DRY else "cuda")
-MIB = 2**20
-LIMIT_S = 90
-# The environment in which a section runs again.
-AGAIN = {"minus_zeros": [{}, {"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "NVLS"}]}
+DEVICE = torch.device("cpu") if DRY else torch.device("cuda", 0)
+TOTAL_S = 360
+CHECKOUT = Path(__file__).parents[1]
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def say(**found: Any) -> None:
-    if dist.get_rank() == 0:
-        print("FOUND " + json.dumps(found, default=str), flush=True)
+def say(**finding: Any) -> None:
+    """Report a finding, once however many ranks there are."""
+    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_rank() == 0:
+        print("FOUND " + json.dumps(finding, default=str), flush=True)
 
 
 @contextlib.contextmanager
-def noted(what: str):
-    """Say what an exception inside was, and go on."""
+def noted(what: str) -> Iterator[None]:
+    """Report an exception inside, and go on."""
     try:
         yield
     except Exception as error:
-        say(what=what, error=f"{type(error).__name__}: {error}"[:500])
+        say(what=what, error=f"{type(error).__name__}: {error}"[:600])
 
 
 def seconds(action: Callable[[], object], times: int = 3 if DRY else 20) -> float:
@@ -66,18 +78,23 @@ def seconds(action: Callable[[], object], times: int = 3 if DRY else 20) -> floa
     return (time.perf_counter() - start) / times
 
 
+def held_bytes() -> int:
+    return 0 if DRY else torch.cuda.memory_allocated()
+
+
 def net(units: int = 6, width: int = 64) -> nn.Module:
+    """Return equal units of a linear layer, a norm and a ReLU on ``DEVICE``, the same at every call."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(units))
-    ).to(DEVICE)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(units)]
+    return nn.Sequential(*layers).to(DEVICE)
 
 
-def trained(model: nn.Module, steps: int = 4) -> list[float]:
+def train(model: nn.Module, rank: int, steps: int = 4) -> list[float]:
     """Train on other data on each rank; return this rank's losses."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    losses = []
     for step in range(steps):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
         loss = model(x.to(DEVICE)).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -86,72 +103,125 @@ def trained(model: nn.Module, steps: int = 4) -> list[float]:
     return losses
 
 
-# sections, the most doubtful first
+def compare_ways(ways: dict[str, dict[str, Any]], expected: list[float], **usual: Any) -> None:
+    """Report how far each way to shard is from ``expected`` losses, and the memory it holds afterwards."""
+    for name, options in ways.items():
+        with noted(name):
+            before = held_bytes()
+            model = net()
+            size = sum(param.nbytes for param in model.parameters())
+            shardtrain.shard(model, units=[nn.Sequential], **usual, **options)
+            losses = train(model, dist.get_rank())
+            held = (held_bytes() - before) / size
+            pairs = zip(losses, expected, strict=True)
+            say(what=name, off=max(abs(a - b) for a, b in pairs), copies_of_parameters_held=held)
 
 
-def minus_zeros() -> None:
-    """-0.0 from every rank stays -0.0, which says that no rank has a gradient; with one 0.0 it is 0.0."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+def train_virtual_ranks(transport: Any) -> None:
+    """Report a digest of the losses of three steps of four virtual ranks."""
+    with noted("virtual ranks"):
+        torch.use_deterministic_algorithms(True)
+        model = shardtrain.shard(net(), units=[nn.Sequential], transport=transport, virtual_ranks=4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        losses = []
+        for step in range(3):
+            for number in shardtrain.introspect(model).virtual_ranks:
+                with shardtrain.virtual_rank(model, number, seed=0, step=step):
+                    loss = model(torch.randn(16, 64, device=DEVICE)).square().mean()
+                    loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        say(what="virtual ranks", digest=hashlib.sha256(str(losses).encode()).hexdigest()[:16])
+        torch.use_deterministic_algorithms(False)
+
+
+def check_minus_zero() -> None:
+    """Report whether -0.0 from every rank stays -0.0, and becomes 0.0 where one rank has 0.0."""
+    world = dist.get_world_size()
     for dtype in (torch.float32, torch.bfloat16):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            what = f"{dtype} {op} {os.environ.get('NCCL_ALGO', 'default')}"
-            with noted(what):
+            with noted(f"-0.0 {dtype} {op}"):
                 full = torch.full((world * 1024,), -0.0, dtype=dtype, device=DEVICE)
-                full[::2] = 0.0 if rank == 0 else -0.0
+                full[::2] = 0.0 if dist.get_rank() == 0 else -0.0
                 out = torch.empty(1024, dtype=dtype, device=DEVICE)
                 dist.reduce_scatter_tensor(out, full, op)
                 negative = out.signbit()
-                say(what=what, right=bool(negative[1::2].all() and not negative[::2].any()))
+                right = bool(negative[1::2].all() and not negative[::2].any())
+                say(what=f"-0.0 {dtype} {op}", right=right)
 
 
-def losses() -> None:
-    """Each way to shard beside DDP; replicas with a shard group of one copy each parameter."""
-    expected = trained(nn.parallel.DistributedDataParallel(net()))
-    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+# Parts that run as ranks, each in a process group.
+
+
+def nccl() -> None:
+    """One rank over NCCL: every way to shard beside the plain model; real streams and launches."""
+    check_minus_zero()
+    expected = train(net(), 0)
     ways: dict[str, dict[str, Any]] = {
-        "replicas, a shard group of one": {"mesh": mesh},
-        "replicas, bf16": {"mesh": mesh, "precision": Precision(torch.bfloat16)},
         "even": {},
         "whole": {"layout": "whole"},
         "kept after forward": {"reshard_after_forward": False},
         "offload": {"offload": True},
         "bf16": {"precision": Precision(torch.bfloat16)},
-        "int8": {"precision": Precision(gather=torch.int8, reduce=torch.int8)},
+        "gradients in bf16": {"precision": Precision(reduce=torch.bfloat16)},
+        "offload, bf16": {"offload": True, "precision": Precision(torch.bfloat16)},
+        "fp16": {"precision": Precision(torch.float16)},
     }
-    for name, options in ways.items():
-        with noted(name):
-            before = 0 if DRY else torch.cuda.memory_allocated()
-            model = net()
-            size = sum(param.nbytes for param in model.parameters())
-            shardtrain.shard(model, units=[nn.Sequential], **options)
-            found = trained(model)
-            held = 0 if DRY else torch.cuda.memory_allocated() - before
-            say(
-                what=name,
-                off=max(abs(a - b) for a, b in zip(found, expected, strict=True)),
-                copies=held / size,
-            )
-
-
-def after_an_error() -> None:
-    """A coalesced collective whose context ends by an error leaves the group usable."""
+    compare_ways(ways, expected, transport=ProcessGroupTransport(dist.group.WORLD))
+    compare_ways({"a single rank, silent": {}}, expected)
+    for _ in range(2):
+        train_virtual_ranks(ProcessGroupTransport(dist.group.WORLD))
     values = [torch.ones(4, device=DEVICE) for _ in range(2)]
-    with noted("inside"), dist._coalescing_manager(device=DEVICE, async_ops=False):
+    with noted("an error inside a coalesced collective"), dist._coalescing_manager(device=DEVICE):
         dist.all_reduce(values[0])
         raise ValueError("planted")
-    with noted("afterwards"):
+    with noted("after an error inside a coalesced collective"):
         dist.all_reduce(values[1])
-        say(what="afterwards", right=values[1].tolist() == [dist.get_world_size()] * 4)
-        say(what="a model afterwards", losses=trained(shardtrain.shard(net())))
+        say(what="after an error inside a coalesced collective", right=values[1].tolist() == [1.0] * 4)
 
 
-def offload() -> None:
-    """The host's cast, and the way up and down: a gather of an offloaded bf16 shard waits for all three."""
+def gloo() -> None:
+    """Two ranks over gloo, with tensors of one GPU: ways to shard beside DDP."""
+    check_minus_zero()
+    expected = train(nn.parallel.DistributedDataParallel(net()), dist.get_rank())
+    mesh = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    ways: dict[str, dict[str, Any]] = {
+        "even": {},
+        "kept after forward": {"reshard_after_forward": False},
+        "offload": {"offload": True},
+        "bf16": {"precision": Precision(torch.bfloat16)},
+        "gradients in bf16": {"precision": Precision(reduce=torch.bfloat16)},
+        "replicas": {"mesh": mesh},
+        "replicas, bf16": {"mesh": mesh, "precision": Precision(torch.bfloat16)},
+        "whole": {"layout": "whole"},
+    }
+    compare_ways(ways, expected, transport="process_group")
+    train_virtual_ranks("process_group")
+    compare_ways({"the automatic transport": {}}, expected)
+
+
+def norms() -> None:
+    """A bf16 LayerNorm and a norm of gradients whose memory begins 2 bytes late; transfers for offload."""
+    width = 64 if DRY else 4096
+    x = torch.randn(width, width, device=DEVICE).bfloat16()
+    for late in (0, 1):
+        memory = torch.ones(width + 32, device=DEVICE).bfloat16()[late : late + width]
+        moved = torch.empty(x.numel() + 32, device=DEVICE, dtype=x.dtype)[late : late + x.numel()].view_as(x)
+        moved.copy_(x)
+        layer_norm = seconds(partial(F.layer_norm, moved, (width,), memory, memory))
+        foreach_norm = seconds(partial(torch._foreach_norm, [moved, memory]))
+        say(
+            what=f"{2 * late} bytes late",
+            layer_norm_us=1e6 * layer_norm,
+            foreach_norm_us=1e6 * foreach_norm,
+            norm=torch._foreach_norm([moved])[0].item(),
+        )
     count = 1 << (16 if DRY else 28)
     host = torch.empty(count, pin_memory=not DRY)
     narrow = torch.empty(count, dtype=torch.bfloat16, pin_memory=not DRY)
     there = torch.empty_like(narrow, device=DEVICE)
-    moves = {
+    moves: dict[str, Callable[[], object]] = {
         "cast on the host": lambda: narrow.copy_(host),
         "up": lambda: there.copy_(narrow, non_blocking=True),
         "down": lambda: narrow.copy_(there, non_blocking=True),
@@ -160,105 +230,346 @@ def offload() -> None:
         say(what=name, gb_per_s=narrow.nbytes / seconds(move, 3) / 1e9)
 
 
-def unaligned_norms() -> None:
-    """A bf16 LayerNorm and a norm of gradients whose memory begins 2 bytes late: speed and bits."""
-    width = 64 if DRY else 4096
-    x = torch.randn(width, width, device=DEVICE).bfloat16()
-    for late in (0, 1):
-        memory = torch.ones(width + 32, device=DEVICE).bfloat16()[late : late + width]
-        moved = torch.empty(x.numel() + 32, device=DEVICE, dtype=x.dtype)[late : late + x.numel()].view_as(x)
-        moved.copy_(x)
-        normal = seconds(lambda: nn.functional.layer_norm(moved, (width,), memory, memory))  # noqa: B023
-        norms = seconds(lambda: torch._foreach_norm([moved, memory]))  # noqa: B023
-        value = torch._foreach_norm([moved])[0].item()
-        say(
-            what=f"{2 * late} bytes late", layer_norm_ms=1e3 * normal, foreach_norm_ms=1e3 * norms, norm=value
-        )
+# Figures: contenders take turns in one process.
+
+
+class Case(NamedTuple):
+    """Describe a model and its images, [batch, 3, size, size]."""
+
+    make: Callable[[], nn.Module]
+    batch: int
+    size: int  # pixels
+    rounds: int
+
+
+def vit(layers: int, heads: int, width: int, size: int, patch: int) -> nn.Module:
+    return VisionTransformer(size, patch, layers, heads, width, 4 * width, num_classes=10)
+
+
+def resnet50() -> nn.Module:
+    return torchvision.models.resnet50(num_classes=10)
+
+
+CASES = {
+    "resnet50@224×256": Case(resnet50, 256, 224, 12),
+    "vit_s/16@224×64": Case(partial(vit, 12, 6, 384, 224, 16), 64, 224, 12),
+    "48 blocks of width 64@8×8": Case(partial(vit, 48, 2, 64, 8, 4), 8, 8, 8),
+}
+DRY_CASES = {
+    "resnet50@224×256": Case(partial(torchvision.models.resnet18, num_classes=10), 2, 32, 2),
+    "vit_s/16@224×64": Case(partial(vit, 2, 2, 32, 8, 4), 2, 8, 2),
+    "48 blocks of width 64@8×8": Case(partial(vit, 4, 2, 32, 8, 4), 2, 8, 2),
+}
+
+
+def sharded(model: nn.Module, dtype: torch.dtype | None, **options: Any) -> Contender:
+    shardtrain.shard(model, precision=Precision(dtype), units="blocks", **options)
+    return Contender(model, adamw(model), contextlib.nullcontext)
+
+
+def with_compiled_blocks(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, BLOCKS):
+            module.compile()
+    return model
+
+
+def contenders(dtype: torch.dtype | None, over: str) -> dict[str, Callable[[nn.Module], Contender]]:
+    """Return the ways to train a model on one rank by name; ``over``: the backend, ``nccl`` or ``fake``."""
+    precision = "fp32" if dtype is None else "bf16"
+    peers = ["fsdp2"] if over == "fake" else ["no_communication", "ddp", "fsdp2"]
+    ways = {name: partial(build, name, precision=precision, device=DEVICE) for name in peers}
+    transport = "process_group" if over == "fake" else ProcessGroupTransport(dist.group.WORLD)
+    ways[f"shardtrain, {over}"] = partial(sharded, dtype=dtype, transport=transport)
+    if over == "nccl":
+        ways["shardtrain, silent"] = partial(sharded, dtype=dtype)
+    return ways
+
+
+def compare(title: str, case: Case, ways: dict[str, Callable[[nn.Module], Contender]]) -> None:
+    """Report milliseconds per step and of the host, peak bytes and launches of each of ``ways``."""
+    torch.manual_seed(0)
+    channels_last = torch.channels_last
+    images = torch.randn(case.batch, 3, case.size, case.size, device=DEVICE).to(memory_format=channels_last)
+    data: list[list[Batch]] = [[(images, torch.randint(10, (case.batch,), device=DEVICE))]] * 4
+
+    def make(way: Callable[[nn.Module], Contender]) -> Contender:
+        torch.manual_seed(0)
+        return way(case.make().to(DEVICE).to(memory_format=channels_last))
+
+    runners: dict[str, Contender] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for name, way in ways.items():
+        with noted(f"{title}, {name}"):
+            facts[name] = {} if DRY else footprint(partial(make, way), data, DEVICE)
+            gc.collect()
+            contender = make(way)
+            facts[name]["losses"] = [contender.step(data[0]).item() for _ in range(3)]
+            runners[name] = contender
+    step_s: dict[str, list[float]] = {name: [] for name in runners}
+    host_s: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(case.rounds):
+        for name, contender in runners.items():
+            devices.synchronize(DEVICE)
+            start = time.perf_counter()
+            contender.step(data[0])
+            host_s[name].append(time.perf_counter() - start)
+            devices.synchronize(DEVICE)
+            step_s[name].append(time.perf_counter() - start)
+    for name in runners:
+        step_ms = 1e3 * statistics.median(step_s[name])
+        host_ms = 1e3 * statistics.median(host_s[name])
+        low, _, high = statistics.quantiles(step_s[name], n=4)
+        quartiles = [1e3 * low, 1e3 * high]
+        say(what=title, way=name, step_ms=step_ms, quartiles=quartiles, host_ms=host_ms, **facts[name])
+
+
+def figures(over: str) -> None:
+    for title, case in (DRY_CASES if DRY else CASES).items():
+        with noted(title):
+            compare(f"{title} in bf16", case, contenders(torch.bfloat16, over))
+
+
+def steps() -> None:
+    """Models in bf16 on one rank over NCCL: plain, DDP, FSDP2, shardtrain."""
+    figures("nccl")
+
+
+def one_of_eight() -> None:
+    """Rank 2 of 8 over torch's fake process group: memory, launches and time of the host beside FSDP2's."""
+    figures("fake")
+
+
+def ways() -> None:
+    """What resharding, offload and fp32 cost: a ResNet-50 on one rank over NCCL."""
+    title = "resnet50@224×256"
+    low = torch.bfloat16
+    over_nccl = {"transport": ProcessGroupTransport(dist.group.WORLD)}
+    forms = {
+        "even": partial(sharded, dtype=low, **over_nccl),
+        "kept": partial(sharded, dtype=low, reshard_after_forward=False, **over_nccl),
+        "offload": partial(sharded, dtype=low, offload=True, **over_nccl),
+        "fp32": partial(sharded, dtype=None, **over_nccl),
+    }
+    compare(f"{title}, ways", (DRY_CASES if DRY else CASES)[title], forms)
 
 
 def compiled() -> None:
-    """Whether inductor clones parameters: peak bytes and time of compiled units beside plain ones."""
-    for compiles in (False,) if DRY else (False, True):
-        with noted(f"compiled {compiles}"):
-            model = shardtrain.shard(net(12, 64 if DRY else 2048), units=[nn.Sequential])
-            if compiles:
-                shardtrain.compile_units(model)
-            x = torch.randn(64, model[0][0].in_features, device=DEVICE)
-            taken = seconds(lambda: model(x).square().mean().backward())  # noqa: B023
-            peak = 0 if DRY else torch.cuda.max_memory_allocated() / MIB
-            say(what=f"compiled {compiles}", step_ms=1e3 * taken, peak_mib=peak)
+    """Blocks that are compiled before they are sharded, beside the plain model with compiled blocks."""
+    title = "vit_s/16@224×64"
+    transport = ProcessGroupTransport(dist.group.WORLD)
+    ways = {
+        "plain": partial(build, "no_communication", precision="bf16", device=DEVICE),
+        "shardtrain, nccl": partial(sharded, dtype=torch.bfloat16, transport=transport),
+    }
+
+    def make(way: Callable[[nn.Module], Contender], model: nn.Module) -> Contender:
+        return way(model if DRY else with_compiled_blocks(model))
+
+    forms = {name: partial(make, way) for name, way in ways.items()}
+    compare(f"{title}, compiled blocks", (DRY_CASES if DRY else CASES)[title], forms)
 
 
-def small_steps() -> None:
-    """Steps that the host bounds: 48 tiny units, plain and sharded, and a trace of three steps."""
-    x = torch.randn(8, 64, device=DEVICE)
-    plain = net(48)
-    sharded = shardtrain.shard(copy.deepcopy(plain), units=[nn.Sequential])
-    for name, model in (("plain", plain), ("sharded", sharded)):
-        say(what=name, step_ms=1e3 * seconds(lambda: model(x).square().mean().backward()))  # noqa: B023
-    with profile() as trace:
-        seconds(lambda: sharded(x).square().mean().backward(), 3)
-    if dist.get_rank() == 0:
-        trace.export_chrome_trace("gpu_first_trace.json")
-        say(what="trace for Perfetto", file=str(Path("gpu_first_trace.json").absolute()))
+def trace() -> None:
+    """Three steps of a ViT of 12 blocks, as a trace for Perfetto."""
+    case = (DRY_CASES if DRY else CASES)["vit_s/16@224×64"]
+    model = case.make().to(DEVICE)
+    transport = ProcessGroupTransport(dist.group.WORLD)
+    contender = sharded(model, torch.bfloat16, transport=transport)
+    images = torch.randn(case.batch, 3, case.size, case.size, device=DEVICE)
+    batch: list[Batch] = [(images, torch.zeros(case.batch, dtype=torch.int64, device=DEVICE))]
+    for _ in range(3):
+        contender.step(batch)
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            contender.step(batch)
+        devices.synchronize(DEVICE)
+    file = Path(os.environ["GPU_FIRST_OUT"], "trace.json.gz")
+    profile.export_chrome_trace(str(file))
+    blocks = sum(isinstance(module, EncoderBlock) for module in model.modules())
+    say(what="trace for Perfetto", file=file.name, blocks=blocks)
 
 
-def tree_of_sums() -> None:
-    """Sums in one binary tree by an all-to-all beside the backend's own reduce-scatter."""
-    world = dist.get_world_size()
-    for kib in (16,) if DRY else (64, 1024, 65536):
-        full = torch.randn(world * 256 * kib, device=DEVICE)
-        rows, out = torch.empty_like(full), torch.empty(256 * kib, device=DEVICE)
-
-        def tree() -> None:
-            dist.all_to_all_single(rows, full)  # noqa: B023
-            merge([*rows.view(world, -1)], out, dist.ReduceOp.AVG)  # noqa: B023
-
-        with noted(f"{kib} KiB"):
-            own = seconds(lambda: dist.reduce_scatter_tensor(out, full))  # noqa: B023
-            say(what=f"{kib} KiB", tree_ms=1e3 * seconds(tree), reduce_scatter_ms=1e3 * own)
+# Parts that are programs.
 
 
-SECTIONS = [
-    *(minus_zeros, losses, after_an_error, offload, unaligned_norms, compiled, small_steps, tree_of_sums)
-]
+def versions() -> None:
+    """Report what this machine is."""
+    say(
+        what="versions",
+        python=sys.version.split()[0],
+        torch=torch.__version__,
+        torchvision=torchvision.__version__,
+        device="cpu" if DRY else torch.cuda.get_device_name(),
+        nccl=None if DRY else torch.cuda.nccl.version(),
+        cudnn=torch.backends.cudnn.version(),
+        cpu=devices.processor(),
+    )
 
 
-def rank(section: str) -> None:
+def tests() -> None:
+    """Run `test_cuda.py`."""
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "80", "-rs"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/test_cuda.py"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    print(done.stdout + done.stderr, flush=True)
+    last = done.stdout.strip().splitlines()[-1:]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    say(what="tests/test_cuda.py", code=done.returncode, last=last, failed=failed)
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of the weights, statistics and optimizer state of a run's checkpoints."""
+    sha = hashlib.sha256()
+    for file in sorted(folder.glob("checkpoints/*/*.safetensors")):
+        sha.update(file.read_bytes())
+    return sha.hexdigest()[:16]
+
+
+def same_bits() -> None:
+    """Train the main recipe as four virtual ranks: twice, killed and resumed, with replays, and in bf16."""
+    out = Path(tempfile.mkdtemp())
+    count = 4 if DRY else 60
+    program = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet", "parallel.virtual_ranks=4"]
+    program += [f"train.max_steps={count}", "checkpoint.keep=1", f"device={DEVICE.type}"]
+    program += [f"checkpoint.every_steps={count // 2}"]
+    runs = {
+        "1": [],
+        "2": [],
+        "killed": [],
+        "replayed": [f"train.replay_every={count // 4}"],
+        "bf16, 1": ["parallel.precision=bf16"],
+        "bf16, 2": ["parallel.precision=bf16"],
+    }
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [*program, *runs[name], f"run.dir={out / name.replace(', ', '_')}"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    running = {name: start(name) for name in runs}
+    while running["killed"].poll() is None and not [*(out / "killed").glob("checkpoints/step-*/manifest*")]:
+        time.sleep(0.01)
+    running["killed"].kill()
+    say(what="same bits, killed", code=running["killed"].wait())
+    running["killed"] = start("killed")
+    for name, process in running.items():
+        text, _ = process.communicate()
+        print(name, text, flush=True)
+        folder = out / name.replace(", ", "_")
+        result = folder / "result.json"
+        facts = json.loads(result.read_text()) if result.exists() else {}
+        say(
+            what=f"same bits, {name}",
+            code=process.returncode,
+            digest=digest_of(folder),
+            result={key: facts.get(key) for key in ("step", "train/loss", "val/loss", "run_img_per_s")},
+            tail=text[-600:] if process.returncode else "",
+        )
+
+
+class Part(NamedTuple):
+    """Describe a part: what runs it, its limit in seconds, and the process group that its ranks open."""
+
+    run: Callable[[], None]
+    limit_s: int
+    backend: str = ""  # empty: no process group
+    ranks: int = 1
+
+
+PARTS = {
+    "versions": Part(versions, 20),
+    "nccl": Part(nccl, 60, "nccl"),
+    "gloo": Part(gloo, 70, "gloo", 2),
+    "tests": Part(tests, 90),
+    "steps": Part(steps, 100, "nccl"),
+    "same_bits": Part(same_bits, 80),
+    "one_of_eight": Part(one_of_eight, 60, "fake"),
+    "norms": Part(norms, 40),
+    "trace": Part(trace, 40, "nccl"),
+    "ways": Part(ways, 60, "nccl"),
+    "compiled": Part(compiled, 100, "nccl"),
+}
+
+
+def run_part(name: str) -> None:
+    """Run the part ``name`` as one of its ranks."""
+    part = PARTS[name]
     if not DRY:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("gloo" if DRY else "nccl")
-    say(torch=torch.__version__, device=DEVICE.type if DRY else torch.cuda.get_device_name())
-    globals()[section]()
-    comm.barrier()
-    dist.destroy_process_group()
+        torch.cuda.set_device(0)
+    if part.backend == "fake":
+        dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    elif part.backend:
+        device_id = DEVICE if part.backend == "nccl" and not DRY else None
+        dist.init_process_group("gloo" if DRY else part.backend, device_id=device_id)
+    with noted(name):
+        part.run()
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def start_part(name: str, out: Path, limit_s: float) -> list[dict[str, Any]]:
+    """Run the part ``name`` in its own processes; return its findings, of a failure the end of its output."""
+    part = PARTS[name]
+    arguments = [__file__, "--out", str(out), "--part", name, *(["--dry"] if DRY else [])]
+    if part.backend in ("", "fake"):
+        command = [sys.executable, *arguments]
+    else:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)]
+        command = [sys.executable, *launcher, *arguments]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1" if DRY else "4", "GPU_FIRST_OUT": str(out)}
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of cuBLAS, for the same bits in every run
+    started = time.monotonic()
+    log = out / "log.txt"
+    begin = log.stat().st_size if log.exists() else 0
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            command, env=environ, cwd=CHECKOUT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {limit_s:.0f} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    findings = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("FOUND ")]
+    if code:
+        findings.append({"failed": code, "tail": text[-2000:]})
+    findings.append({"took_s": round(time.monotonic() - started, 1)})
+    return findings
 
 
 def main() -> None:
-    names = [each.__name__ for each in SECTIONS]
-    chosen = [name for name in names if name in sys.argv] or names
-    out = Path(sys.argv[sys.argv.index("--out") + 1]) if "--out" in sys.argv else Path("first.jsonl")
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    runs = [(each, own) for each in chosen for own in AGAIN.get(each, [{}])]
-    for name, own in runs:
-        environ = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "OMP_NUM_THREADS": "1"} | own
-        command = [sys.executable, *ranks, __file__, *(["--dry"] if DRY else []), "--section", name]
-        try:
-            done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
-            text, code = done.stdout + done.stderr, done.returncode
-        except subprocess.TimeoutExpired as error:
-            text, code = (error.stdout or b"").decode() + (error.stderr or b"").decode(), -1
-        found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("FOUND ")]
-        found += [{"failed": code, "tail": text[-3000:]}] if code else []
-        with out.open("a") as file:
-            for each in found:
-                line = json.dumps({"section": name, **own, **each})
-                print(line, file=file)
-                print(line, flush=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--total", type=int, default=TOTAL_S, help="seconds for all parts together")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        run_part(arguments.part)
+        return
+    if unknown := [name for name in arguments.parts if name not in PARTS]:
+        parser.error(f"no part is called {unknown[0]}; there are {', '.join(PARTS)}")
+    out = arguments.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + (10 * arguments.total if DRY else arguments.total)
+    with (out / "findings.jsonl").open("a") as file:
+        for name in arguments.parts or PARTS:
+            left = deadline - time.monotonic()
+            limit_s = PARTS[name].limit_s * (10 if DRY else 1)
+            skipped = [{"skipped": "no time was left"}]
+            for finding in skipped if left < 5 else start_part(name, out, min(limit_s, left)):
+                line = json.dumps({"part": name, **finding})
+                print(line, file=file, flush=True)
+                print(line[:1500], flush=True)
 
 
 if __name__ == "__main__":
-    if "--section" in sys.argv:
-        rank(sys.argv[sys.argv.index("--section") + 1])
-    else:
-        main()
+    main()
