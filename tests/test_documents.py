@@ -32,7 +32,6 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
-    "shardtrain.plan": "curve=false",
     "shardtrain.recipes.bench": "rounds=1 warmup=0 image_size=32 batch_size=2 sizes_kib=[64] units=3",
     "tensorboard.main": "--inspect",
 }
