@@ -196,7 +196,8 @@ def test_kinds_are_told_apart() -> None:
 def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     muon = settings(*VIT, "world_size=4", "optim=muon")
     by_rank = [simulate(muon.config, replace(muon.question, rank=rank)) for rank in range(4)]
-    found, even = simulate(muon.config, muon.question), planned(*VIT, "world_size=4")
+    found = simulate(muon.config, muon.question)
+    even = planned(*VIT, "world_size=4")
     assert (found.uneven, even.uneven) == (True, False)
     assert found.parameters == max(plan.parameters for plan in by_rank) > even.parameters
     assert sum(plan.parameters for plan in by_rank) == 4 * sum(unit.parameters for unit in found.units)

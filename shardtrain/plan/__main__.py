@@ -44,7 +44,8 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     both = read_beside(PlanKeys, Path(__file__).parent / "configs", arguments, speak)
     if both is None:
         return None
-    keys, config = both.keys, both.config
+    keys = both.keys
+    config = both.config
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     images = _data_set(config, config.model.get("num_classes"))

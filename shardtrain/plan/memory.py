@@ -97,12 +97,12 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._instants: list[tuple[str, str, int]] = []  # phase, unit, bytes that the engine had gathered
         self._lives: list[Life] = []
-        self._model = inside = introspect(step.model)
+        self._model = introspect(step.model)
         self._known: dict[int, Life] = {}  # existing storages, by address
         self._watches: list[weakref.ref[Any]] = []
         self._phase = ""  # the last one that the engine named
-        self._fixed = {"parameters": inside.shard_bytes, "gradients": inside.transport.reserved}
-        ours = {_address(tensor) for tensor in inside.tensors}
+        self._fixed = {"parameters": self._model.shard_bytes, "gradients": self._model.transport.reserved}
+        ours = {_address(tensor) for tensor in self._model.tensors}
         averages = step.ema.held() if step.ema is not None else []
         present = {
             "gradients": [p.grad for p in step.model.parameters() if p.grad is not None],
@@ -186,12 +186,16 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | N
         "averages": ema.held() if ema is not None else [],
         "buffers": model.buffers(),
     }
-    return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in state.items()}
+    return {kind: _bytes(tensors) for kind, tensors in state.items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors of ``optimizer``'s state."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _address(tensor: Tensor) -> int:

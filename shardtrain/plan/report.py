@@ -40,8 +40,10 @@ class Output:
 
 def headline(config: Config, plan: Plan) -> str:
     """Return what is planned for, in two lines, and in a third if the batch is not the configuration's."""
-    question, parallel = plan.question, config.parallel
-    side, asked = config.data.image_size, config.train.batch_size
+    question = plan.question
+    parallel = config.parallel
+    side = config.data.image_size
+    asked = config.train.batch_size
     parts = question.world_size * plan.accumulate
     images = question.micro_batch * parts
     options = {

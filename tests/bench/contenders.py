@@ -158,7 +158,9 @@ class LeastWork:
             self._cuts.append((param, nn.Parameter(_flat(param.detach())[:length])))
         parts = [part for _, part in self._cuts]
         self._sent = torch.zeros(total - share, device=parts[0].device)
-        self._received = [[torch.ones_like(part) for part in parts] for _ in range(1, world)]
+        self._received: list[list[Tensor]] = []
+        for _ in range(1, world):
+            self._received.append([torch.ones_like(part) for part in parts])
         self._optimizer = torch.optim.AdamW(parts, lr=1e-4, fused=True)
 
     def step(self) -> None:
