@@ -41,8 +41,10 @@ import shardtrain
 from shardtrain import Precision
 from shardtrain import device as devices
 from shardtrain.comm import ProcessGroupTransport
-from shardtrain.recipes.bench.contenders import BLOCKS, Contender, adamw, build
-from shardtrain.recipes.bench.steps import footprint
+
+sys.path.append(str(Path(__file__).parent / "bench"))  # a folder of scripts
+from contenders import BLOCKS, Contender, adamw, build  # noqa: E402
+from steps import footprint  # noqa: E402
 
 DRY = "--dry" in sys.argv
 DEVICE = torch.device("cpu") if DRY else torch.device("cuda", 0)

@@ -29,14 +29,14 @@ from shardtrain.comm import trace
 from shardtrain.comm.transport import Transport
 from shardtrain.job.launch import Context
 from shardtrain.optim import Ema
-from shardtrain.recipes.bench.contenders import POOL, Contender, adamw
-from shardtrain.recipes.bench.steps import footprint
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
 import gpu_first
+from contenders import POOL, Contender, adamw
 from simulated_device import DEVICE, SimulatedDevice
 from small import Block, OddNet, images
+from steps import footprint
 from tiny import ALONE, TINY, configure
 
 WORLD, RANK = 8, 2

@@ -26,14 +26,13 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "GLOO_SOCKET_IFNAME|--nnodes": "tests/test_hosts.py does",
     "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
     "data.download=true": "takes a network",
-    "bench device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
+    "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
     "perf record|perf report": "takes perf",
 }
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
-    "shardtrain.plan": "curve=false",
-    "shardtrain.recipes.bench": "rounds=1 warmup=0 image_size=32 batch_size=2 sizes_kib=[64] units=3",
+    "tests/bench/steps.py": "rounds=1 warmup=0 image_size=32 batch_size=2",
     "tensorboard.main": "--inspect",
 }
 
@@ -55,12 +54,13 @@ def commands(*files: Path) -> list[str]:
 
 
 def parsed(command: str) -> tuple[int, str, list[str]]:
-    """How many ranks a command starts, of which module, and with which arguments."""
+    """How many ranks a command starts, of which module or file, and with which arguments."""
     words = shlex.split(os.path.expandvars(command))
     if words[0] == "tensorboard":
         return 1, "tensorboard.main", words[1:]
     ranks = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
-    at = words.index("-m") + 1
+    files = [number for number, word in enumerate(words) if word.startswith("tests/bench/")]
+    at = files[0] if files else words.index("-m") + 1
     return ranks, words[at], words[at + 1 :]
 
 
@@ -85,7 +85,8 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
 ) -> None:
     """One after the other in one folder, with the photographs and the weights that they start from."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for folder in ("docs", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "images").symlink_to(tmp_path / "photos")
     for number in range(24):
         folder = tmp_path / "photos" / ("train", "val")[number % 2] / ("cat", "dog")[number // 12]
@@ -102,7 +103,8 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
         short = SHORT.get(module, "").split()
         if module == "shardtrain.train" and "docs/example" not in command:  # whose ranks start workers
             short.append("data.workers=0")
-        said += run(ranks, "-m", module, *arguments, *short, folder=tmp_path)
+        program = [module] if module.endswith(".py") else ["-m", module]
+        said += run(ranks, *program, *arguments, *short, folder=tmp_path)
     lines = [line for block in blocks("", file) for line in block.splitlines()]
     assert [line for line in lines if line not in said] == [], said
 

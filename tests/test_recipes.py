@@ -24,20 +24,18 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.checkpoint.store import Newest
 from shardtrain.job import model
-from shardtrain.job.build import completed, loss_of, lr_factor
+from shardtrain.job.build import loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
-from shardtrain.job.data import Batch, DataSet, Share, load
+from shardtrain.job.data import Batch, DataSet, Share
 from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.launch import run_dir
-from shardtrain.job.pictures import plot
 from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes import digits
 from shardtrain.recipes.augment import Affine, Photo
-from shardtrain.recipes.bench import compare
 from shardtrain.recipes.models import classifier, resnet_cifar, vit
 from shardtrain.recipes.resnet9_cifar10 import Norm, Resnet9
 from shardtrain.train.loop import train
@@ -292,23 +290,6 @@ def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: Path) 
     assert result["reference"] is None  # of another model or data set
     result["reference"] = dataclasses.asdict(composed(f"+recipe={name}").reference)
     assert f"acc1      yours {yours:.2f} %, reference " in end_table(result)
-
-
-@each_rank(2, transport="auto")
-def test_every_way_trains_alike(tmp_path: Path) -> None:
-    sizes = ("data.image_size=8", "model.depth=8", "train.max_steps=3")
-    config = composed("+recipe=resnet20_cifar10", *FAKE, *sizes)
-    images = load(config.data)
-    config = completed(config, images)
-    ways = {way: compare.train(way, config, context(tmp_path), images, every=2) for way in compare.WAYS}
-    for way in ways.values():
-        assert [len(way[kind]) for kind in ("loss", "accuracy")] == [3, 2]
-        assert (way["loss"], way["accuracy"]) == (ways["ddp"]["loss"], ways["ddp"]["accuracy"])
-    ways["fsdp2"]["loss"][2] += 0.5
-    said = "\n".join(compare.summary(ways))
-    assert "FSDP2                      test accuracy" in said
-    assert "losses equal in 2 of 3 steps, largest difference 5.0e-01" in said
-    assert np.shape(plot(lambda figure: compare.draw(figure, ways, "title"), (10, 6))) == (660, 1100, 3)
 
 
 def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """Two hosts on one machine, joined by a link that can be slow or cut, for tests and for measurements.
 
-    python tests/two_hosts.py --rate 1gbit --ranks 2 -- -m shardtrain.recipes.bench model=resnet18
+    python tests/two_hosts.py --rate 1gbit --ranks 2 -- tests/bench/steps.py model=resnet18
 
 starts a torchrun on each, and prints what they print. What follows ``--`` is torchrun's. It needs root.
 

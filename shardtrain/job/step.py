@@ -1,4 +1,4 @@
-"""Run one optimizer step. The training loop, the planner, the doctor and the benchmark share it."""
+"""Run one optimizer step. The training loop, the planner and the doctor share it."""
 
 from __future__ import annotations
 

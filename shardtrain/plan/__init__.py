@@ -1,5 +1,5 @@
 """Predict what a rank will hold, send and compute in a step.
 
 Read in this order: ``memory`` (which memory is in use when), ``simulate`` (the engine without data and
-without other ranks), ``report`` (a plan in words and as JSON), ``__main__`` (the program, the largest batch).
+without other ranks), ``report`` (a plan in words), ``__main__`` (the program).
 """

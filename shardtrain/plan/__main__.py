@@ -1,14 +1,13 @@
-"""Predict memory, traffic and time: ``python -m shardtrain.plan +recipe=resnet world_size=64``."""
+"""Predict one rank's memory and traffic: ``python -m shardtrain.plan +recipe=resnet world_size=64``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from shardtrain import device
 from shardtrain.job import data, launch
@@ -22,22 +21,15 @@ from shardtrain.job.schema import above, at_least
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
 
-GIB = 2**30
-WORLD_SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
-MOST_IMAGES = 1 << 16  # per rank in one forward
-
 
 @dataclass(frozen=True)
 class PlanKeys:
     """`config.yaml` explains every key."""
 
-    curve: bool
-    out: str | None
     world_size: int = at_least(1, at_most=10**6)
     micro_batch: int | None = at_least(1)
     bandwidth: float | None = above(0)
     flops: float | None = above(0)
-    memory: float | None = above(0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,8 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     both = read_beside(PlanKeys, Path(__file__).parent / "configs", arguments, speak)
     if both is None:
         return None
-    keys, config = both.keys, both.config
+    keys = both.keys
+    config = both.config
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     images = _data_set(config, config.model.get("num_classes"))
@@ -90,63 +83,16 @@ def _question(keys: PlanKeys, config: Config, channels: int) -> Question:
 
 
 def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
-    """Simulate, print the plan, and write `plan.json`, `plan.txt` and a picture."""
+    """Simulate one rank, and print its plan."""
     if rank_info.world_size > 1:
         raise UserError(
             "the planner is one process for any world size: start it with python -m shardtrain.plan"
         )
-    keys, config, question = settings.keys, settings.config, settings.question
-    output = report.Output("plan", keys.out, f"{config.model_name}-{question.world_size}ranks")
-    rates = (keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
-    asked = simulate(config, question)
-    text = f"{report.headline(config, asked)}\n\n{report.rank_table(asked)}"
-    if rates is not None:
-        text += f"\n{report.bound_in_words(asked, rates)}"
-    largest = None
-    if keys.memory is not None:
-
-        def peak_of(images: int) -> int:
-            return simulate(config, replace(asked.question, micro_batch=images)).peak
-
-        images = largest_batch(peak_of, int(keys.memory * GIB), question.micro_batch)
-        largest = {"memory": keys.memory, "images": images}
-        text += f"\n{report.fit_in_words(asked, keys.memory, images)}"
-    plans = [asked]
-    if keys.curve:
-        others = (w for w in WORLD_SIZES if w != question.world_size and w % question.replicate == 0)
-        plans += [simulate(config, replace(question, world_size=world)) for world in others]
-        plans.sort(key=lambda plan: plan.question.world_size)
-        text += f"\n\n{report.curve_table(plans, rates)}\n\n{report.shards_table(plans)}"
-    facts = {
-        "plan": report.as_json(asked, rates),
-        "largest_batch": largest,
-        "curve": [report.as_json(plan, rates) for plan in plans],
-        "config": config,
-    }
-    output.write(text, facts)
-    picture = asked.timeline.picture(keys.memory and keys.memory * GIB)
-    if isinstance(picture, str):
-        print(picture)
-    else:
-        Image.fromarray(picture).save(output.folder / "memory.png")
-
-
-def largest_batch(peak_of: Callable[[int], int], memory: int, start: int) -> int:
-    """Return the largest number of images whose peak fits in ``memory`` bytes: from 0 to MOST_IMAGES.
-
-    ``peak_of(images)``, in bytes, grows nearly in proportion to the images. So a few steps along the line
-    through the two known points nearest to ``memory``, at first ``start`` and ``start + 1``, find it.
-    """
-    known = {images: peak_of(images) for images in (start, start + 1)}
-    while True:
-        fits = max((images for images, peak in known.items() if peak <= memory), default=0)
-        too_many = min((images for images, peak in known.items() if peak > memory), default=MOST_IMAGES + 1)
-        if too_many - fits <= 1:
-            return fits
-        (a, low), (b, high) = sorted(known.items(), key=lambda item: abs(item[1] - memory))[:2]
-        guess = round(a + (memory - low) * (b - a) / (high - low)) if high != low else 2 * fits
-        images = min(max(guess, fits + 1), too_many - 1)
-        known[images] = peak_of(images)
+    keys = settings.keys
+    asked = simulate(settings.config, settings.question)
+    print(f"{report.headline(settings.config, asked)}\n\n{report.rank_table(asked)}")
+    if keys.bandwidth and keys.flops:
+        print(report.bound_in_words(asked, keys.bandwidth, keys.flops))
 
 
 main = partial(launch.start, read, plan)

@@ -1,4 +1,4 @@
-"""Record the memory of one step: which storages exist when, by what they hold; as numbers and as a picture.
+"""Record the memory of one step: which storages exist when, by what they hold.
 
 Every operation passes through a dispatch mode, which sees every new tensor. Weak references report when a
 storage is freed. This works with and without data (torch's ``FakeTensorMode``), so that plans and
@@ -19,8 +19,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardtrain import introspect
 from shardtrain.job.format import MIB
-from shardtrain.job.pictures import Picture, plot
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema
 
@@ -44,8 +42,6 @@ MEMORY_KINDS = {
     "other": "0.7",
 }
 _LAYS_OUT = torch.ops.aten._foreach_copy_.default  # in backward, what the engine does with gradients
-MOST_NAMES = 60  # units named along the axis
-LONGEST_NAME = 20  # characters of a unit's name there; longer names are shown by their ends
 
 
 class MemoryPoint(NamedTuple):
@@ -83,41 +79,6 @@ class MemoryTimeline(NamedTuple):
         where = peak.phase if peak.phase == "update" else f"{peak.phase} of {peak.unit}"
         return f"The peak of {peak.total / MIB:.1f} MiB, in {where}, consists of {listed}."
 
-    def picture(self, capacity: float | None = None) -> Picture | str:
-        """Draw stacked areas over the step, below a line of the ``capacity`` in bytes; or return why not."""
-        return plot(partial(self._draw, capacity), inches=(11, 5))
-
-    def _draw(self, capacity: float | None, figure: Any) -> None:
-        axes = figure.subplots()
-        rows = [[size / MIB for size in sizes] for sizes in zip(*(p.bytes for p in self.points), strict=True)]
-        colors = list(MEMORY_KINDS.values())
-        axes.stackplot(range(len(self.points)), rows, labels=MEMORY_KINDS, colors=colors, linewidth=0)
-        self._mark_units(axes)
-        at = self.points.index(self.peak)
-        highest = top = self.peak.total / MIB
-        axes.annotate(f"{top:.1f} MiB", (at, top), (0, 4), textcoords="offset points", ha="center")
-        if capacity is not None:  # above the picture where it is far from what is needed
-            room = capacity / MIB
-            axes.axhline(room, color="black", linestyle="--", label=f"a rank has {room:,.0f} MiB")
-            highest = max(top, min(room, 2 * top))
-        axes.margins(x=0)
-        axes.set_ylim(0, 1.12 * highest)
-        axes.set(xlabel="operations of the step, by unit", ylabel="MiB per rank")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, reverse=True)
-        figure.suptitle(self.words(), fontsize=9, wrap=True)
-
-    def _mark_units(self, axes: Any) -> None:
-        for phase, run in groupby(enumerate(self.points), key=lambda item: item[1].phase):
-            first = next(run)[0]
-            axes.axvline(first, color="0.3", linewidth=0.8)
-            axes.text(first, 1.01, phase, fontsize=8, transform=axes.get_xaxis_transform())
-        named: dict[int, str] = {}  # by the first of consecutive points in one unit
-        for (_, unit), run in groupby(enumerate(self.points), key=lambda item: item[1][:2]):
-            first = next(run)[0]
-            if not named or first - max(named) >= len(self.points) / MOST_NAMES:
-                named[first] = unit if len(unit) <= LONGEST_NAME else f"…{unit[1 - LONGEST_NAME :]}"
-        axes.set_xticks(list(named), list(named.values()), rotation=90, fontsize=7)
-
 
 @dataclass(eq=False)
 class Life:
@@ -136,12 +97,12 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._instants: list[tuple[str, str, int]] = []  # phase, unit, bytes that the engine had gathered
         self._lives: list[Life] = []
-        self._model = inside = introspect(step.model)
+        self._model = introspect(step.model)
         self._known: dict[int, Life] = {}  # existing storages, by address
         self._watches: list[weakref.ref[Any]] = []
         self._phase = ""  # the last one that the engine named
-        self._fixed = {"parameters": inside.shard_bytes, "gradients": inside.transport.reserved}
-        ours = {_address(tensor) for tensor in inside.tensors}
+        self._fixed = {"parameters": self._model.shard_bytes, "gradients": self._model.transport.reserved}
+        ours = {_address(tensor) for tensor in self._model.tensors}
         averages = step.ema.held() if step.ema is not None else []
         present = {
             "gradients": [p.grad for p in step.model.parameters() if p.grad is not None],
@@ -225,12 +186,16 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | N
         "averages": ema.held() if ema is not None else [],
         "buffers": model.buffers(),
     }
-    return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in state.items()}
+    return {kind: _bytes(tensors) for kind, tensors in state.items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors of ``optimizer``'s state."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _address(tensor: Tensor) -> int:

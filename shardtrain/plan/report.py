@@ -1,10 +1,9 @@
-"""Describe a plan in words, in tables and as JSON."""
+"""Describe a plan in words and as a table."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +11,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import path_of, writing
 from shardtrain.job.format import MIB, aligned, counted
-from shardtrain.plan.memory import MEMORY_KINDS
 from shardtrain.plan.simulate import Plan
-
-Rates = tuple[float, float]  # peaks of the hardware per rank: GB/s sent, and TFLOP/s
 
 
 class Output:
@@ -44,8 +40,10 @@ class Output:
 
 def headline(config: Config, plan: Plan) -> str:
     """Return what is planned for, in two lines, and in a third if the batch is not the configuration's."""
-    question, parallel = plan.question, config.parallel
-    side, asked = config.data.image_size, config.train.batch_size
+    question = plan.question
+    parallel = config.parallel
+    side = config.data.image_size
+    asked = config.train.batch_size
     parts = question.world_size * plan.accumulate
     images = question.micro_batch * parts
     options = {
@@ -102,69 +100,15 @@ def bytes_by_kind(plan: Plan) -> dict[str, int]:
     }
 
 
-def bound_in_words(plan: Plan, rates: Rates) -> str:
-    """Return a sentence with the lower bound of a step's time."""
-    (bandwidth, flops), (compute, send) = rates, plan.seconds(*rates)
+def bound_in_words(plan: Plan, bandwidth: float, flops: float) -> str:
+    """Return a sentence with the lower bound of a step's time at GB/s sent and TFLOP/s, a rank's peaks."""
+    compute = plan.flops / (flops * 1e12)
+    send = sum(plan.sent.values()) / (bandwidth * 1e9)
     return (
         f"At {flops:g} TFLOP/s and {bandwidth:g} GB/s a step takes at least "
         f"{max(compute, send) * 1e3:.3g} ms with all communication hidden, {(compute + send) * 1e3:.3g} ms "
         f"with none ({compute * 1e3:.3g} to compute, {send * 1e3:.3g} to send)."
     )
-
-
-def fit_in_words(plan: Plan, memory: float, images: int) -> str:
-    """Return a sentence that at most ``images`` per rank in one forward fit in ``memory`` GiB."""
-    if not images:
-        return f"Not even one image of a rank fits {memory:g} GiB: more ranks, or a smaller model."
-    return (
-        f"{memory:g} GiB of tensors hold at most {counted(images, 'image')} per rank at a time, so "
-        f"train.batch_size={images * plan.accumulate * plan.question.world_size}."
-    )
-
-
-def curve_table(plans: Sequence[Plan], rates: Rates | None) -> str:
-    """Return a table over world sizes, in MiB, with equally many images per rank."""
-    head = ["ranks", "parameters", "optimizer", "gradients", "gathered", "activations", "peak"]
-    rows = [[*head, "gathers send", "reductions send", *(["ms at least"] if rates else [])]]
-    for plan in plans:
-        most = [plan.timeline.most(kind) for kind in ("gathered", "activations")]
-        held = (plan.parameters, plan.optimizer, plan.gradients, *most, plan.peak)
-        sent = [plan.sent.get(kind, 0) for kind in ("all_gather", "reduce_scatter")]
-        bound = [f"{max(plan.seconds(*rates)) * 1e3:.3g}"] if rates else []
-        rows.append([f"{plan.question.world_size:,}", *(_mib(size) for size in (*held, *sent)), *bound])
-    images = counted(plans[0].question.micro_batch, "image")
-    title = f"MiB per rank with {images} at a time, and MiB that it sends per step"
-    return "\n".join([title, *aligned(rows)])
-
-
-def shards_table(plans: Sequence[Plan]) -> str:
-    """Return a table over world sizes of how even the shards are, and how small the messages."""
-    rows = [["ranks", "even share", "a rank holds", "FSDP2", "smallest of a unit", "largest"]]
-    for plan in plans:
-        world, whole = plan.question.world_size, sum(unit.bytes for unit in plan.units)
-        shards = [unit.local_bytes for unit in plan.units if unit.bytes]
-        over = [f"×{held * world / whole:.3f}" for held in (sum(shards), plan.by_rows)]
-        share, *ends = (f"{size / 1024:,.2f}" for size in (whole / world, min(shards), max(shards)))
-        rows.append([f"{world:,}", share, *over, *ends])
-    title = "KiB of parameters: a rank's even share, what it holds of that, and the shards of its units"
-    return "\n".join([title, *aligned(rows)])
-
-
-def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
-    """Return the plan's bytes, collectives, operations and seconds."""
-    peak = plan.timeline.peak
-    return {
-        **asdict(plan.question),
-        "accumulate": plan.accumulate,
-        "bytes": bytes_by_kind(plan),
-        "parameters_cut_by_rows": plan.by_rows,
-        "peak": peak._asdict() | {"bytes": dict(zip(MEMORY_KINDS, peak.bytes, strict=True))},
-        "sent_bytes": plan.sent,
-        "movements": plan.calls,
-        "flops": plan.flops,
-        "units": [unit._asdict() for unit in plan.units],
-        "seconds": rates and dict(zip(("compute", "send"), plan.seconds(*rates), strict=True)),
-    }
 
 
 def _mib(size: int) -> str:

@@ -8,7 +8,6 @@ Nothing here repeats what the engine does, so a plan follows the engine when tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +46,6 @@ class Plan:
     accumulate: int
     uneven: bool  # other ranks hold less
     units: tuple[UnitInfo, ...]
-    by_rows: int  # parameters of this rank if they were cut as by FSDP2, see `held_by_rows`
     parameters: int  # of this rank, without padding, like the next three
     optimizer: int
     averages: int  # moving averages of parameters and buffers
@@ -63,10 +61,6 @@ class Plan:
     def peak(self) -> int:
         return self.timeline.peak.total
 
-    def seconds(self, bandwidth: float, flops: float) -> tuple[float, float]:
-        """Return the seconds of computation at ``flops`` TFLOP/s, and of sending at ``bandwidth`` GB/s."""
-        return self.flops / (flops * 1e12), sum(self.sent.values()) / (bandwidth * 1e9)
-
 
 def simulate(config: Config, question: Question) -> Plan:
     """Return the plan for ``config``, whose model's keys are complete, as if nothing were compiled."""
@@ -74,12 +68,12 @@ def simulate(config: Config, question: Question) -> Plan:
     with warnings.catch_warnings(), FakeTensorMode():
         # The engine compares addresses to notice replaced parameters; here all are 0.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        model, optimizer, by_rows = _sharded(config, question)
+        model, optimizer = _sharded(config, question)
         held = introspect(model).bytes_by_rank
         if question.rank is None:
             question = replace(question, rank=held.index(max(held)))
             if question.rank:
-                model, optimizer, by_rows = _sharded(config, question)
+                model, optimizer = _sharded(config, question)
         ema = ema_of(model, config, steps_per_epoch=1)
         loss = loss_of(config.train.loss, config.train.label_smoothing, config.allow)
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
@@ -103,7 +97,6 @@ def simulate(config: Config, question: Question) -> Plan:
             accumulate=len(batches),
             uneven=min(held) < max(held),
             units=tuple(inside.units),
-            by_rows=by_rows,
             **state_bytes(model, optimizer, ema),
             gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,
@@ -128,26 +121,12 @@ def plan_of(config: Config, job: Job) -> Plan:
     return simulate(config, question)
 
 
-def held_by_rows(parameters: Iterable[Tensor], world: int) -> int:
-    """Return the bytes of one rank's shards if ``parameters`` were cut by rows, as FSDP2 cuts them.
-
-    FSDP2 cuts each parameter on its first dimension, and pads it so that each rank has as many rows as the
-    first: of 4 rows 2 on each of three ranks. Where there are fewer rows than ranks, each rank holds one.
-    """
-    held = 0
-    for parameter in parameters:
-        rows = parameter.shape[0] if parameter.dim() else 1
-        held += -(-rows // world) * (parameter.nbytes // rows) if rows else 0
-    return held
-
-
-def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """Return the model on the question's rank (default: 0), its optimizer, and `Plan.by_rows`."""
+def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model on the question's rank (default: 0), and its optimizer."""
     model = _unsharded(config)
-    by_rows = held_by_rows(model.parameters(), question.world_size // question.replicate)
     ranks = question.world_size, question.replicate, question.rank or 0
     transport = comm.simulated(*ranks, in_place=question.in_place, inbox=question.inbox)
-    return model, shard_with_optimizer(model, config, transport), by_rows
+    return model, shard_with_optimizer(model, config, transport)
 
 
 def _unsharded(config: Config) -> nn.Module:

@@ -1,4 +1,8 @@
-"""Measure the peak memory of the whole job on CPUs above its imports, each contender in fresh processes.
+"""Measure the peak memory of a whole job on CPUs above its imports, each contender in fresh processes.
+
+    torchrun --nproc-per-node 2 tests/bench/memory.py model=resnet152
+
+It takes the keys of `steps.py`, but not rounds, warmup and device.
 
 Rank 0 starts as many processes as there are ranks. They form their own process group and train a few steps
 while rank 0 watches them: one contender at a time, so that contenders share nothing.
@@ -23,53 +27,54 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from shardtrain.device import is_accelerator
-from shardtrain.job.dist_env import RankInfo, choose_device
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
-from shardtrain.job.format import MIB
-from shardtrain.job.launch import open_process_group
+from shardtrain.job.launch import open_process_group, start
 
-from .compared import Bench
-from .contenders import POOL, TITLES, build, to_run
-from .interleave import attempt
-from .settings import Settings
+from compared import Facts, compared, table, write
+from contenders import POOL, Case, build, usual
+from rounds import Samples, attempt
+from settings import Settings, read
 
+MIB = 2**20
 STEPS = 5  # optimizer state exists after the first; allocators settle in the others
 INTERVAL_S = 0.01  # seconds between two readings
 ROLLUP = "/proc/{}/smaps_rollup"
 
 
-def measure(bench: Bench) -> None:
-    """Watch one contender after the other."""
-    settings, ranks = bench.settings, bench.rank_info
+def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
+    """Watch one contender after the other; print and write the peaks."""
     if not Path(ROLLUP.format("self")).exists():
         raise UserError("memory reads /proc/PID/smaps_rollup, which this system does not have (Linux does)")
-    if ranks.local_world_size < ranks.world_size:
+    if rank_info.local_world_size < rank_info.world_size:
         raise UserError("memory watches the processes of one host: start all ranks on it")
-    if is_accelerator(bench.device):
-        raise UserError("memory is for CPUs; on a GPU the steps' own table has the memory")
-    names, shape = to_run(settings.contenders), settings.case(settings.model).shape
-    title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
-    references = settings.reference, "ddp"
-    comparison = bench.begin(names, title, "MiB", 1 / MIB, references, settings.precision)
-    for name, own in comparison.samples.items():
-        watch = partial(watch_ranks, settings, name, ranks.world_size)
-        watched = attempt(watch if ranks.rank == 0 else lambda: None, own, bench.device)
-        if watched is not None:
-            peak, own.losses = watched
-            own.values = [peak]
-        if ranks.rank == 0:
-            print(f"{TITLES[name]}: {own.failure or f'{own.values[0] / MIB:.0f} MiB'}", flush=True)
+    cases: dict[str, Facts] = {}
+    for case in settings.cases:
+        samples = {name: Samples() for name in settings.contenders or usual()}
+        for name, own in samples.items():
+            watch = partial(watch_ranks, case, settings, name, rank_info.world_size)
+            watched = attempt(watch if rank_info.rank == 0 else lambda: None, own)
+            if watched is not None:
+                peak, own.losses = watched
+                own.values.append(peak)
+        facts = compared(samples, (settings.reference, "ddp"), settings.precision)
+        title = (
+            f"{case.shape} in {settings.precision}, peak of the whole job above its imports, {STEPS} steps"
+        )
+        cases[title] = facts
+        if rank_info.rank == 0:
+            print(table(title, facts, "MiB", 1 / MIB))
+            write(settings, device, cases)
 
 
-def watch_ranks(settings: Settings, name: str, world: int) -> tuple[int, list[float]]:
+def watch_ranks(case: Case, settings: Settings, name: str, world: int) -> tuple[int, list[float]]:
     """Train ``name`` in one fresh process per rank; return the peak bytes of all, and their mean losses.
 
     Raises RuntimeError with the reason of the first rank that ends early; the others are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = (settings, name, world, folder, torch.get_num_threads())
-        ranks = spawn(_train, given, world, join=False)  # type: ignore[no-untyped-call]
+        arguments = (case, settings, name, world, folder, torch.get_num_threads())
+        ranks = spawn(train, arguments, world, join=False)  # type: ignore[no-untyped-call]
         peak = 0
         try:
             while not ranks.join(INTERVAL_S):
@@ -94,22 +99,26 @@ def pss(pids: Iterable[int]) -> int:
     return total
 
 
-def _train(rank: int, settings: Settings, name: str, world: int, folder: str, threads: int) -> None:
+def train(
+    rank: int, case: Case, settings: Settings, name: str, world: int, folder: str, threads: int
+) -> None:
     """Train as one rank; write the bytes before the first step, and every step's loss."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
-    rank_info = RankInfo(rank, world, rank, world)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    device = choose_device(settings.device, rank_info)
+    device = torch.device("cpu")
     store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
-    open_process_group(rank_info, device, store)
-    case = settings.case(settings.model)
+    open_process_group(RankInfo(rank, world, rank, world), device, store)
     dist.barrier()
     before = pss([os.getpid()])
     dist.barrier()
-    data = case.build_data(settings.accumulate, settings.seed, rank, device)
-    contender = build(name, case.build_model(settings.seed, device), settings.precision, device)
+    data = case.build_data(settings.accumulate, rank, device)
+    contender = build(name, case.build_model(device), settings.precision, device)
     losses = [contender.step(data[number % POOL]).item() for number in range(STEPS)]
     dist.barrier()
     Path(folder, f"{rank}.json").write_text(json.dumps([before, losses]))
     os._exit(0)  # since gloo's threads may abort an interpreter that ends while a model holds the group
+
+
+if __name__ == "__main__":
+    start(partial(read, __doc__, ("rounds", "warmup", "device")), run)
