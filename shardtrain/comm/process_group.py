@@ -187,7 +187,7 @@ class ProcessGroupTransport(Transport):
             moving = self._watched(kind, name, starts)
         else:
             moving = self.backend_for(kind, name).exchange(moves)
-        return Pending(moving.wait, *steps, ended=moving.ended)
+        return Pending(moving.wait, *steps)
 
     def _watched(
         self, kind: Movement, name: str, starts: Sequence[Callable[[Mailbox, int], Pending]]

@@ -18,29 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain import Precision, comm, device, introspect
+from shardtrain import comm, device, introspect
 from shardtrain.comm import trace
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.evaluate import table_of, table_rows
 from shardtrain.job.format import MIB
-from shardtrain.plan.memory import MEMORY_KINDS, optimizer_tensors
+from shardtrain.plan.memory import optimizer_tensors
 
-PHASES = {  # the phases of a step, and their colours in pictures
-    "data": "tab:olive",
-    "forward": "tab:blue",
-    "backward": "#17708a",
-    "optimizer": MEMORY_KINDS["optimizer"],
-    "checkpoint": "tab:brown",
-}
-WAITING = "tab:red"
+PHASES = ("data", "forward", "backward", "optimizer", "checkpoint")  # of a step
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
-
-# Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity). Convolutions
-# of fp32 tensors use TF32 by default. In bf16 and fp16 each of these GPUs has twice that. `perf/mfu` is
-# reported if the peak is known.
-TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
-
 
 # Step times do not show which rank is slow: ranks wait for one another, so every rank's step takes as long as
 # the slowest rank's. A rank's own work, without waiting, shows it: busy 135 ms where the others' median is
@@ -88,7 +75,7 @@ class Spent:
     images: int = 0
 
 
-ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
+ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "profile")
 
 
 def judge(spent: Spent) -> dict[str, Any]:
@@ -135,7 +122,6 @@ class StepMetrics:
     def __init__(self, job: Job) -> None:
         self.job, self.device, self.spent = job, job.device, Spent()
         self._rows = table_rows(job.model)
-        self.peak = peak_flops(job.device, introspect(job.model).precision)
         self._restart()
 
     def start(self) -> None:
@@ -163,7 +149,7 @@ class StepMetrics:
         self._added = 0  # micro-batches
         self.scored = 0  # images in these sums
         # A resumed run begins the following anew.
-        self.images: Counter[int] = Counter()  # images, by their side in pixels
+        self.images = 0
         self._phase = ""
         self._marks: list[tuple[str, Any]] = []  # phases, and the moments at which they began
         self._meters: list[comm.Meter] = []  # one per step
@@ -174,12 +160,12 @@ class StepMetrics:
         """Time one step and count its traffic. Time outside of a `phase` counts as ``optimizer``."""
         with comm.meter() as meter:
             self._meters.append(meter)
-            trace.begin("step", "step")
+            trace.begin("train", "step")
             try:
                 with self.phase("optimizer"):
                     yield
             finally:
-                trace.end("step", "step")
+                trace.end("train", "step")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -216,7 +202,7 @@ class StepMetrics:
             losses, hits = self.sums[self._added % len(self.sums)].unbind()
             losses.add_(loss, alpha=len(labels))
             hits.add_((logits.argmax(1) == labels).sum())
-        self.images[images.shape[-1]] += len(labels)
+        self.images += len(images)
         self.scored += len(labels)
         self._added += 1
 
@@ -233,7 +219,7 @@ class StepMetrics:
         if not math.isfinite(loss):
             raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
-        images = self.images.total() * ranks  # every rank has equally many
+        images = self.images * ranks  # every rank has equally many
         scored = self.scored * ranks
         mean = dict(zip(("waiting", "", *PHASES), rows.mean(0).tolist(), strict=True))
         scalars = {
@@ -249,10 +235,6 @@ class StepMetrics:
             **{tags.sent_mib(kind): sent[kind] / steps / MIB for kind in REPORTED_TRAFFIC},
             **_memory(self.job),
         }
-        if self.peak is not None:
-            costs = self.job.forward_flops  # not of sizes that an augmentation makes
-            forward = sum(count * costs.get(side, math.nan) for side, count in self.images.items())
-            scalars[tags.MFU] = 3 * forward / elapsed / self.peak  # backward takes twice a forward's
         per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 2:] / steps).tolist()]
         self.spent.steps += steps
         self.spent.images += images
@@ -284,12 +266,3 @@ def _memory(job: Job) -> dict[str, float]:
         tags.PEAK_MIB: device.peak_memory(job.device),
     }
     return {tag: size / MIB for tag, size in held.items()}
-
-
-def peak_flops(where: torch.device, precision: Precision | None) -> float | None:
-    """Return the operations per second of a GPU that is known, in the dtype of its computation."""
-    if not device.is_accelerator(where):
-        return None
-    name = device.name(where)
-    times = 2 if precision is not None and precision.param in (torch.bfloat16, torch.float16) else 1
-    return next((times * peak for model, peak in TF32_PEAK.items() if model in name), None)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from PIL import Image
 
 from shardtrain import introspect
 from shardtrain.job import pictures, tags
@@ -55,29 +54,14 @@ class Monitor:
     def facts(self, facts: Mapping[str, Any]) -> None:
         self._each(lambda writer: writer.facts(facts))
 
-    def picture(self, tag: str, picture: Picture | str, path: Path | None = None) -> bool:
-        """Pass a picture on, and write it to ``path``. A text instead is printed once: why there is none.
-
-        Returns whether there is a picture.
-        """
-        if isinstance(picture, str):
-            if picture not in self._warned:
-                self._warned.add(picture)
-                self.say(picture)
-            return False
+    def picture(self, tag: str, picture: Picture) -> None:
         self._each(lambda writer: writer.picture(self.latest, tag, picture))
-        if path is not None:
-            self.save(path, picture)
-        return True
 
-    def save(self, path: Path, content: Picture | str) -> bool:
-        """Write a file of the run directory; return whether it was written. Warns if not."""
+    def write(self, path: Path, make: Callable[[], object]) -> bool:
+        """Have ``make`` write a file of the run directory; return whether it did. Warns if not."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, str):
-                path.write_text(content)
-            else:
-                Image.fromarray(content).save(path)
+            make()
         except OSError as error:
             self._warn(path.name, error)
             return False
@@ -154,7 +138,8 @@ def open_monitor(
         given = (context.run_dir, dataclasses.asdict(config))
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
     monitor = Monitor(*writers, first_step=job.first_step)
-    monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
+    file = context.run_dir / "config.yaml"
+    monitor.write(file, lambda: file.write_text(OmegaConf.to_yaml(dataclasses.asdict(config))))
     monitor.facts(facts)
     status = "failed"
     try:

@@ -185,8 +185,7 @@ class TensorBoard(Writer):
         self._unwritten.clear()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        again = {first: scalars[tag] for tag, first in tags.FIRST.items() if tag in scalars}
-        for tag, value in {**scalars, **again}.items():
+        for tag, value in scalars.items():
             self._keep(step, summary=self._summary.scalar(tag, value))
         self._write()
 
