@@ -131,7 +131,7 @@ def test_the_largest_batch_is_found_in_few_questions(memory: int, images: int) -
 
 def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    asked = ["world_size=4", "bandwidth=10", "flops=2", "memory=0.03", "data.grow=[16,24]"]
+    asked = ["world_size=4", "bandwidth=10", "flops=2", "memory=0.03", "data.eval_size=24"]
     with patch.object(command, "WORLD_SIZES", (1, 4, 1024)):
         plan(settings(*VIT, *asked, f"out={tmp_path}/here"), ALONE, CPU)
     said = capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     written = json.loads((tmp_path / "here/plan.json").read_text())
     assert [plan["world_size"] for plan in written["curve"]] == [1, 4, 1024]
     assert written["plan"] == written["curve"][1]
-    assert written["config"]["data"]["grow"] == [16, 24]
+    assert written["config"]["data"]["eval_size"] == 24
     assert sum(written["plan"]["peak"]["bytes"].values()) == written["plan"]["bytes"]["all at once, at most"]
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {"plan.json", "plan.txt", "memory.png"}

@@ -1,15 +1,12 @@
 """Models by name, augmentation, averages, mixing, losses; each named recipe, and a few steps of it."""
 
 import dataclasses
-import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,7 +32,6 @@ from shardtrain.job.launch import run_dir
 from shardtrain.job.pictures import plot
 from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
-from shardtrain.recipes import digits
 from shardtrain.recipes.augment import Affine, Photo
 from shardtrain.recipes.bench import compare
 from shardtrain.recipes.models import classifier, resnet_cifar, vit
@@ -117,8 +113,6 @@ def test_an_optimizer_by_name_takes_its_keywords() -> None:
     assert not optimizer.state
     fused = [model.shard_with_optimizer(OddNet(), composed(f"optim={each}")) for each in ("sgd", "adamw")]
     assert [each.defaults["fused"] for each in fused] == [True, True]
-    plain = model.shard_with_optimizer(OddNet(), composed("optim.fused=false"))
-    assert (type(plain), plain.defaults["fused"]) == (torch.optim.SGD, False)
 
 
 @pytest.mark.parametrize(("name", "blocks", "last"), [("resnet18", 8, "bn2"), ("resnet50", 16, "bn3")])
@@ -190,7 +184,7 @@ def test_boxes_are_erased_by_the_draws() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"augment": Photo(0, policy, magnitude=30)} for policy in ("trivial", "rand", "cifar10")),
+        *({"augment": Photo(0, policy)} for policy in ("trivial", "rand", "cifar10")),
         *({"augment": Photo(2), "workers": workers} for workers in (0, 1)),
         *({"repeats": repeats} for repeats in (2, 7)),
         {"mix": lambda share: Mix(0.3, 1.0, 2, share, 1)},
@@ -221,15 +215,9 @@ FROM_DEFAULTS = {
     "augment.policy=none augment.erase=0",
     "resnet9_cifar10": "model.widths=[64,256,256] augment.policy=none augment.erase=0 ema.after_epochs=0",
     "resnet20_cifar10": "model.depth=20 sched.warmup_epochs=0 augment.pad=4 train.label_smoothing=0",
-    "resnet20_cifar10_1ep": "model.depth=20 sched.final_lr_fraction=0 augment.pad=4 train.label_smoothing=0",
-    "vit_cifar10": "model.patch=4 model.layers=7 model.heads=12 model.width=384 model.mlp_width=384 "
-    "augment.pad=4",
     "resnet50_imagenet_v1": "data.crop_area=0.08 train.label_smoothing=0 train.mixup=0 train.cutmix=0 "
     "ema.decay=null sched.warmup_epochs=0 augment.pad=0 augment.policy=none augment.erase=0",
     "resnet50_imagenet_v2": "train.loss=cross_entropy optim.decay_all=false sched.final_lr_fraction=0",
-    "resnet50_imagenet_a3": "data.repeats=1 train.label_smoothing=0 ema.decay=null optim.decay_all=false "
-    "sched.final_lr_fraction=0 augment.erase=0",
-    "resnet50_imagenet_16ep": "optim.decay_all=false sched.final_lr_fraction=0 augment.policy=none",
 }
 
 
@@ -244,8 +232,6 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     assert composed(f"+recipe={name}", *FROM_DEFAULTS[name].split()) == config
     if name.endswith("v2"):
         assert config.ema.decay == pytest.approx(1 - (1 - 0.99998) * 1024 * 32 / 600, abs=1e-6)
-    if name.endswith("16ep"):
-        assert [config.data.side_in(epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
 
 
 # Tiny in everything but what the recipe is about.
@@ -273,7 +259,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # others have all their parts
 AGAIN = {"resnet18_cifar10", "resnet20_cifar10", "resnet50_imagenet_v1"}
-AGAIN |= {"resnet50_imagenet_v2", "resnet50_imagenet_a3"}
 
 
 @pytest.mark.parametrize(
@@ -283,7 +268,6 @@ AGAIN |= {"resnet50_imagenet_v2", "resnet50_imagenet_a3"}
 def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: Path) -> None:
     sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
     source = (f"data.root={photos}",) if "imagenet" in name else ()
-    source += ("data.grow=[16]",) if "16ep" in name else ()
     train(composed(f"+recipe={name}", *sizes, *TWO_EPOCHS, *source), context(tmp_path))
     comm.barrier()
     result = result_of(tmp_path)
@@ -309,28 +293,6 @@ def test_every_way_trains_alike(tmp_path: Path) -> None:
     assert "FSDP2                      test accuracy" in said
     assert "losses equal in 2 of 3 steps, largest difference 5.0e-01" in said
     assert np.shape(plot(lambda figure: compare.draw(figure, ways, "title"), (10, 6))) == (660, 1100, 3)
-
-
-def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for seed, acc1 in ((0, 99.0), (1, 100.0)):
-        (tmp_path / str(seed)).mkdir()
-        result = {"status": "finished", "val/acc1": acc1, "seconds": 61.5}
-        (tmp_path / str(seed) / "result.json").write_text(json.dumps(result))
-    with patch.dict(sys.modules, {"sklearn.svm": None}):
-        digits.main(["--out", str(tmp_path), "--seeds", "2"])
-    said = capsys.readouterr().out
-    assert "1     100.00     61.5" in said
-    assert "mean of 2: 99.50 %, standard deviation 0.71\n" in said
-    assert "360 test images, so one is 0.28 points; RBF-SVM on the same split: scikit-learn is not" in said
-    chosen = {0: {"val/acc1": 98.0, "test/acc1": 99.0, "seconds": 1.0}}
-    assert digits.report(chosen, None).endswith(
-        "on validation images; the test images are for the settings that are chosen"
-    )
-    with patch.object(subprocess, "run") as started, pytest.raises(FileNotFoundError):
-        digits.main(["--out", str(tmp_path), "--seeds", "3", "--ranks", "2", "train.epochs=1"])
-    command = started.call_args.args[0]
-    assert command[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    assert {"+recipe=resnet", "seed=2", "train.epochs=1"} <= {*command}
 
 
 # what recipes are made of, each against a plain single-process reference
@@ -431,16 +393,13 @@ def test_an_image_without_a_partner_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_losses_of_hard_and_soft_labels(smoothing: float) -> None:
-    logits, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    logits = torch.randn(6, 5)
+    labels = torch.tensor([0, 1, 2, 3, 4, 0])
     one_hot = F.one_hot(labels, 5).float()
-    for name in ("cross_entropy", "bce"):
-        loss = loss_of(name, smoothing)
-        torch.testing.assert_close(loss(logits, labels), loss(logits, one_hot))
-    answers = one_hot * (1 - smoothing) + smoothing / 5
-    wanted = -(answers * F.logsigmoid(logits) + (1 - answers) * F.logsigmoid(-logits)).mean()
-    torch.testing.assert_close(loss_of("bce", smoothing)(logits, labels), wanted)
-    half = loss_of("cross_entropy", smoothing)(logits, 0.5 * one_hot + 0.5 * one_hot.roll(1, 1))
-    parts = [loss_of("cross_entropy", smoothing)(logits, each) for each in (labels, (labels + 1) % 5)]
+    loss = loss_of("cross_entropy", smoothing)
+    torch.testing.assert_close(loss(logits, labels), loss(logits, one_hot))
+    half = loss(logits, 0.5 * one_hot + 0.5 * one_hot.roll(1, 1))
+    parts = [loss(logits, each) for each in (labels, (labels + 1) % 5)]
     torch.testing.assert_close(half, (parts[0] + parts[1]) / 2)
 
 

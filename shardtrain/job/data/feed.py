@@ -37,10 +37,6 @@ class Batches(Protocol):
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
 
-    def at(self, side: int) -> Batches:
-        """Return the same images cropped to ``side`` pixels, if they are cropped on loading."""
-        return self
-
 
 class DataSet(NamedTuple):
     train: Batches
@@ -113,9 +109,6 @@ class Chosen(Batches):
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.source[self.indices[indices].tolist()]
 
-    def at(self, side: int) -> Chosen:
-        return Chosen(self.source.at(side), self.indices)
-
 
 def of_length(source: Batches, count: int) -> Chosen:
     """Return ``count`` images of ``source``: repeated if it has fewer, evenly spaced if it has more.
@@ -140,14 +133,14 @@ class Prepare:
         self.mean = torch.tensor(data.mean, device=device)[:, None, None]
         self.std = torch.tensor(data.std, device=device)[:, None, None]
 
-    def __call__(self, images: Tensor, side: int | None = None) -> Tensor:
-        """Return normalised images. ``side``: pixels per side of this batch; None: the usual size."""
-        side = side or self.side
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return normalised images."""
         pixels = images.to(self.device, non_blocking=True).float()
         normal = (pixels - self.mean) / self.std
-        if normal.shape[-2:] == (side, side):
+        size = (self.side, self.side)
+        if normal.shape[-2:] == size:
             return normal
-        return F.interpolate(normal, [side, side], mode="bilinear", antialias=True)
+        return F.interpolate(normal, size, mode="bilinear", antialias=True)
 
 
 class Seeded:
@@ -161,14 +154,13 @@ class Seeded:
         self.data, self.seed, self.change = data, seed, change
 
     def __getitem__(self, request: Request) -> tuple[Tensor, Tensor]:
-        data = self.data.at(request.side)
-        if not data.random and self.change is None:
-            return data[request.indices]
+        if not self.data.random and self.change is None:
+            return self.data[request.indices]
         images, labels = [], []
         with torch.random.fork_rng(devices=[]):
             for position, index in enumerate(request.indices, request.position):
                 torch.default_generator.manual_seed(generator("image", self.seed, position).initial_seed())
-                (image,), label = data[[index]]
+                (image,), label = self.data[[index]]
                 images.append(self.change(image) if self.change else image)
                 labels.append(label)
         return torch.stack(images), torch.cat(labels)
@@ -254,7 +246,7 @@ class TrainFeed:
         self.share, self.augment, self.mix, self.seed = share, augment, mix, seed
         self._data, self._keys = data, keys
         self.prepare = Prepare(data, keys.image_size, device)
-        self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats, keys.side_in)
+        self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
         self.loader = _loader(images, self.sampler, share.rank, keys.workers, device, seed)
 
@@ -262,10 +254,9 @@ class TrainFeed:
         size, loaded = self.share.micro_batch, iter(self.loader)
         for step in self.sampler.steps:
             uniform, mixing = self._uniform(step), self.mix.draws(step) if self.mix else None
-            side = self.sampler.side(self.sampler.epoch(step))
             for start in range(0, self.share.per_rank, size):
                 pixels, labels = next(loaded)
-                images, rows = self.prepare(pixels, side), slice(start, start + size)
+                images, rows = self.prepare(pixels), slice(start, start + size)
                 labels = labels.to(self.prepare.device, non_blocking=True)
                 if self.augment:
                     images = self.augment(images, uniform[rows].to(self.prepare.device))
