@@ -30,12 +30,15 @@ class Affine:
         """
         if not (0 <= rotate <= 180 and 0 <= zoom < 1 and 0 <= shift <= 1):
             raise ValueError(f"rotate={rotate}, zoom={zoom}, shift={shift}: expected 0–180, 0–1 and 0–1")
-        self.rotate, self.zoom, self.shift = math.radians(rotate), zoom, shift
+        self.rotate = math.radians(rotate)
+        self.zoom = zoom
+        self.shift = shift
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
         """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 4]."""
         angle, zoom, right, down = (2 * uniform - 1).unbind(1)
-        cos, sin = torch.cos(angle * self.rotate), torch.sin(angle * self.rotate)
+        cos = torch.cos(angle * self.rotate)
+        sin = torch.sin(angle * self.rotate)
         scale = 1 + zoom * self.zoom
         # grid_sample's coordinates run from -1 to 1, so a side is 2 long.
         rows = [
@@ -83,7 +86,10 @@ class Photo:
             raise ValueError(f"border={border}: expected constant or reflect")
         if flip not in ("none", "random", "alternating"):
             raise ValueError(f"flip={flip}: expected none, random or alternating")
-        self.pad, self.erase, self.border, self.flip = pad, erase, border, flip
+        self.pad = pad
+        self.erase = erase
+        self.border = border
+        self.flip = flip
         self.alternates = [FLIP] if flip == "alternating" else []
         """Columns of `uniform` that move by 1/2 from epoch to epoch."""
         self.image = policy_named(policy)

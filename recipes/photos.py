@@ -21,7 +21,8 @@ from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.errors import UserError, path_of, plain_file, reading
 
-IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
+IMAGENET_MEAN = (123.7, 116.3, 103.5)
+IMAGENET_STD = (58.4, 57.1, 57.4)
 
 
 class Unreadable(UserError):
@@ -71,7 +72,8 @@ class Files:
         expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
         with reading(f"data.root={config.root}", expected):
             found = datasets.ImageFolder(str(root / part))
-        self.classes, self.labels = found.classes, found.targets
+        self.classes = found.classes
+        self.labels = found.targets
         self.paths: list[str] = [path for path, _ in found.samples]
 
     def __getitem__(self, index: int) -> bytes:

@@ -88,7 +88,8 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
     sizes = ("train_images=300", "val_images=20", "classes=7", "channels=2", "image_size=5")
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
-    first, second = data.load(config), data.load(config)
+    first = data.load(config)
+    second = data.load(config)
     assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 20, 7, 2)
     images, labels = first.train[[0, 256, 299]]
     assert images.shape == (3, 2, 5, 5)
@@ -162,7 +163,8 @@ MEDMNIST = {
 
 
 def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
-    first, none = PIXELS.transpose(0, 3, 1, 2), PIXELS[..., 0]
+    first = PIXELS.transpose(0, 3, 1, 2)
+    none = PIXELS[..., 0]
     for name, train in (("last", PIXELS), ("first", first), ("none", none)):
         held_out = {"val_images": train[2:5], "val_labels": CLASSES[2:5].astype(np.uint8)}
         held_out["test_images"] = train[:2]
@@ -232,7 +234,10 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
 
     Theirs is torchvision's RASampler (references/classification/sampler.py), which rounds to 256 images.
     """
-    images, repeats, world_size, batch_size = 96, 3, 4, 24
+    images = 96
+    repeats = 3
+    world_size = 4
+    batch_size = 24
     repeated = [index for index in epoch_order(5, 0, images).tolist() for _ in range(repeats)]
     theirs = [repeated[rank::world_size][: images // world_size] for rank in range(world_size)]
     ours = index_lists(images, Share(batch_size, 1, 0, 1), 5, images // batch_size, repeats)
@@ -247,7 +252,8 @@ def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Pa
     first = index_lists(37, Share(12, 2, 0, 2), 1, 6, 2)
     assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
     assert copies_apart(torch.tensor([1, 1, 1, 2, 2, 2, 3]), 3).tolist() == [1, 2, 3, 1, 2, 1, 2]
-    config, noise = write_folders(tmp_path), Image.effect_noise((40, 40), 80)
+    config = write_folders(tmp_path)
+    noise = Image.effect_noise((40, 40), 80)
     for path in tmp_path.glob("train/*/*"):
         noise.save(path)
     (batch,) = train_feed(data.load(replace(config, repeats=2)), 8, repeats=2, steps=range(1))
@@ -280,7 +286,8 @@ def test_a_limit_takes_some_of_every_class() -> None:
 
 @pytest.mark.parametrize("amount", [0.2, 287])
 def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> None:
-    whole, split = data.load(DIGITS), data.load(replace(DIGITS, validation=amount))
+    whole = data.load(DIGITS)
+    split = data.load(replace(DIGITS, validation=amount))
     assert [len(part) for part in (split.train, split.val, split.test)] == [1150, 287, 360]
     assert torch.equal(split.test[[0, 359]][0], whole.val[[0, 359]][0])
     parts = [set(part.indices.tolist()) for part in (split.train, split.val)]

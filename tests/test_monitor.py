@@ -200,7 +200,8 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
 def test_traffic_is_that_of_the_steps_that_were_metered(ranks: int) -> None:
     """A run that resumes on as many ranks, or on fewer, has metered none of the steps before."""
     job, _ = built()
-    before, after = StepMetrics(job), StepMetrics(job)
+    before = StepMetrics(job)
+    after = StepMetrics(job)
     step_of(before, TWO)
     after.restore(before.state(), ranks)
     step_of(after, TWO)
@@ -213,7 +214,8 @@ def test_the_peak_is_that_of_the_run() -> None:
     job, _ = built()
     large = torch.ones(400 * MIB, dtype=torch.uint8)
     del large
-    first, second = StepMetrics(job), StepMetrics(job)
+    first = StepMetrics(job)
+    second = StepMetrics(job)
     step_of(first, TWO)
     peak = first.report(1, ONE).scalars["memory/peak_mib"]
     second.start()
@@ -386,7 +388,8 @@ finished = once(run)
 
 
 def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> None:
-    events, result = events_of(finished), json.loads((finished / "result.json").read_text())
+    events = events_of(finished)
+    result = json.loads((finished / "result.json").read_text())
     assert set(events.Tags()["scalars"]) >= TAGS
     for tag in TAGS:
         assert events.Scalars(tag)[-1].value == pytest.approx(result[tag], rel=1e-6), tag
@@ -398,7 +401,8 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     assert len(list(finished.rglob("events.out.tfevents.*"))) == 1
-    events, config = events_of(finished), configure(*TINY)
+    events = events_of(finished)
+    config = configure(*TINY)
     data = [HParamsPluginData.FromString(each) for each in events.PluginTagToContent("hparams").values()]
     experiment = next(each.experiment for each in data if each.HasField("experiment"))
     session = next(each.session_start_info for each in data if each.HasField("session_start_info"))
@@ -452,10 +456,12 @@ def test_a_file_that_cannot_be_written_is_warned_of(tmp_path: Path, capsys: Any)
 
 
 def test_grids_show_pixels_as_they_were() -> None:
-    mean, std = torch.tensor([[[8.0]]]), torch.tensor([[[4.0]]])
+    mean = torch.tensor([[[8.0]]])
+    std = torch.tensor([[[4.0]]])
     pixels = torch.tensor([0.0, 16.0, 8.0])[:, None, None, None].expand(3, 1, 8, 8)
     page = pictures.grid((pixels - mean) / std, mean, std)
-    tile, start = pictures.TILE, pictures.GAP
+    tile = pictures.TILE
+    start = pictures.GAP
     centres = [page[start + tile // 2, start + index * (tile + start) + tile // 2] for index in range(3)]
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
     two_rows = pictures.grid(torch.zeros(9, 3, 8, 8), mean, std)
@@ -466,7 +472,9 @@ def test_grids_show_pixels_as_they_were() -> None:
 def test_what_is_reported_is_what_an_outsider_measures() -> None:
     config = configure(*SHORT, "train.accumulate=2")
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
-    metrics, batches, step = StepMetrics(job), iter(job.train), Step.of(job, None)
+    metrics = StepMetrics(job)
+    batches = iter(job.train)
+    step = Step.of(job, None)
 
     def steps(count: int) -> None:
         for _ in range(count):

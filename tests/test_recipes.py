@@ -59,8 +59,10 @@ def test_resnet9_whitens_patches_of_the_images_shown() -> None:
 
 
 def test_a_scaled_bias_learns_64_times_as_fast() -> None:
-    norm, plain = Norm(5), nn.BatchNorm2d(5, eps=1e-12)
-    images, weights = torch.randn(8, 5, 3, 3), torch.randn(8, 5, 3, 3)
+    norm = Norm(5)
+    plain = nn.BatchNorm2d(5, eps=1e-12)
+    images = torch.randn(8, 5, 3, 3)
+    weights = torch.randn(8, 5, 3, 3)
     for module, lr in ((norm, 0.01), (plain, 0.64)):
         optimizer = torch.optim.SGD([module.bias], lr, momentum=0.9, weight_decay=0.02 / lr)
         for _ in range(3):
@@ -146,7 +148,8 @@ def test_affine_moves_by_the_draws() -> None:
 
 def test_crop_and_flip_by_the_draws() -> None:
     images = torch.arange(16.0).view(1, 1, 4, 4)
-    centred, mirrored = torch.tensor([[0.5, 0.5, 0.9]]), torch.tensor([[0.5, 0.5, 0.1]])
+    centred = torch.tensor([[0.5, 0.5, 0.9]])
+    mirrored = torch.tensor([[0.5, 0.5, 0.1]])
     both = {tuple(Photo(1)(images, draw).flatten().tolist()) for draw in (centred, mirrored)}
     assert both == {tuple(images.flatten().tolist()), tuple(images.flip(3).flatten().tolist())}
     corner = Photo(1)(images, torch.tensor([[0.0, 0.0, 0.9]]))
@@ -167,14 +170,17 @@ def test_a_border_may_be_reflected() -> None:
 
 
 def test_boxes_are_erased_by_the_draws() -> None:
-    images, uniform = torch.randn(40, 2, 12, 17), torch.rand(40, 8)
+    images = torch.randn(40, 2, 12, 17)
+    uniform = torch.rand(40, 8)
     uniform[:, :3] = torch.tensor([0.5, 0.5, 0.1])
     found = Photo(0, erase=0.6)(images, uniform)
     for image, erased, draws in zip(images, found, uniform[:, 3:].tolist(), strict=True):
         area = (0.02 + 0.31 * draws[1]) * 12 * 17
         ratio = 0.3 * 11 ** draws[2]
-        height, width = min(12, round(math.sqrt(area * ratio))), min(17, round(math.sqrt(area / ratio)))
-        top, left = int(draws[3] * (13 - height)), int(draws[4] * (18 - width))
+        height = min(12, round(math.sqrt(area * ratio)))
+        width = min(17, round(math.sqrt(area / ratio)))
+        top = int(draws[3] * (13 - height))
+        left = int(draws[4] * (18 - width))
         expected = image.clone()
         if draws[0] < 0.6:
             expected[:, top : top + height, left : left + width] = 0
@@ -302,7 +308,8 @@ def test_every_way_trains_alike(tmp_path: Path) -> None:
 def test_an_average_of_shards_is_that_of_full_states() -> None:
     """Parameters and buffers, and how it is evaluated. `test_resume.py` has it in checkpoints."""
     model = shard(OddNet(), units=[Block])
-    optimizer, ema = sgd(model), Ema(model, 0.8, every=2, after=2)
+    optimizer = sgd(model)
+    ema = Ema(model, 0.8, every=2, after=2)
     expected: dict[str, torch.Tensor] = {}
     for step in range(1, 8):
         steps_of(model, optimizer, 1, start=step)
@@ -352,14 +359,19 @@ def mixed_by_hand(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Image after image, by the formulas of the papers as torchvision has them."""
     height, width = images.shape[2:]
-    mixed, soft = images.clone(), torch.zeros(len(images), classes)
+    mixed = images.clone()
+    soft = torch.zeros(len(images), classes)
     for i in range(len(images)):
-        j, (kept, boxed, down, right) = i ^ 1, draws[i].tolist()
+        j = i ^ 1
+        (kept, boxed, down, right) = draws[i].tolist()
         if boxed:
             r = 0.5 * math.sqrt(1 - kept)
-            y, x = int(down * height), int(right * width)
-            y1, y2 = max(0, y - int(r * height)), min(height, y + int(r * height))
-            x1, x2 = max(0, x - int(r * width)), min(width, x + int(r * width))
+            y = int(down * height)
+            x = int(right * width)
+            y1 = max(0, y - int(r * height))
+            y2 = min(height, y + int(r * height))
+            x1 = max(0, x - int(r * width))
+            x2 = min(width, x + int(r * width))
             mixed[i, :, y1:y2, x1:x2] = images[j, :, y1:y2, x1:x2]
             kept = 1 - (y2 - y1) * (x2 - x1) / (height * width)
         else:
@@ -372,11 +384,13 @@ def mixed_by_hand(
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
 def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
     mix = Mix(mixup, cutmix, 7, Share(24, 1, 0, 1), seed=3)
-    images, labels = torch.randn(24, 2, 9, 11), torch.arange(24) % 7
+    images = torch.randn(24, 2, 9, 11)
+    labels = torch.arange(24) % 7
     draws = mix.draws(5)
     assert draws[:, 1].any().item() == (cutmix > 0)
     assert draws[:, 1].all().item() == (mixup == 0)
-    found, expected = mix(images, labels, draws), mixed_by_hand(images, labels, draws, 7)
+    found = mix(images, labels, draws)
+    expected = mixed_by_hand(images, labels, draws, 7)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
     assert not torch.equal(draws[:, 0], mix.draws(6)[:, 0])
@@ -384,7 +398,8 @@ def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
 
 def test_an_image_without_a_partner_stays_as_it_is() -> None:
     mix = Mix(1.0, 0, 3, Share(3, 1, 0, 1), 0)
-    images, labels = torch.randn(3, 1, 2, 2), torch.tensor([0, 1, 2])
+    images = torch.randn(3, 1, 2, 2)
+    labels = torch.tensor([0, 1, 2])
     mixed, soft = mix(images, labels, mix.draws(0))
     assert torch.equal(mixed[2], images[2])
     assert soft[2].tolist() == [0, 0, 1]
@@ -411,7 +426,8 @@ def test_schedules_are_torchs() -> None:
 
     def theirs(make: Callable[..., LRScheduler], *arguments: float, steps: int) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        schedule, rates = make(optimizer, *arguments), []
+        schedule = make(optimizer, *arguments)
+        rates = []
         for _ in range(steps):
             rates.append(schedule.get_last_lr()[0])
             optimizer.step()

@@ -42,7 +42,8 @@ class ProcessGroupTransport(Transport):
     sends = True
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
-        self.reports = reports = reports or _guards.get(group)  # a model has its own
+        reports = reports or _guards.get(group)  # a model has its own
+        self.reports = reports
         self._group = weakref.ref(group)
         self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
         self.rank = dist.get_rank(group)

@@ -71,15 +71,16 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.calls, self.bytes = Counter[str](), Counter[str]()
+        self.calls = Counter[str]()
+        self.bytes = Counter[str]()
         self.during = ""
         self._seconds: dict[Wait, float] = {}
         self._moments: list[tuple[Wait, Any, Any]] = []  # begins and ends not yet added to the seconds
 
     def exposed(self) -> dict[Wait, float]:
         """Return seconds of exposed communication. The host waits for an accelerator."""
-        for what, start, end in self._moments:
-            self._seconds[what] = self._seconds.get(what, 0.0) + devices.seconds(start, end)
+        for wait, start, end in self._moments:
+            self._seconds[wait] = self._seconds.get(wait, 0.0) + devices.seconds(start, end)
         self._moments.clear()
         return self._seconds
 

@@ -81,12 +81,12 @@ ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "c
 def judge(spent: Spent) -> dict[str, Any]:
     """Return entries of result.json: where the run's time went, in seconds and in words, and its speed."""
     seconds = time.perf_counter() - spent.since
-    parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
+    parts = {part: spent.seconds[part] for part in ORDER if spent.seconds[part]}
     parts["the rest"] = max(0.0, seconds - sum(parts.values()))
-    shares = {what: 100 * value / seconds for what, value in parts.items()}
-    text = ", ".join(f"{what} {share:.0f} %" for what, share in shares.items())
+    shares = {part: 100 * value / seconds for part, value in parts.items()}
+    text = ", ".join(f"{part} {share:.0f} %" for part, share in shares.items())
     return {
-        "spent_s": {what: round(value, 3) for what, value in parts.items()},
+        "spent_s": {part: round(value, 3) for part, value in parts.items()},
         "run_img_per_s": spent.images / seconds,
         "time": text.replace("waiting", "exposed communication"),
     }
@@ -120,13 +120,16 @@ class StepMetrics:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.device, self.spent = job, job.device, Spent()
+        self.job = job
+        self.device = job.device
+        self.spent = Spent()
         self._rows = table_rows(job.model)
         self._restart()
 
     def start(self) -> None:
         """Exclude start-up's time and memory from reports."""
-        self.since = self.spent.since = time.perf_counter()
+        self.since = time.perf_counter()
+        self.spent.since = self.since
         device.reset_peak_memory(self.device)
 
     def state(self) -> dict[str, Any]:
@@ -180,19 +183,20 @@ class StepMetrics:
             self._enter(before)
 
     def _enter(self, phase: str) -> None:
-        self._phase = self._meters[-1].during = phase
+        self._phase = phase
+        self._meters[-1].during = phase
         self._marks.append((phase, device.moment(self.device)))
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
-        """Exclude the block's time from the steps, and count it as ``what``."""
+    def paused(self, part: str) -> Iterator[None]:
+        """Exclude the block's time from the steps, and count it as ``part``."""
         start = time.perf_counter()
         try:
             yield
         finally:
             elapsed = time.perf_counter() - start
             self.since += elapsed
-            self.spent.seconds[what] += elapsed
+            self.spent.seconds[part] += elapsed
 
     def add(self, images: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a micro-batch: images [batch, channels, side, side], mean loss, logits [batch, classes], labels
@@ -211,7 +215,8 @@ class StepMetrics:
 
         Raises RuntimeError if the loss is not finite.
         """
-        steps, ranks = len(self._meters), comm.world_size()
+        steps = len(self._meters)
+        ranks = comm.world_size()
         busy, waited, sent = self._own()
         own = torch.tensor([waited, profile_requested, *busy.values()], device=self.device)
         rows = table_of(own.double()[None], range(comm.rank(), comm.rank() + 1)).cpu()
@@ -238,14 +243,16 @@ class StepMetrics:
         per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 2:] / steps).tolist()]
         self.spent.steps += steps
         self.spent.images += images
-        for what in (*PHASES, "waiting"):
-            self.spent.seconds[what] += mean[what]
+        for part in (*PHASES, "waiting"):
+            self.spent.seconds[part] += mean[part]
         self._restart()
         return Report(scalars, slow_rank(per_step), bool(rows[:, 1].any()))
 
     def _own(self) -> tuple[dict[str, float], float, Counter[str]]:
         """Return this rank's seconds of work by phase, its seconds of waiting, and bytes sent by kind."""
-        spent, waits, sent = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+        spent = defaultdict[str, float](float)
+        waits = defaultdict[str, float](float)
+        sent = Counter[str]()
         for (name, start), (_, end) in pairwise(self._marks):
             spent[name] += device.seconds(start, end)
         for meter in self._meters:

@@ -21,14 +21,18 @@ from shardtrain.monitor.metrics import Report, SlowRank, StepMetrics
 from shardtrain.monitor.monitor import Monitor
 
 PROFILED = 3  # steps per trace
-REQUEST, FOLDER = "profile", "traces"
+REQUEST = "profile"
+FOLDER = "traces"
 
 
 class Watch(contextlib.AbstractContextManager["Watch"]):
     """Profile steps on request, and name slow ranks. Called after every step, on every rank."""
 
     def __init__(self, config: Config, context: Context, metrics: StepMetrics, monitor: Monitor) -> None:
-        self._config, self._context, self._metrics, self._monitor = config, context, metrics, monitor
+        self._config = config
+        self._context = context
+        self._metrics = metrics
+        self._monitor = monitor
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
         self._named: tuple[int, str] | None = None  # the slow rank that was last named
         self._requested = False

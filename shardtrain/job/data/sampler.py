@@ -77,8 +77,12 @@ class TrainSampler:
     """
 
     def __init__(self, images: int, share: Share, seed: int, steps: range, repeats: int = 1) -> None:
-        self.images, self.share, self.seed, self.repeats = images, share, seed, repeats
-        self.steps, self.steps_per_epoch = steps, images // share.batch_size
+        self.images = images
+        self.share = share
+        self.seed = seed
+        self.repeats = repeats
+        self.steps = steps
+        self.steps_per_epoch = images // share.batch_size
 
     def __len__(self) -> int:
         return len(self.steps) * self.share.accumulate
@@ -119,7 +123,8 @@ class EvalSampler:
         for rank in range(first, first + ranks // share.world_size):
             own = range(rank, images, ranks)
             self.lists += [[*own[start : start + size]] for start in range(0, longest, size)]
-        self.valid, self.batch_size = [len(each) for each in self.lists], size
+        self.valid = [len(each) for each in self.lists]
+        self.batch_size = size
 
     def __len__(self) -> int:
         return len(self.lists)
