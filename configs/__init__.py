@@ -18,7 +18,8 @@ def registered() -> Iterator[Path]:
     Hydra's store is one for the whole process; other programs have keys of that name.
     """
     shared, own = (
-        OmegaConf.load(Path(__file__).with_name(f"{name}.yaml")) for name in ("models", "classifier")
+        OmegaConf.load(Path(__file__).with_name("common") / f"{name}.yaml")
+        for name in ("models", "classifier")
     )
     for name in torchvision_models():
         _store(name, "models.classifier", shared, name=name, **own)

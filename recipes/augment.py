@@ -30,12 +30,15 @@ class Affine:
         """
         if not (0 <= rotate <= 180 and 0 <= zoom < 1 and 0 <= shift <= 1):
             raise ValueError(f"rotate={rotate}, zoom={zoom}, shift={shift}: expected 0–180, 0–1 and 0–1")
-        self.rotate, self.zoom, self.shift = math.radians(rotate), zoom, shift
+        self.rotate = math.radians(rotate)
+        self.zoom = zoom
+        self.shift = shift
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
         """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 4]."""
         angle, zoom, right, down = (2 * uniform - 1).unbind(1)
-        cos, sin = torch.cos(angle * self.rotate), torch.sin(angle * self.rotate)
+        cos = torch.cos(angle * self.rotate)
+        sin = torch.sin(angle * self.rotate)
         scale = 1 + zoom * self.zoom
         # grid_sample's coordinates run from -1 to 1, so a side is 2 long.
         rows = [
@@ -65,7 +68,6 @@ class Photo:
         self,
         pad: int,
         policy: str = "none",
-        magnitude: int = 9,
         erase: float = 0.0,
         border: str = "constant",
         flip: str = "random",
@@ -73,23 +75,24 @@ class Photo:
         """Choose the changes.
 
         pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
-        (RandAugment: two operations of `magnitude`, 0 to 30), cifar10 (AutoAugment's policy for it).
+        (RandAugment: two operations of magnitude 9), cifar10 (AutoAugment's policy for it).
         erase: the fraction of images that lose a box of 2 to 33 % of their area. border: constant (zeros) or
         reflect. flip: none; random; alternating: random in the first epoch, then mirrored in every second
         epoch (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498). Raises ValueError for other values.
         """
-        if pad < 0 or not 0 <= magnitude <= 30 or not 0 <= erase <= 1:
-            raise ValueError(
-                f"pad={pad}, magnitude={magnitude}, erase={erase}: expected at least 0, 0 to 30 and 0 to 1"
-            )
+        if pad < 0 or not 0 <= erase <= 1:
+            raise ValueError(f"pad={pad}, erase={erase}: expected at least 0, and 0 to 1")
         if border not in ("constant", "reflect"):
             raise ValueError(f"border={border}: expected constant or reflect")
         if flip not in ("none", "random", "alternating"):
             raise ValueError(f"flip={flip}: expected none, random or alternating")
-        self.pad, self.erase, self.border, self.flip = pad, erase, border, flip
+        self.pad = pad
+        self.erase = erase
+        self.border = border
+        self.flip = flip
         self.alternates = [FLIP] if flip == "alternating" else []
         """Columns of `uniform` that move by 1/2 from epoch to epoch."""
-        self.image = policy_named(policy, magnitude)
+        self.image = policy_named(policy)
         """uint8 [channels, height, width] to the same, drawing from torch's random numbers; None: nothing."""
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
@@ -101,7 +104,7 @@ class Photo:
         return erased(cropped, uniform[:, 3:], self.erase) if self.erase else cropped
 
 
-def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None:
+def policy_named(name: str) -> Callable[[Tensor], Tensor] | None:
     """Return torchvision's policy, whose import takes a second. Raises ValueError for an unknown name."""
     if name == "none":
         return None
@@ -109,7 +112,7 @@ def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None
 
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "trivial": lambda: v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR),
-        "rand": lambda: v2.RandAugment(2, magnitude, interpolation=v2.InterpolationMode.BILINEAR),
+        "rand": lambda: v2.RandAugment(2, 9, interpolation=v2.InterpolationMode.BILINEAR),
         "cifar10": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10),
     }
     if name not in policies:

@@ -152,7 +152,9 @@ def main(folder: Path) -> None:
     equal = len(digests) == 1 and len({str(losses) for losses in found["shardtrain"].values()}) == 1
     for wrapper, curves in found.items():
         alone = curves["1 rank"]
-        gaps = [abs(a - b) for losses in curves.values() for a, b in zip(losses, alone, strict=True)]
+        gaps = [0.0]
+        for losses in curves.values():
+            gaps += [abs(a - b) for a, b in zip(losses, alone, strict=True)]
         print(f"{wrapper}: losses differ between runs by at most {max(gaps):.3g}")
     picture = plot(lambda figure: draw(figure, found), (8, 5.5), dpi=150)
     if isinstance(picture, str):

@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.core.config_store import ConfigStore
 from hypothesis import settings
 
 from pool import PRELOADED, WILD, Pool
 
 # Threads that wait for one another on busy cores made a run of half a second last ten.
 torch.set_num_threads(1)
-
-# Hydra copies its store, torchvision's models included, at each composition: a quarter of its time.
-ConfigStore.__deepcopy__ = lambda store, _: store
 
 # The same examples in every run, and none that fails because the machine is busy.
 settings.register_profile("tests", deadline=None, derandomize=True)

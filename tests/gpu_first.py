@@ -43,8 +43,8 @@ from shardtrain import device as devices
 from shardtrain.comm import ProcessGroupTransport
 
 sys.path.append(str(Path(__file__).parent / "bench"))  # a folder of scripts
-from contenders import BLOCKS, Contender, adamw, build  # noqa: E402
-from steps import footprint  # noqa: E402
+from contenders import BLOCKS, Contender, adamw, build
+from steps import footprint
 
 DRY = "--dry" in sys.argv
 DEVICE = torch.device("cpu") if DRY else torch.device("cuda", 0)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.read import from_hydra
+from shardtrain.job.saved import as_saved
 from shardtrain.job.schema import one_of, typed
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
@@ -62,7 +63,7 @@ def test_debugging_has_the_last_word_over_the_recipe() -> None:
     assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 48, 0)
     config = composed("+recipe=resnet", "debug=overfit", "train.batch_size=32")
     assert (config.data.limit, config.train.label_smoothing, config.augment) == (32, 0, {"_target_": None})
-    assert composed("+recipe=vit_cifar10", "debug=overfit").augment["_target_"] is None
+    assert composed("+recipe=resnet18_cifar10", "debug=overfit").augment["_target_"] is None
     assert composed("recipe=resnet", "debug=overfit", "train.label_smoothing=0.2").train == replace(
         config.train, label_smoothing=0.2, batch_size=48
     )
@@ -187,6 +188,32 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
     (own / "augment").mkdir()
     (own / "augment/mine.yaml").write_text("defaults: [photo]\n")
     assert compose(["data=mine", "data.root=here", "--config-dir", str(own)]).augment.pad == 0
+
+
+@pytest.mark.parametrize("name", hydra_app.hints("gone"))
+def test_what_has_gone_says_what_to_use_instead(name: str, own: Path) -> None:
+    """Each entry of `configs/hints.yaml`: a flag, a choice or a value, a key, a file of a defaults list."""
+    instead = hydra_app.hints("gone")[name]
+    (own / "data").mkdir()
+    (own / "data/mine.yaml").write_text(f"defaults: [/{name}@_here_, _self_]\nname: mine\n")
+    if name.startswith("-") or "=" in name:
+        words = name
+    elif "." in name:
+        words = f"{name}=1"
+    else:
+        words = f"data=mine --config-dir {own}"
+    told = f"{words} | {name} has gone: {instead}"
+    require_told(told, lambda words: build(from_hydra(compose(words)), 0, 1, CPU))
+    if name.startswith("recipe="):
+        composed(*instead.split())
+
+
+def test_keys_of_a_checkpoint_that_have_gone_are_left_out() -> None:
+    """Of another data set than the command's, whose keys are otherwise the checkpoint's."""
+    config = composed("+recipe=resnet")
+    before = {"data": {**asdict(composed("data=cifar10").data), "grow": [], "limit": 7}}
+    found = as_saved(config, before, [])
+    assert (found.data.name, found.data.limit) == ("cifar10", 7)
 
 
 UNREADABLE = {

@@ -1,4 +1,4 @@
-"""Data sets, the order of images, batches on the device; photographs in folders, tar files and on the hub."""
+"""Data sets, the order of images, batches on the device; photographs in folders."""
 
 import hashlib
 import importlib.resources
@@ -7,7 +7,6 @@ import multiprocessing
 import pickle
 import shutil
 import subprocess
-import tarfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -27,18 +26,12 @@ from shardtrain.job.build import completed, feeds
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
-from shardtrain.recipes import photos
 from shardtrain.recipes.augment import Photo
 
 from tiny import CPU, composed, global_batches, train_feed
 
 DIGITS: Any = composed("data=digits").data
 PHOTOS = {"image_size": 8, "resize": 10, "crop_area": 0.5, "workers": 0}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def files(name: str, root: Path, **options: Any) -> Any:
@@ -95,7 +88,8 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
     sizes = ("train_images=300", "val_images=20", "classes=7", "channels=2", "image_size=5")
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
-    first, second = data.load(config), data.load(config)
+    first = data.load(config)
+    second = data.load(config)
     assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 20, 7, 2)
     images, labels = first.train[[0, 256, 299]]
     assert images.shape == (3, 2, 5, 5)
@@ -147,7 +141,9 @@ def test_images_in_folders(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"its values are of mode {mode}, expected 8 or 16 bits"):
             data.load(config).val[[2]]
         (tmp_path / "val/class0/1.tif").unlink()
-    resize, crop = data.load(folder(tmp_path, image_size=14, resize=None)).val.crop(14).transforms
+    resize, crop = (
+        data.load(folder(tmp_path, image_size=14, resize=None)).val.transform.transforms[0].transforms
+    )
     assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
     with pytest.raises(UserError, match="train has no cow and val has no class1; both need a folder of each"):
@@ -167,7 +163,8 @@ MEDMNIST = {
 
 
 def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
-    first, none = PIXELS.transpose(0, 3, 1, 2), PIXELS[..., 0]
+    first = PIXELS.transpose(0, 3, 1, 2)
+    none = PIXELS[..., 0]
     for name, train in (("last", PIXELS), ("first", first), ("none", none)):
         held_out = {"val_images": train[2:5], "val_labels": CLASSES[2:5].astype(np.uint8)}
         held_out["test_images"] = train[:2]
@@ -237,7 +234,10 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
 
     Theirs is torchvision's RASampler (references/classification/sampler.py), which rounds to 256 images.
     """
-    images, repeats, world_size, batch_size = 96, 3, 4, 24
+    images = 96
+    repeats = 3
+    world_size = 4
+    batch_size = 24
     repeated = [index for index in epoch_order(5, 0, images).tolist() for _ in range(repeats)]
     theirs = [repeated[rank::world_size][: images // world_size] for rank in range(world_size)]
     ours = index_lists(images, Share(batch_size, 1, 0, 1), 5, images // batch_size, repeats)
@@ -252,7 +252,8 @@ def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Pa
     first = index_lists(37, Share(12, 2, 0, 2), 1, 6, 2)
     assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
     assert copies_apart(torch.tensor([1, 1, 1, 2, 2, 2, 3]), 3).tolist() == [1, 2, 3, 1, 2, 1, 2]
-    config, noise = write_folders(tmp_path), Image.effect_noise((40, 40), 80)
+    config = write_folders(tmp_path)
+    noise = Image.effect_noise((40, 40), 80)
     for path in tmp_path.glob("train/*/*"):
         noise.save(path)
     (batch,) = train_feed(data.load(replace(config, repeats=2)), 8, repeats=2, steps=range(1))
@@ -260,20 +261,19 @@ def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["digits", "folders"])
-def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None:
-    grow = (6, 7)
+def test_batches_have_the_size_that_was_asked_for(tmp_path: Path, kind: str) -> None:
     config = write_folders(tmp_path) if kind == "folders" else replace(DIGITS, limit=4)
-    config = replace(config, grow=grow, eval_size=9)
+    config = replace(config, eval_size=9)
     found = data.load(config)
-    feed = train_feed(found, 8, steps=range(1, 6), grow=grow)
-    assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
+    feed = train_feed(found, 7 if kind == "digits" else 8)
+    assert {batch.images.shape[-1] for batch in feed} == {7 if kind == "digits" else 8}
     if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
-        assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]
+        assert {images.shape[-1] for images, _ in feed.loader} == {8}
         assert found.val[[0]][0].shape[-1] == 9
     prepare = data.Prepare(found, config.side_in_eval, CPU)
     held_out = data.EvalFeed(found.val, Share(2, 1, 0, 1), prepare, workers=0)
     assert {batch.images.shape[-1] for batch in held_out} == {9}
-    assert config.sides == {6, 7, 8, 9}
+    assert config.sides == {8, 9}
 
 
 def test_a_limit_takes_some_of_every_class() -> None:
@@ -286,7 +286,8 @@ def test_a_limit_takes_some_of_every_class() -> None:
 
 @pytest.mark.parametrize("amount", [0.2, 287])
 def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> None:
-    whole, split = data.load(DIGITS), data.load(replace(DIGITS, validation=amount))
+    whole = data.load(DIGITS)
+    split = data.load(replace(DIGITS, validation=amount))
     assert [len(part) for part in (split.train, split.val, split.test)] == [1150, 287, 360]
     assert torch.equal(split.test[[0, 359]][0], whole.val[[0, 359]][0])
     parts = [set(part.indices.tolist()) for part in (split.train, split.val)]
@@ -433,18 +434,6 @@ def test_signals_of_others_end_no_worker() -> None:
     assert worker.exitcode == 0
 
 
-def shards(root: Path, **options: Any) -> Any:
-    return files("webdataset", root, **PHOTOS | {"val": "val.tar"} | options)
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
 def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
     return list(train_feed(found, 8, workers=workers))
 
@@ -479,119 +468,3 @@ def test_a_corrupt_image_is_named(tmp_path: Path, workers: int, start: int) -> N
         feed(data.load(config), workers)
     assert str(caught.value).startswith(f"cannot read the image {broken}: ")
     assert "\n" not in str(caught.value)
-
-
-def test_tar_files_give_what_folders_give(tmp_path: Path) -> None:
-    in_folders = data.load(write_folders(tmp_path / "folders", 6))
-    members = {}
-    for index in range(6):
-        label, number = divmod(index, 3)
-        members[f"a/{index:03}.png"] = encoded(10 * label + number)
-        members[f"a/{index:03}.cls"] = f"{label}\n".encode()
-    items = list(members.items())
-    write_tar(tmp_path / "train-0.tar", dict(items[:8]))
-    write_tar(tmp_path / "train-1.tar", dict(items[8:]))
-    write_tar(tmp_path / "val.tar", members)
-    names = {path.name for path in tmp_path.iterdir()}
-    for _ in range(2):  # from the headers, then from the index, which is kept elsewhere
-        found = data.load(shards(tmp_path, train="train*"))
-        assert (len(found.train), len(found.val), found.classes) == (6, 6, 2)
-        for ours, theirs in zip(feed(found), feed(in_folders), strict=True):
-            assert torch.equal(ours.images, theirs.images)
-            assert torch.equal(ours.labels, theirs.labels)
-        assert {path.name for path in tmp_path.iterdir()} == names
-        assert len([*photos._cache().iterdir()]) == 3
-    write_tar(tmp_path / "train-1.tar", dict(items[:2]))  # another shard of that name
-    assert len(data.load(shards(tmp_path)).train) == 5
-
-
-def test_an_index_that_cannot_be_kept_is_done_without_and_a_link_is_replaced(tmp_path: Path) -> None:
-    write_tar(tmp_path / "val.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
-    photos._cache().write_text("no folder")
-    found = data.load(shards(tmp_path, train="val.tar"))
-    assert (len(found.train), found.classes) == (1, 5)
-    photos._cache().unlink()
-    data.load(shards(tmp_path, train="val.tar"))
-    (kept,) = photos._cache().iterdir()
-    kept.unlink()
-    (tmp_path / "precious").write_text("text")
-    kept.symlink_to(tmp_path / "precious")
-    assert len(data.load(shards(tmp_path, train="val.tar")).train) == 1
-    assert ((tmp_path / "precious").read_text(), kept.is_symlink()) == ("text", False)
-
-
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ({"0.jpg": b"x"}, r"val.tar: 0 has no label \(.cls\)"),
-        ({"b/1.cls": b"1"}, r"val.tar: b/1 has no image \(.jpg, .png, …\)"),
-        ({"0.jpg": b"x", "0.cls": b"cat"}, r"val.tar: 0.cls holds 'cat', expected the number of a class"),
-        ({"0.jpg": b"x", "0.cls": "²".encode()}, r"val.tar: 0.cls holds '²', expected the number of a class"),
-        ({"0.jpg": b"x", "0.cls": b"1" + bytes(9)}, r"0.cls holds '1.*', expected the number of a class"),
-        (
-            {"0.jpg": b"x", "0.cls": b"99999999"},
-            "the image of 1 bytes .* has the label 99999999, expected the nu",
-        ),
-        ({"0.txt": b"x"}, r"val.tar: no images in it; expected <key>.jpg and <key>.cls"),
-    ],
-)
-def test_tar_files_that_do_not_fit_are_named(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
-    write_tar(tmp_path / "val.tar", members)
-    with pytest.raises(UserError, match=message):
-        data.load(shards(tmp_path, train="val.tar"))
-
-
-def test_a_corrupt_image_in_a_tar_file_is_named(tmp_path: Path) -> None:
-    write_tar(tmp_path / "val.tar", {"0.jpg": b"no image", "0.cls": b"0"})
-    with pytest.raises(UserError, match=r"cannot read the image of 8 bytes from byte \d+ of .*val.tar: "):
-        data.load(shards(tmp_path, train="val.tar")).val[[0]]
-    with pytest.raises(UserError, match=r"data.train=train-\*.tar: no such file in data.root="):
-        data.load(shards(tmp_path))
-
-
-def hub(root: Path, **options: Any) -> Any:
-    return files("huggingface", root, **PHOTOS | {"val": "test"} | options)
-
-
-def test_hugging_faces_package_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"^data=huggingface: .*datasets.*; pip install 'shardtrain\[hugging"):
-        data.load(hub(tmp_path))
-
-
-def test_hugging_faces_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One saved by the package, and a folder of images that it loads itself."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
-    datasets.disable_progress_bars()
-    in_folders = data.load(write_folders(tmp_path / "images"))
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["class0", "class1"])}
-    )
-    rows = {"image": [{"bytes": encoded(v), "path": None} for v in (0, 1, 10, 11)], "label": [0, 0, 1, 1]}
-    part = datasets.Dataset.from_dict(rows, features=features)
-    parts = {"train": part, "test": part}
-    for name, names in (("train", ["x", "y"]), ("test", ["y", "x"])):
-        odd = parts[name].add_column("text", ["a"] * 4).add_column("none", [None] * 4)
-        swapped = odd.add_column("swapped", [0] * 4)
-        parts[name] = swapped.cast_column("swapped", datasets.ClassLabel(names=names))
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for config in (hub(tmp_path / "saved"), hub(tmp_path / "images", val="validation")):
-        found = data.load(config)
-        assert (len(found.train), len(found.val), found.classes) == (4, 4, 2)
-        for ours, theirs in zip(feed(found), feed(in_folders), strict=True):
-            assert torch.equal(ours.images, theirs.images)
-    for options, message in [
-        ({"val": "tset"}, r"data.val=tset: .* has no such split; did you mean test\? \(valid: train, test\)"),
-        ({"label": "lable"}, r"data.label=lable: .* has no such column; did you mean label\?"),
-        (
-            {"label": "text"},
-            "the image 0 of the split train of .* has the label 'a', expected the number of a",
-        ),
-        ({"label": "none"}, "has the label None, expected the number of a class, 0 to 65535"),
-        ({"label": "swapped"}, r"train has the classes \['x', 'y'\], test \['y', 'x'\]"),
-        ({"root": f"{tmp_path}/none"}, "data.root=.*none: .*; expected what Hugging Face's datasets can"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            data.load(hub(**{"root": tmp_path / "saved", **options}))

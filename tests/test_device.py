@@ -25,7 +25,6 @@ from torchvision.models import VisionTransformer
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.checkpoint.store import Snapshot
-from shardtrain.comm import trace
 from shardtrain.comm.transport import Transport
 from shardtrain.job.launch import Context
 from shardtrain.optim import Ema
@@ -138,14 +137,6 @@ def test_virtual_ranks_need_deterministic_kernels(device: SimulatedDevice) -> No
         ValueError, match=r"virtual_ranks on cuda needs kernels .*use_deterministic_algorithms"
     ):
         shardtrain.shard(model, units=[Block], virtual_ranks=8)
-
-
-def test_a_trace_ends_movements_in_their_stream(device: SimulatedDevice) -> None:
-    with trace.record(DEVICE) as taken:
-        play(device, "even", LOW, OddNet())
-    ends = {(k, end.stream.name) for k, _, _, end in taken.noted if k in ("forward", "gather", "reduce")}
-    moving = "a stream of priority -1"
-    assert ends == {("forward", "the compute stream"), ("gather", moving), ("reduce", moving)}
 
 
 @pytest.mark.parametrize(("how", "waits"), [("checkpointed", 0), ("compiled", 0), ("unused", 1)])

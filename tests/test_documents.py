@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ import torchvision
 import yaml
 from PIL import Image
 
+from shardtrain.job.data import load
 from shardtrain.recipes import api
 
 from pool import ended
+from tiny import composed
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +31,7 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "data.download=true": "takes a network",
     "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
     "perf record|perf report": "takes perf",
+    "myhub": "the test of data sets of other packages does",
 }
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
 SHORT = {  # what makes a program short
@@ -107,6 +111,35 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
         said += run(ranks, *program, *arguments, *short, folder=tmp_path)
     lines = [line for block in blocks("", file) for line in block.splitlines()]
     assert [line for line in lines if line not in said] == [], said
+
+
+def test_data_sets_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `docs/extending.md` reads them: a folder as on the hub, and tar files."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    (text,) = [block for block in blocks("python", ROOT / "docs/extending.md") if block.startswith("# myhub")]
+    (tmp_path / "myhub.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shards").mkdir()
+    for part, name in (("train", "train"), ("val", "validation")):
+        with tarfile.open(tmp_path / f"shards/{part}-0.tar", "w") as tar:
+            for label in range(2):
+                folder = tmp_path / "photos" / name / ("cat", "dog")[label]
+                folder.mkdir(parents=True)
+                Image.new("L", (9, 12), 100 * label).save(folder / "0.jpg")
+                tar.add(folder / "0.jpg", f"{label}.jpg")
+                (folder / "0.cls").write_text(str(label))
+                tar.add(folder / "0.cls", f"{label}.cls")
+                (folder / "0.cls").unlink()
+    for target, place in (("hub", f"data.path={tmp_path}/photos"), ("tars", f"data.root={tmp_path}/shards")):
+        config = composed(f"data._target_=myhub.{target}", place, "data.image_size=8", "allow=[myhub]")
+        found = load(config.data, config.allow)
+        for images, labels in (found.train[[1, 0]], found.val[[1, 0]]):
+            assert images.shape == (2, 3, 8, 8)
+            assert labels.tolist() == [1, 0]
+            assert images[1].max() < 10 < images[0].min()
 
 
 EXAMPLES = [text for text in blocks("python", *DOCUMENTS) if text.startswith("import ")]

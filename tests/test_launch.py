@@ -7,7 +7,6 @@ import re
 import runpy
 import signal
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +33,10 @@ from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, togeth
 from shardtrain.job.errors import UserError
 from shardtrain.job.launch import Context
 from shardtrain.plan.report import Output
-from shardtrain.recipes import photos
 from shardtrain.train.resume import find_start, locked, run_directory
 
 from pool import each_rank, ended
-from test_data import cifar, encoded, shards, write_tar
+from test_data import cifar
 from tiny import ALONE, CPU, configure, context
 
 
@@ -374,23 +372,6 @@ def test_hosts_that_are_started_with_different_settings_are_named() -> None:
         assert told == f"the command differs between ranks: {expected}"
     told = refused(launch.require_same_command, configure(*["eval_only=true"] * comm.rank()))
     assert told.endswith("rank 1 has eval_only=True where rank 0 has eval_only=False")
-
-
-@each_rank(2, transport="auto")
-def test_ranks_share_the_work_of_indexing(tmp_path: Path) -> None:
-    for name in ("train-0", "train-1", "train-2", "val", "bad-0") if comm.rank() == 0 else ():
-        write_tar(tmp_path / f"{name}.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
-    (tmp_path / "bad-1.tar").write_bytes(b"this is not a tar file" * 100)
-    comm.barrier()
-    kept = patch.object(photos, "_cache", lambda: tmp_path / "cache")
-    with kept, patch.object(photos, "_scan", wraps=photos._scan) as scan:
-        assert len(data.load(shards(tmp_path)).train) == 3
-    scanned = [call.args[0].name for call in scan.call_args_list]
-    assert scanned == [["train-0.tar", "train-2.tar", "val.tar"], ["train-1.tar"]][comm.rank()]
-    with kept:
-        told = refused(data.load, shards(tmp_path, train="bad-*.tar"))
-    assert re.search(r"bad-1.tar: .*; expected an uncompressed tar file", told)
-    assert tarfile.is_tarfile(tmp_path / "bad-0.tar")
 
 
 @each_rank(2, transport="auto")

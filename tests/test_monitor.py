@@ -1,5 +1,6 @@
-"""What a run reports on the console, in files and in tables, how it is measured; slow ranks; traces."""
+"""What a run reports on the console, in files and in tables, how it is measured; slow ranks; profiles."""
 
+import contextlib
 import datetime
 import json
 import re
@@ -7,22 +8,18 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from PIL import Image
 
-from shardtrain import clip_grad_norm_, comm, device
+from shardtrain import clip_grad_norm_, comm
 from shardtrain.comm import trace
-from shardtrain.comm.trace import GATHER, Span, count, waiting
-from shardtrain.engine.precision import Precision
+from shardtrain.comm.trace import GATHER, count, waiting
 from shardtrain.job import pictures, tags
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config
@@ -31,10 +28,10 @@ from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
 from shardtrain.job.step import Step
-from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, timeline, writers
-from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, peak_flops, slow_rank
+from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, writers
+from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, slow_rank
 from shardtrain.monitor.monitor import end_table
-from shardtrain.monitor.timeline import Lanes, Watch
+from shardtrain.monitor.watch import Watch
 
 from pool import each_rank, ended, once
 from small import Block, OddNet, sgd, shard
@@ -194,7 +191,6 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
     assert scalars["time/step_s"] < 100 > time.perf_counter() - metrics.spent.since
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
     assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
-    assert "perf/mfu" not in scalars
     step_of(metrics, TWO, loss=float("nan"))
     with pytest.raises(RuntimeError, match=r"train/loss is nan at step 7; a lower optim.lr may help"):
         metrics.report(7, ONE)
@@ -204,7 +200,8 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
 def test_traffic_is_that_of_the_steps_that_were_metered(ranks: int) -> None:
     """A run that resumes on as many ranks, or on fewer, has metered none of the steps before."""
     job, _ = built()
-    before, after = StepMetrics(job), StepMetrics(job)
+    before = StepMetrics(job)
+    after = StepMetrics(job)
     step_of(before, TWO)
     after.restore(before.state(), ranks)
     step_of(after, TWO)
@@ -217,28 +214,13 @@ def test_the_peak_is_that_of_the_run() -> None:
     job, _ = built()
     large = torch.ones(400 * MIB, dtype=torch.uint8)
     del large
-    first, second = StepMetrics(job), StepMetrics(job)
+    first = StepMetrics(job)
+    second = StepMetrics(job)
     step_of(first, TWO)
     peak = first.report(1, ONE).scalars["memory/peak_mib"]
     second.start()
     step_of(second, TWO)
     assert second.report(1, ONE).scalars["memory/peak_mib"] < peak - 300
-
-
-def test_utilisation_counts_the_pixels_shown_and_the_dtype(monkeypatch: Any) -> None:
-    job, _ = built("data.grow=[4]", model=())
-    assert job.forward_flops[4] < job.forward_flops[8]
-    metrics = StepMetrics(job)
-    metrics.peak = 1e9
-    step_of(metrics, TWO, torch.zeros(3, 1, 4, 4))
-    scalars = metrics.report(1, ONE).scalars
-    seconds = 5 / scalars["perf/img_per_s"]
-    flops = 3 * (2 * job.forward_flops[8] + 3 * job.forward_flops[4])
-    assert scalars["perf/mfu"] == pytest.approx(flops / seconds / 1e9)
-
-    monkeypatch.setattr(device, "name", lambda device: "NVIDIA H200")
-    fp32, bf16 = (peak_flops(torch.device("cuda"), Precision(dtype)) for dtype in (None, torch.bfloat16))
-    assert (fp32, bf16) == (494e12, 988e12)
 
 
 def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
@@ -276,7 +258,7 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
         for step, what in enumerate(course.split(), 1):
             slow = SlowRank(1, "backward" if what == "elsewhere" else "data", what)
             watch.step_done(step, Report({}, None if what == "none" else slow))
-    assert said == ["step 5: slower", "step 12: rank 1 keeps up again"]
+    assert said == ["step 5: slower", "step 12: rank 1 is no longer slow"]
 
 
 @each_rank(2, transport="auto")
@@ -290,89 +272,61 @@ def test_a_planted_slow_rank_is_found_with_its_phase() -> None:
     assert slow[:2] == (1, "data")
 
 
-# traces and pictures of steps, by a clock that the ranks share
+# torch's profiler
 
 
-@each_rank(3, transport="auto")
-def test_ranks_share_a_clock() -> None:
-    comm.barrier()
-    now = time.perf_counter()
-    starts = [spans[0].start for spans in timeline.collect([Span("step", "step", now, now + 1)], 7).spans]
-    assert max(starts) - min(starts) < 0.5
-    found = comm.gather_texts(str(starts), comm.plain_transport())
-    assert found == [str(starts)] * 3
+def ranges_of(path: Path) -> list[tuple[str, float, float]]:
+    """Return the named ranges of a trace that torch's profiler wrote: name, start and end, by start."""
+    events = json.loads(path.read_text())["traceEvents"]
+    named = [event for event in events if event.get("cat") == "user_annotation"]
+    return sorted(
+        ((event["name"], event["ts"], event["ts"] + event["dur"]) for event in named),
+        key=lambda entry: entry[1],
+    )
 
 
 @each_rank(2)
-def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
+def test_gathers_computation_reductions_and_waits_carry_unit_names(tmp_path: Path) -> None:
     model = shard(OddNet(), units=[Block])
     optimizer = sgd(model)
     steps_of(model, optimizer, steps=2)
-    with trace.record(CPU) as taken:
+    with torch.profiler.profile() as profiled:
         steps_of(model, optimizer, steps=1, start=2)
     steps_of(model, optimizer, steps=1, start=3)
-    spans = taken.spans()
-    assert all(span.start <= span.end for span in spans)
+    path = tmp_path / f"{comm.rank()}.json"
+    profiled.export_chrome_trace(str(path))
+    ranges = ranges_of(path)
     units = ["blocks.0", "blocks.1", "blocks.2", "the root"]
-    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.STYLES}
-    assert found["forward"] == found["backward"] == found["reduce"] == units
-    assert found["gather"] == ["blocks.0", *units]
-    assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= {*found["wait"]}
-    starts = {(span.kind, span.name): span.start for span in spans}
-    assert starts["forward", "blocks.0"] < starts["forward", "blocks.1"]
-    assert starts["backward", "blocks.1"] < starts["backward", "blocks.0"]
-    assert starts["backward", "blocks.1"] < starts["reduce", "blocks.1"]
-    assert not trace.opened
-    with trace.record(CPU) as taken:
+    names = {kind: [] for kind in ("forward", "backward", "gather", "reduce", "wait")}
+    for name, _, _ in ranges:
+        kind, _, unit = name.partition(" ")
+        names.get(kind, []).append(unit)
+    for kind in ("forward", "backward", "reduce"):
+        assert sorted(names[kind]) == units
+    assert sorted(names["gather"]) == ["blocks.0", *units]
+    assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= {*names["wait"]}
+    starts = {name: start for name, start, _ in ranges}
+    ends = {name: end for name, _, end in ranges}
+    assert ends["forward blocks.0"] < starts["forward blocks.1"]
+    assert ends["backward blocks.1"] < starts["reduce blocks.1"]
+    assert starts["forward the root"] < starts["forward blocks.0"]
+    assert ends["forward blocks.2"] < ends["forward the root"]
+    assert starts["backward the root"] < starts["backward blocks.2"]
+    assert not trace._ranges
+
+
+def test_ranges_outside_of_a_profile_are_dropped(tmp_path: Path) -> None:
+    trace.begin("gather", "before")
+    with torch.profiler.profile() as profiled:
+        trace.end("gather", "before")
         trace.begin("gather", "a")
         trace.end("gather", "b")
-    trace.end("gather", "a")  # after the trace: nothing is kept
-    assert taken.spans() == []
-
-
-def lanes() -> Lanes:
-    """Two ranks, two steps of 10 ms; rank 1 waits 4 ms in the second."""
-    one = [  # milliseconds
-        *(("step", "step", 0, 10), ("phase", "forward", 0, 6), ("gather", "a", 0, 2), ("gather", "b", 1, 3)),
-        *(("forward", "the root", 0, 6), ("forward", "a", 2, 4), ("reduce", "a", 6, 8)),
-    ]
-    both = [(kind, name, start + at, end + at) for at in (0, 12) for kind, name, start, end in one]
-    waits = ("wait", "reduce_scatter of a", 18, 22)
-    spans = [[Span(k, n, s / 1e3, e / 1e3) for k, n, s, e in rows] for rows in (both, [*both, waits])]
-    return Lanes(spans, first_step=7)
-
-
-def test_a_trace_has_rows_without_overlap() -> None:
-    events = timeline.chrome(lanes())["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert [names[0, row] for row in range(7)] == [
-        *("step", "phase", "unit", "unit", "gather", "gather", "reduce")
-    ]
-    assert "wait" in [name for (rank, _), name in names.items() if rank == 1]
-    rows: dict[Any, list[Any]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            rows.setdefault((event["pid"], event["tid"]), []).append(event)
-    for row in rows.values():
-        for one, other in pairwise(row):
-            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3
-    assert [event["name"] for event in rows[0, 0]] == ["step 7", "step 8"]
-    gather = next(event for event in events if event["name"] == "gather b")
-    assert (gather["ts"], gather["dur"], gather["cat"]) == pytest.approx((1000, 2000, "gather"))
-
-
-def test_a_step_in_words_and_as_a_picture() -> None:
-    found = lanes()
-    assert found.steps == range(7, 9)
-    assert timeline.in_words(found, 7) == "step 7: 10.0 ms, no waiting"
-    assert timeline.in_words(found, 8) == (
-        "step 8: 10.0 ms, waiting 0 / 40 % by rank, longest 4.0 ms for reduce_scatter of a (rank 1)"
-    )
-    drawn = timeline.picture(found, 8, "a model")
-    assert isinstance(drawn, np.ndarray)
-    red = (drawn[:, :, 0] > 200) & (drawn[:, :, 1] < 60) & (drawn[:, :, 2] < 60)  # tab:red
-    middle = drawn.shape[0] // 2
-    assert red[middle:].sum() > 10 * max(1, red[: middle // 2].sum())  # in rank 1's lane
+        trace.begin("gather", "after")
+    trace.end("gather", "after")
+    trace.end("gather", "a")
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert "gather before" not in [name for name, _, _ in ranges_of(tmp_path / "trace.json")]
+    assert not trace._ranges
 
 
 def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_path: Path) -> None:
@@ -380,19 +334,32 @@ def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_pa
     steps = ("data.train_images=96", "train.max_steps=8", "train.log_every=1", "monitor.tensorboard=false")
     on_ranks(2, run, str(tmp_path), *steps, "debug=profile", "monitor.profile_at=5")
     assert not (tmp_path / "profile").exists()
-    assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == [
-        *("step-4.png", "step-7.png", "steps-2-4.json", "steps-5-7.json")
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+        f"steps-{first}-{first + 2}-rank{rank}.json" for first in (2, 5) for rank in range(2)
     ]
-    events = json.loads((tmp_path / "timeline/steps-5-7.json").read_text())["traceEvents"]
-    found = {(event["pid"], event["name"]) for event in events}
-    for name in ("gather", "forward", "backward", "reduce"):
-        assert {(0, f"{name} the root"), (1, f"{name} the root")} <= found, name
-    assert {(0, "phase data"), (1, "phase data")} <= found
+    for rank in range(2):
+        names = [name for name, _, _ in ranges_of(tmp_path / f"traces/steps-5-7-rank{rank}.json")]
+        assert names.count("train step") == 3
+        for kind in ("gather", "forward", "backward", "reduce"):
+            assert names.count(f"{kind} the root") == 3, kind
+        assert "phase data" in names
     log = (tmp_path / "log.txt").read_text()
-    assert f"steps 5 to 7 are in {tmp_path}/timeline/steps-5-7.json (for ui.perfetto.dev), step-7.png" in log
-    assert "step 7: " in log
-    with Image.open(tmp_path / "timeline/step-7.png") as drawn:
-        assert drawn.width > 1000
+    assert f"steps 5 to 7 are in {tmp_path}/traces/steps-5-7-rank*.json (for ui.perfetto.dev)" in log
+
+
+def test_a_profile_is_written_when_training_ends_first_and_dropped_when_it_fails(tmp_path: Path) -> None:
+    metrics: Any = Mock(job=SimpleNamespace(steps=4))
+    metrics.paused.return_value = contextlib.nullcontext()
+    place = Context(RankInfo(0, 1, 0, 1), CPU, tmp_path)
+    config = configure("monitor.profile_at=3")
+    with Watch(config, place, metrics, Monitor()) as watch:
+        for step in range(1, 5):
+            watch.step_done(step, None)
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["steps-3-4-rank0.json"]
+    with Watch(config, place, metrics, Monitor()) as watch:
+        watch.step_done(2, None)
+        assert trace.profiling()
+    assert not trace.profiling()
 
 
 def test_a_meter_that_is_open_for_long_stays_small() -> None:
@@ -407,7 +374,7 @@ def test_a_meter_that_is_open_for_long_stays_small() -> None:
 # what TensorBoard is given, read back from the event files; and whether it is true
 
 
-TAGS = {  # of the public interface; perf/mfu is known on some GPUs alone
+TAGS = {  # of the public interface
     *("train/loss", "train/acc1", "val/loss", "val/acc1", "val/acc5", "lr/group0", "grad_norm"),
     *("perf/img_per_s", "perf/img_per_s_per_rank", "time/step_s", "time/data_pct", "time/exposed_comm_pct"),
     *("comm/all_gather_mib_per_step", "comm/reduce_scatter_mib_per_step", "memory/params_mib"),
@@ -421,19 +388,21 @@ finished = once(run)
 
 
 def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> None:
-    events, result = events_of(finished), json.loads((finished / "result.json").read_text())
+    events = events_of(finished)
+    result = json.loads((finished / "result.json").read_text())
     assert set(events.Tags()["scalars"]) >= TAGS
     for tag in TAGS:
         assert events.Scalars(tag)[-1].value == pytest.approx(result[tag], rel=1e-6), tag
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
-    assert "perf/mfu" not in events.Tags()["scalars"]
+    assert not {tag for tag in events.Tags()["scalars"] if tag.startswith(("accuracy_and_loss/", "perf/mfu"))}
 
 
 def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finished: Path) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     assert len(list(finished.rglob("events.out.tfevents.*"))) == 1
-    events, config = events_of(finished), configure(*TINY)
+    events = events_of(finished)
+    config = configure(*TINY)
     data = [HParamsPluginData.FromString(each) for each in events.PluginTagToContent("hparams").values()]
     experiment = next(each.experiment for each in data if each.HasField("experiment"))
     session = next(each.session_start_info for each in data if each.HasField("session_start_info"))
@@ -445,8 +414,6 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
     assert events.Tags()["images"] == ["samples/augmented"]
-    assert min(events.Tags()["scalars"]).startswith("accuracy_and_loss/")  # which TensorBoard opens
-    assert events.Scalars("accuracy_and_loss/val/acc1")[-1].value == events.Scalars("val/acc1")[-1].value
     first = {info.name for info in experiment.hparam_infos if info.differs}
     assert first == {"model", "optim.lr", "train.batch_size"}
 
@@ -481,27 +448,20 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_pictures_that_cannot_be_are_said_of(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    page = Mock(writers.Writer)
-    monitor = Monitor(page)
-    for _ in range(2):
-        drawn = timeline.picture(lanes(), 8, "a model")
-        assert not monitor.picture("timeline/step", drawn, tmp_path / "step.png")
-    page.say.assert_called_once_with(
-        'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
-    )
-    assert not (tmp_path / "step.png").exists()
-    (tmp_path / "timeline").write_text("")  # a file where the folder should be
-    assert not monitor.save(tmp_path / "timeline/step-4.png", "")
-    assert re.search("^warning: step-4.png: .*File exists.*; training continues$", capsys.readouterr().err)
+def test_a_file_that_cannot_be_written_is_warned_of(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "traces").write_text("")  # a file where the folder should be
+    assert not Monitor().write(tmp_path / "traces/steps-2-4-rank0.json", Mock())
+    said = capsys.readouterr().err
+    assert re.search("^warning: steps-2-4-rank0.json: .*File exists.*; training continues$", said)
 
 
 def test_grids_show_pixels_as_they_were() -> None:
-    mean, std = torch.tensor([[[8.0]]]), torch.tensor([[[4.0]]])
+    mean = torch.tensor([[[8.0]]])
+    std = torch.tensor([[[4.0]]])
     pixels = torch.tensor([0.0, 16.0, 8.0])[:, None, None, None].expand(3, 1, 8, 8)
     page = pictures.grid((pixels - mean) / std, mean, std)
-    tile, start = pictures.TILE, pictures.GAP
+    tile = pictures.TILE
+    start = pictures.GAP
     centres = [page[start + tile // 2, start + index * (tile + start) + tile // 2] for index in range(3)]
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
     two_rows = pictures.grid(torch.zeros(9, 3, 8, 8), mean, std)
@@ -512,7 +472,9 @@ def test_grids_show_pixels_as_they_were() -> None:
 def test_what_is_reported_is_what_an_outsider_measures() -> None:
     config = configure(*SHORT, "train.accumulate=2")
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
-    metrics, batches, step = StepMetrics(job), iter(job.train), Step.of(job, None)
+    metrics = StepMetrics(job)
+    batches = iter(job.train)
+    step = Step.of(job, None)
 
     def steps(count: int) -> None:
         for _ in range(count):

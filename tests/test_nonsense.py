@@ -22,9 +22,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.help import load_yaml
 from shardtrain.job.model import read_weights
 from shardtrain.job.schema import checked
-from shardtrain.recipes.photos import _index
 
-from test_data import write_tar
 from tiny import composed
 
 Each = Callable[[Any, Callable[[Any], object]], None]
@@ -83,20 +81,15 @@ def test_manifests(each: Each, tmp_path: Path) -> None:
     each(spoiled(json.loads((folder / NAME).read_text())), load)
 
 
-@pytest.mark.parametrize("name", ["x.yaml", "x.tar", "x.npy", "x.pth", "x.safetensors"])
-def test_files(each: Each, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut, and with other bytes in a few places. `x.npy` is the index of the tar file."""
-    monkeypatch.setattr("shardtrain.recipes.photos._cache", lambda: tmp_path / "cache")
-    file, shard, state = tmp_path / name, tmp_path / "x.tar", {"a": torch.ones(3), "b": torch.ones(2, 2)}
+@pytest.mark.parametrize("name", ["x.yaml", "x.pth", "x.safetensors"])
+def test_files(each: Each, tmp_path: Path, name: str) -> None:
+    """Cut, and with other bytes in a few places."""
+    file = tmp_path / name
+    state = {"a": torch.ones(3), "b": torch.ones(2, 2)}
     (tmp_path / "x.yaml").write_text("a: &a [1, '2', {b: c}]\nd: *a\n# e\nf:\n  g: \"${a}\"\n")
     torch.save(state, tmp_path / "x.pth")
     save_file(state, tmp_path / "x.safetensors")
-    write_tar(shard, {"a.png": b"", "a.cls": b"1"})
-    assert _index(shard).tolist() == [[512, 0, 1]]
-    if name == "x.npy":
-        (file,) = (tmp_path / "cache").iterdir()
-    indexed = name in ("x.tar", "x.npy")
-    read = load_yaml if name == "x.yaml" else _index if indexed else read_weights
+    read = load_yaml if name == "x.yaml" else read_weights
     whole, others = file.read_bytes(), {path.name for path in tmp_path.rglob("*")}
 
     def spoil(changes: tuple[int, list[tuple[int, int]]]) -> None:
@@ -104,7 +97,7 @@ def test_files(each: Each, tmp_path: Path, name: str, monkeypatch: pytest.Monkey
         for place, byte in places:
             content[place % len(content)] = byte
         file.write_bytes(content[: size or len(content)])
-        is_refused(read, shard if indexed else file)
+        is_refused(read, file)
         assert others == {path.name for path in tmp_path.rglob("*")}
 
     places = st.tuples(st.integers(0, 2000), st.integers(0, 255))

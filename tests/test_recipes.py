@@ -1,15 +1,12 @@
 """Models by name, augmentation, averages, mixing, losses; each named recipe, and a few steps of it."""
 
 import dataclasses
-import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,7 +31,6 @@ from shardtrain.job.evaluate import evaluate
 from shardtrain.job.launch import run_dir
 from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
-from shardtrain.recipes import digits
 from shardtrain.recipes.augment import Affine, Photo
 from shardtrain.recipes.models import classifier, resnet_cifar, vit
 from shardtrain.recipes.resnet9_cifar10 import Norm, Resnet9
@@ -61,8 +57,10 @@ def test_resnet9_whitens_patches_of_the_images_shown() -> None:
 
 
 def test_a_scaled_bias_learns_64_times_as_fast() -> None:
-    norm, plain = Norm(5), nn.BatchNorm2d(5, eps=1e-12)
-    images, weights = torch.randn(8, 5, 3, 3), torch.randn(8, 5, 3, 3)
+    norm = Norm(5)
+    plain = nn.BatchNorm2d(5, eps=1e-12)
+    images = torch.randn(8, 5, 3, 3)
+    weights = torch.randn(8, 5, 3, 3)
     for module, lr in ((norm, 0.01), (plain, 0.64)):
         optimizer = torch.optim.SGD([module.bias], lr, momentum=0.9, weight_decay=0.02 / lr)
         for _ in range(3):
@@ -115,8 +113,6 @@ def test_an_optimizer_by_name_takes_its_keywords() -> None:
     assert not optimizer.state
     fused = [model.shard_with_optimizer(OddNet(), composed(f"optim={each}")) for each in ("sgd", "adamw")]
     assert [each.defaults["fused"] for each in fused] == [True, True]
-    plain = model.shard_with_optimizer(OddNet(), composed("optim.fused=false"))
-    assert (type(plain), plain.defaults["fused"]) == (torch.optim.SGD, False)
 
 
 @pytest.mark.parametrize(("name", "blocks", "last"), [("resnet18", 8, "bn2"), ("resnet50", 16, "bn3")])
@@ -150,7 +146,8 @@ def test_affine_moves_by_the_draws() -> None:
 
 def test_crop_and_flip_by_the_draws() -> None:
     images = torch.arange(16.0).view(1, 1, 4, 4)
-    centred, mirrored = torch.tensor([[0.5, 0.5, 0.9]]), torch.tensor([[0.5, 0.5, 0.1]])
+    centred = torch.tensor([[0.5, 0.5, 0.9]])
+    mirrored = torch.tensor([[0.5, 0.5, 0.1]])
     both = {tuple(Photo(1)(images, draw).flatten().tolist()) for draw in (centred, mirrored)}
     assert both == {tuple(images.flatten().tolist()), tuple(images.flip(3).flatten().tolist())}
     corner = Photo(1)(images, torch.tensor([[0.0, 0.0, 0.9]]))
@@ -171,14 +168,17 @@ def test_a_border_may_be_reflected() -> None:
 
 
 def test_boxes_are_erased_by_the_draws() -> None:
-    images, uniform = torch.randn(40, 2, 12, 17), torch.rand(40, 8)
+    images = torch.randn(40, 2, 12, 17)
+    uniform = torch.rand(40, 8)
     uniform[:, :3] = torch.tensor([0.5, 0.5, 0.1])
     found = Photo(0, erase=0.6)(images, uniform)
     for image, erased, draws in zip(images, found, uniform[:, 3:].tolist(), strict=True):
         area = (0.02 + 0.31 * draws[1]) * 12 * 17
         ratio = 0.3 * 11 ** draws[2]
-        height, width = min(12, round(math.sqrt(area * ratio))), min(17, round(math.sqrt(area / ratio)))
-        top, left = int(draws[3] * (13 - height)), int(draws[4] * (18 - width))
+        height = min(12, round(math.sqrt(area * ratio)))
+        width = min(17, round(math.sqrt(area / ratio)))
+        top = int(draws[3] * (13 - height))
+        left = int(draws[4] * (18 - width))
         expected = image.clone()
         if draws[0] < 0.6:
             expected[:, top : top + height, left : left + width] = 0
@@ -188,7 +188,7 @@ def test_boxes_are_erased_by_the_draws() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"augment": Photo(0, policy, magnitude=30)} for policy in ("trivial", "rand", "cifar10")),
+        *({"augment": Photo(0, policy)} for policy in ("trivial", "rand", "cifar10")),
         *({"augment": Photo(2), "workers": workers} for workers in (0, 1)),
         *({"repeats": repeats} for repeats in (2, 7)),
         {"mix": lambda share: Mix(0.3, 1.0, 2, share, 1)},
@@ -219,15 +219,9 @@ FROM_DEFAULTS = {
     "augment.policy=none augment.erase=0",
     "resnet9_cifar10": "model.widths=[64,256,256] augment.policy=none augment.erase=0 ema.after_epochs=0",
     "resnet20_cifar10": "model.depth=20 sched.warmup_epochs=0 augment.pad=4 train.label_smoothing=0",
-    "resnet20_cifar10_1ep": "model.depth=20 sched.final_lr_fraction=0 augment.pad=4 train.label_smoothing=0",
-    "vit_cifar10": "model.patch=4 model.layers=7 model.heads=12 model.width=384 model.mlp_width=384 "
-    "augment.pad=4",
     "resnet50_imagenet_v1": "data.crop_area=0.08 train.label_smoothing=0 train.mixup=0 train.cutmix=0 "
     "ema.decay=null sched.warmup_epochs=0 augment.pad=0 augment.policy=none augment.erase=0",
     "resnet50_imagenet_v2": "train.loss=cross_entropy optim.decay_all=false sched.final_lr_fraction=0",
-    "resnet50_imagenet_a3": "data.repeats=1 train.label_smoothing=0 ema.decay=null optim.decay_all=false "
-    "sched.final_lr_fraction=0 augment.erase=0",
-    "resnet50_imagenet_16ep": "optim.decay_all=false sched.final_lr_fraction=0 augment.policy=none",
 }
 
 
@@ -242,8 +236,6 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     assert composed(f"+recipe={name}", *FROM_DEFAULTS[name].split()) == config
     if name.endswith("v2"):
         assert config.ema.decay == pytest.approx(1 - (1 - 0.99998) * 1024 * 32 / 600, abs=1e-6)
-    if name.endswith("16ep"):
-        assert [config.data.side_in(epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
 
 
 # Tiny in everything but what the recipe is about.
@@ -271,7 +263,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # others have all their parts
 AGAIN = {"resnet18_cifar10", "resnet20_cifar10", "resnet50_imagenet_v1"}
-AGAIN |= {"resnet50_imagenet_v2", "resnet50_imagenet_a3"}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +272,6 @@ AGAIN |= {"resnet50_imagenet_v2", "resnet50_imagenet_a3"}
 def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: Path) -> None:
     sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
     source = (f"data.root={photos}",) if "imagenet" in name else ()
-    source += ("data.grow=[16]",) if "16ep" in name else ()
     train(composed(f"+recipe={name}", *sizes, *TWO_EPOCHS, *source), context(tmp_path))
     comm.barrier()
     result = result_of(tmp_path)
@@ -292,28 +282,6 @@ def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: Path) 
     assert f"acc1      yours {yours:.2f} %, reference " in end_table(result)
 
 
-def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for seed, acc1 in ((0, 99.0), (1, 100.0)):
-        (tmp_path / str(seed)).mkdir()
-        result = {"status": "finished", "val/acc1": acc1, "seconds": 61.5}
-        (tmp_path / str(seed) / "result.json").write_text(json.dumps(result))
-    with patch.dict(sys.modules, {"sklearn.svm": None}):
-        digits.main(["--out", str(tmp_path), "--seeds", "2"])
-    said = capsys.readouterr().out
-    assert "1     100.00     61.5" in said
-    assert "mean of 2: 99.50 %, standard deviation 0.71\n" in said
-    assert "360 test images, so one is 0.28 points; RBF-SVM on the same split: scikit-learn is not" in said
-    chosen = {0: {"val/acc1": 98.0, "test/acc1": 99.0, "seconds": 1.0}}
-    assert digits.report(chosen, None).endswith(
-        "on validation images; the test images are for the settings that are chosen"
-    )
-    with patch.object(subprocess, "run") as started, pytest.raises(FileNotFoundError):
-        digits.main(["--out", str(tmp_path), "--seeds", "3", "--ranks", "2", "train.epochs=1"])
-    command = started.call_args.args[0]
-    assert command[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    assert {"+recipe=resnet", "seed=2", "train.epochs=1"} <= {*command}
-
-
 # what recipes are made of, each against a plain single-process reference
 
 
@@ -321,7 +289,8 @@ def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_an_average_of_shards_is_that_of_full_states() -> None:
     """Parameters and buffers, and how it is evaluated. `test_resume.py` has it in checkpoints."""
     model = shard(OddNet(), units=[Block])
-    optimizer, ema = sgd(model), Ema(model, 0.8, every=2, after=2)
+    optimizer = sgd(model)
+    ema = Ema(model, 0.8, every=2, after=2)
     expected: dict[str, torch.Tensor] = {}
     for step in range(1, 8):
         steps_of(model, optimizer, 1, start=step)
@@ -371,14 +340,19 @@ def mixed_by_hand(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Image after image, by the formulas of the papers as torchvision has them."""
     height, width = images.shape[2:]
-    mixed, soft = images.clone(), torch.zeros(len(images), classes)
+    mixed = images.clone()
+    soft = torch.zeros(len(images), classes)
     for i in range(len(images)):
-        j, (kept, boxed, down, right) = i ^ 1, draws[i].tolist()
+        j = i ^ 1
+        (kept, boxed, down, right) = draws[i].tolist()
         if boxed:
             r = 0.5 * math.sqrt(1 - kept)
-            y, x = int(down * height), int(right * width)
-            y1, y2 = max(0, y - int(r * height)), min(height, y + int(r * height))
-            x1, x2 = max(0, x - int(r * width)), min(width, x + int(r * width))
+            y = int(down * height)
+            x = int(right * width)
+            y1 = max(0, y - int(r * height))
+            y2 = min(height, y + int(r * height))
+            x1 = max(0, x - int(r * width))
+            x2 = min(width, x + int(r * width))
             mixed[i, :, y1:y2, x1:x2] = images[j, :, y1:y2, x1:x2]
             kept = 1 - (y2 - y1) * (x2 - x1) / (height * width)
         else:
@@ -391,11 +365,13 @@ def mixed_by_hand(
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
 def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
     mix = Mix(mixup, cutmix, 7, Share(24, 1, 0, 1), seed=3)
-    images, labels = torch.randn(24, 2, 9, 11), torch.arange(24) % 7
+    images = torch.randn(24, 2, 9, 11)
+    labels = torch.arange(24) % 7
     draws = mix.draws(5)
     assert draws[:, 1].any().item() == (cutmix > 0)
     assert draws[:, 1].all().item() == (mixup == 0)
-    found, expected = mix(images, labels, draws), mixed_by_hand(images, labels, draws, 7)
+    found = mix(images, labels, draws)
+    expected = mixed_by_hand(images, labels, draws, 7)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
     assert not torch.equal(draws[:, 0], mix.draws(6)[:, 0])
@@ -403,7 +379,8 @@ def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
 
 def test_an_image_without_a_partner_stays_as_it_is() -> None:
     mix = Mix(1.0, 0, 3, Share(3, 1, 0, 1), 0)
-    images, labels = torch.randn(3, 1, 2, 2), torch.tensor([0, 1, 2])
+    images = torch.randn(3, 1, 2, 2)
+    labels = torch.tensor([0, 1, 2])
     mixed, soft = mix(images, labels, mix.draws(0))
     assert torch.equal(mixed[2], images[2])
     assert soft[2].tolist() == [0, 0, 1]
@@ -412,16 +389,13 @@ def test_an_image_without_a_partner_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_losses_of_hard_and_soft_labels(smoothing: float) -> None:
-    logits, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    logits = torch.randn(6, 5)
+    labels = torch.tensor([0, 1, 2, 3, 4, 0])
     one_hot = F.one_hot(labels, 5).float()
-    for name in ("cross_entropy", "bce"):
-        loss = loss_of(name, smoothing)
-        torch.testing.assert_close(loss(logits, labels), loss(logits, one_hot))
-    answers = one_hot * (1 - smoothing) + smoothing / 5
-    wanted = -(answers * F.logsigmoid(logits) + (1 - answers) * F.logsigmoid(-logits)).mean()
-    torch.testing.assert_close(loss_of("bce", smoothing)(logits, labels), wanted)
-    half = loss_of("cross_entropy", smoothing)(logits, 0.5 * one_hot + 0.5 * one_hot.roll(1, 1))
-    parts = [loss_of("cross_entropy", smoothing)(logits, each) for each in (labels, (labels + 1) % 5)]
+    loss = loss_of("cross_entropy", smoothing)
+    torch.testing.assert_close(loss(logits, labels), loss(logits, one_hot))
+    half = loss(logits, 0.5 * one_hot + 0.5 * one_hot.roll(1, 1))
+    parts = [loss(logits, each) for each in (labels, (labels + 1) % 5)]
     torch.testing.assert_close(half, (parts[0] + parts[1]) / 2)
 
 
@@ -433,7 +407,8 @@ def test_schedules_are_torchs() -> None:
 
     def theirs(make: Callable[..., LRScheduler], *arguments: float, steps: int) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        schedule, rates = make(optimizer, *arguments), []
+        schedule = make(optimizer, *arguments)
+        rates = []
         for _ in range(steps):
             rates.append(schedule.get_last_lr()[0])
             optimizer.step()

@@ -54,7 +54,7 @@ def run(folder: str, *arguments: str) -> dict[str, Any]:
 
 def train_feed(found: DataSet, size: int, share: Share = TWO_IMAGES, **options: Any) -> TrainFeed:
     """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
-    keys = {key: options.pop(key, usual) for key, usual in (("grow", ()), ("repeats", 1), ("workers", 0))}
+    keys = {key: options.pop(key, usual) for key, usual in (("repeats", 1), ("workers", 0))}
     images = Images(
         name="", image_size=size, eval_size=None, validation=0.0, limit=None, mean=None, std=None, **keys
     )

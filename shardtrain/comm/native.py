@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
-from shardtrain.comm import trace
 from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, intervals
 
 # Renamed in torch 2.13.
@@ -167,12 +166,11 @@ class Backend:
             for movement in movements:
                 movement()
             done = devices.current_stream(device).record_event()
-            ended = devices.moment(device) if trace.opened and devices.is_accelerator(device) else None
 
         def finish(held: object = movements) -> None:
             devices.current_stream(device).wait_event(done)
 
-        return Pending(finish, ended=ended)
+        return Pending(finish)
 
     def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which collectives of one kind for ``tensors`` are one launch."""

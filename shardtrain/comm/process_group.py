@@ -42,7 +42,8 @@ class ProcessGroupTransport(Transport):
     sends = True
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
-        self.reports = reports = reports or _guards.get(group)  # a model has its own
+        reports = reports or _guards.get(group)  # a model has its own
+        self.reports = reports
         self._group = weakref.ref(group)
         self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
         self.rank = dist.get_rank(group)
@@ -187,7 +188,7 @@ class ProcessGroupTransport(Transport):
             moving = self._watched(kind, name, starts)
         else:
             moving = self.backend_for(kind, name).exchange(moves)
-        return Pending(moving.wait, *steps, ended=moving.ended)
+        return Pending(moving.wait, *steps)
 
     def _watched(
         self, kind: Movement, name: str, starts: Sequence[Callable[[Mailbox, int], Pending]]

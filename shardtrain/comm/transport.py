@@ -10,7 +10,7 @@ several replicas there are more ranks than in one shard group::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,17 +115,14 @@ Interval = tuple[Tensor, torch.dtype]
 
 
 class Pending:
-    """Represent a collective under way. ``wait()`` runs its ``steps``; then its results may be read.
+    """Represent a collective under way. ``wait()`` runs its ``steps``; then its results may be read."""
 
-    ``ended``: if a trace is open, the moment at which it ends in its own stream.
-    """
-
-    def __init__(self, *steps: Callable[[], object], ended: Any = None) -> None:
-        self.steps, self.ended = steps, ended
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        self.steps = steps
 
     def then(self, step: Callable[[], object]) -> Pending:
         """Return this collective with a further ``step``, which completes its results."""
-        return Pending(self.wait, step, ended=self.ended)
+        return Pending(self.wait, step)
 
     def wait(self) -> None:
         steps, self.steps = self.steps, ()

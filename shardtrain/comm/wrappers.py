@@ -100,7 +100,7 @@ class Offloaded(TransportWrapper):
             # These are an earlier unit's, since this runs when a later unit's gradients are complete.
             current_stream(self.device).wait_event(self._downloaded)
 
-        return Pending(finish, ended=pending.ended)
+        return Pending(finish)
 
     def fence(self, what: Movement) -> None:
         """Run ``inner``'s fence; at ``LEAVE``, also wait until gradients have arrived in host memory."""

@@ -298,13 +298,14 @@ class Reduction:
 
     def launch(self) -> None:
         """Start reducing what has been collected."""
-        trace.begin(REDUCE.traced, self.unit.title)
+        trace.begin("reduce", self.unit.title)
         self._under_way = [flat.send() for flat in self.flats if flat.expected]
         self._moving = self.unit.transport.reduce(self.unit.title, self._under_way)
+        trace.end("reduce", self.unit.title)
 
     def finish(self) -> None:
         """Wait for the reduction."""
-        with waiting(REDUCE, self.unit.title, self.unit.device, self._moving.ended):
+        with waiting(REDUCE, self.unit.title, self.unit.device):
             self._moving.wait()
         self._under_way = []
 

@@ -182,12 +182,13 @@ class Unit:
     def launch(self) -> None:
         """Start gathering the unit. Its full vector must not be read before `finish`."""
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
-        trace.begin(GATHER.traced, self.title)
+        trace.begin("gather", self.title)
         self.account.add(int(bool(self.segments)), self.full_bytes)
         for segment in self.segments:
             segment.hold_full(True)
         flats = [segment.flat for segment in self.segments]
         self.moving = self.transport.gather(self.title, flats) if flats else Pending()
+        trace.end("gather", self.title)
         self.state = State.GATHERING
 
     def prefetch(self) -> None:
@@ -198,7 +199,7 @@ class Unit:
     def finish(self) -> None:
         """Wait until the unit's full vector is valid."""
         assert self.state is State.GATHERING, f"{self.name}: {self.state}"
-        with waiting(GATHER, self.title, self.device, self.moving.ended):
+        with waiting(GATHER, self.title, self.device):
             self.moving.wait()
         self.state = State.GATHERED
 

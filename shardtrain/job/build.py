@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
@@ -162,7 +161,7 @@ def completed(config: Config, images: data.DataSet) -> Config:
         "in_channels": images.channels,
         "image_size": config.data.image_size,
     }
-    model = dict(config.model)
+    model = {"in_channels": None, "image_size": None, **config.model}
     for key, found in decided.items():
         if key not in model:
             continue
@@ -205,24 +204,12 @@ def feeds(
 
 
 def loss_of(name: str | Mapping[str, Any], smoothing: float, allow: Sequence[str] = ()) -> Loss:
-    """Return the loss `name`, or what the keys of `train.loss` describe.
-
-    Smoothing by 0.1 turns the targets 1 and 0 of 10 classes into 0.91 and 0.01.
-    """
+    """Return cross-entropy, or what the keys of `train.loss` describe."""
     if isinstance(name, Mapping):
         smoothed = {"label_smoothing": smoothing} if smoothing else {}  # refused where it has none
         loss: Loss = instantiate({**smoothed, **name}, "train.loss", Callable, allow)  # type: ignore[arg-type]
         return loss
-    if name == "cross_entropy":
-        return nn.CrossEntropyLoss(label_smoothing=smoothing)
-
-    def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean over images and classes of each class's loss against all others."""
-        soft = F.one_hot(labels, logits.shape[1]) if labels.ndim == 1 else labels
-        targets = soft.to(logits.dtype) * (1 - smoothing) + smoothing / logits.shape[1]
-        return F.binary_cross_entropy_with_logits(logits, targets)
-
-    return binary_cross_entropy
+    return nn.CrossEntropyLoss(label_smoothing=smoothing)
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:

@@ -45,7 +45,7 @@ class Train:
     batch_size: int = at_least(1, mark=Mark.IMAGES)
     accumulate: int = at_least(1, mark=Mark.CHANGES)
     channels_last: bool = marked(Mark.CHANGES)
-    loss: str | dict[str, Any] = one_of("cross_entropy", "bce")
+    loss: str | dict[str, Any] = one_of("cross_entropy")
     label_smoothing: float = at_least(0, below=1)
     mixup: float = at_least(0)
     cutmix: float = at_least(0)
@@ -85,17 +85,12 @@ class Images:
     name: str
     image_size: int = at_least(1, at_most=10**5)
     eval_size: int | None = at_least(1, at_most=10**5)
-    grow: tuple[int, ...] = at_least(1, at_most=10**5)
     repeats: int = at_least(1, mark=Mark.IMAGES)
     validation: float = at_least(0, mark=Mark.IMAGES)
     limit: int | None = at_least(1, mark=Mark.IMAGES)
     mean: tuple[float, ...] | None = at_least(0, at_most=1)
     std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
-
-    def side_in(self, epoch: int) -> int:
-        """Return the pixels per side of training images in ``epoch``, counted from 0."""
-        return self.grow[epoch] if epoch < len(self.grow) else self.image_size
 
     @property
     def side_in_eval(self) -> int:
@@ -105,7 +100,7 @@ class Images:
     @property
     def sides(self) -> set[int]:
         """All image sizes that the model gets, in pixels per side."""
-        return {self.side_in_eval, self.image_size, *self.grow}
+        return {self.side_in_eval, self.image_size}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +123,10 @@ class Cifar(Images):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Photos(Images):
-    """Hold the keys of data sets whose images are files of any size; `_target_` opens them."""
+class ImageFolder(Images):
+    """Hold the keys of photographs, files of any size in folders; `_target_` opens them."""
 
+    name: str = data_set("imagefolder")
     _target_: str = marked(Mark.IMAGES)
     root: str = marked(Mark.PER_HOST)
     resize: int | None = at_least(1)
@@ -141,27 +137,6 @@ class Photos(Images):
         if self.resize is not None and self.resize < self.side_in_eval:
             key = "image_size" if self.eval_size is None else "eval_size"
             raise UserError(f"data.resize={self.resize}: expected at least data.{key}={self.side_in_eval}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageFolder(Photos):
-    name: str = data_set("imagefolder")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WebDataset(Photos):
-    name: str = data_set("webdataset")
-    train: str
-    val: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class HuggingFace(Photos):
-    name: str = data_set("huggingface")
-    train: str
-    val: str
-    image: str
-    label: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +158,7 @@ class OwnData(Images):
     keywords: dict[str, Any] = field(metadata={"others": True})
 
 
-Data = OwnData | Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
+Data = OwnData | Digits | Npz | Cifar | ImageFolder | Fake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +174,6 @@ class Optim:
     nesterov: bool | None = optional()
     betas: tuple[float, ...] | None = optional(at_least=0, below=1)
     eps: float | None = optional(above=0)
-    fused: bool | None = optional(mark=REPORTED)
     keywords: dict[str, Any] = field(metadata={"others": True})
 
     def __post_init__(self) -> None:
@@ -220,6 +194,9 @@ class Optim:
         """Return the optimizer of ``groups``, each with its own weight decay."""
         other = ("name", "decay_all", "keywords", *(() if self.weight_decay else ("weight_decay",)))
         own = {key: value for key, value in vars(self).items() if key not in other and value is not None}
+
+        if self.name in ("sgd", "adamw"):
+            own["fused"] = True  # one pass over all parameters
 
         def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             node, kind = {**own, **self.keywords}, torch.optim.Optimizer

@@ -31,7 +31,7 @@ def described(config: DictConfig, folders: Sequence[Path], section: str = "") ->
         raise not_valid(f"--help {section}: there is no such group", section, map(str, config))
     said = _comments(folders, "config")
     for group, choice in hydra_keys.runtime.choices.items():
-        files = ("models", "classifier") if group == "model" else (f"{group}/{choice}",)
+        files = ("common/models", "common/classifier") if group == "model" else (f"{group}/{choice}",)
         for file in files if group in config else ():
             said |= {f"{group}.{key}": comment for key, comment in _comments(folders, file).items()}
     text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)

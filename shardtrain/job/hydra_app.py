@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra._internal.core_plugins.bash_completion import BashCompletion
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
@@ -87,16 +85,12 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
                     raise UserError(f"{found}: longer than the run, train.epochs={epochs}")
             config.merge_with_dotlist([text.lstrip("+") for text in allow])
             text = described(config, folders, section) if flags.help else OmegaConf.to_yaml(config)
-            if flags.shell_completion == "query=bash":
-                BashCompletion(GlobalHydra.instance().config_loader()).query("config")
-                return None
     except UserError:
         raise
     except Exception as error:  # nothing but parsers runs here
         raise _explain(error) from None
     if flags.printing and speak:
-        installing = flags.shell_completion == "install=bash"
-        print((folder / "completion.bash").read_text() if installing else text)
+        print(text)
     return None if flags.printing else config
 
 
@@ -142,17 +136,24 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", nargs="?", const="job")
-    parser.add_argument("--shell-completion", "-sc", nargs="?", const="")
     parser.add_argument("--config-dir", "-cd", nargs="?", const="", action="append", default=[])
     with reading("the flags", "see --help", argparse.ArgumentError):
         flags, overrides = parser.parse_known_args(arguments)
-    flags.printing = flags.help or flags.cfg is not None or flags.shell_completion is not None
+    flags.printing = flags.help or flags.cfg is not None
     for text in overrides:
         if text.startswith("-"):
-            valid = "--help, -h, --cfg, -c, --shell-completion, -sc, --config-dir, -cd, -m"
+            valid = "--help, -h, --cfg, -c, --config-dir, -cd, -m"
+            require_current(text)
             key = text.lstrip("-").partition("=")[0]
             raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
     return flags, overrides
+
+
+def require_current(name: str) -> None:
+    """Raise UserError if ``name``, as in `hints.yaml`, has gone. The message says what to use instead."""
+    instead = hints("gone").get(name)
+    if instead is not None:
+        raise UserError(f"{name} has gone: {instead}")
 
 
 def hints(section: str) -> dict[str, str]:
@@ -176,8 +177,10 @@ def _explain(error: Exception) -> UserError:
     """Return a one-line error for Hydra's, with the nearest valid name."""
     if isinstance(error, OverrideParseException):
         return unreadable(str(error.override).removeprefix("++"))
-    if isinstance(error, MissingConfigException) and error.options is not None:
+    if isinstance(error, MissingConfigException):
         group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
+        require_current(f"{group}={choice}" if group else choice)
+    if isinstance(error, MissingConfigException) and error.options is not None:
         return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
     hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")
     causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from shardtrain.job.config import Config
 from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import compose, hints
+from shardtrain.job.hydra_app import compose, hints, require_current
 from shardtrain.job.schema import Frozen, checked
 
 
@@ -23,12 +23,17 @@ def read_config(arguments: Sequence[str], speak: bool) -> Config | None:
 
 def from_hydra(raw: DictConfig) -> Config:
     """Return the frozen configuration. Raises UserError for wrong names, types, ranges and combinations."""
+    for name in hints("gone"):
+        gone_key, _, value = name.partition("=")
+        if value and OmegaConf.select(raw, gone_key) == value:
+            require_current(name)
     try:
         config = checked(raw, Config)
     except UserError as error:
         if not isinstance(error.__cause__, KeyError):
             raise
         key: str = error.__cause__.args[0]
+        require_current(key)
         advice = hint(key, raw)
         raise UserError(f"unknown key {key}; {advice}" if advice else str(error)) from None
     of = config.reference and (config.reference.model, config.reference.data)

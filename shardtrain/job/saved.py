@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from shardtrain.job.config import Config
+from shardtrain.job.hydra_app import hints
 from shardtrain.job.schema import Mark, flat, marks_of, typed
 
 MARKS = marks_of(Config)
@@ -50,8 +51,9 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
 def as_saved(config: Config, saved: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Return ``config`` with a checkpoint's settings in place of all but those that ``overrides`` name.
 
-    Keys that may change are the command's, such as the number of replicas.
+    Keys that may change are the command's, such as the number of replicas. Keys that have gone are left out.
     """
+    gone = hints("gone")
     given = {text.partition("=")[0].lstrip("+~") for text in overrides}
     sections = asdict(config)
     for section, ours in sections.items():
@@ -63,7 +65,8 @@ def as_saved(config: Config, saved: Mapping[str, Any], overrides: Sequence[str])
         fixed = {
             key: value
             for key, value in before.items()
-            if not (alike and Mark.CHANGES in MARKS.get(f"{section}.{key}", Mark.NONE))
+            if f"{section}.{key}" not in gone
+            and not (alike and Mark.CHANGES in MARKS.get(f"{section}.{key}", Mark.NONE))
         }
         sections[section] = {**(ours if alike else {}), **fixed, **kept}
     completed: Config = typed(Config, sections, "")

@@ -18,7 +18,6 @@ BEST_ACC1, BEST_STEP = "best_val/acc1", "best_val/step"  # in result.json only
 
 IMG_PER_S = "perf/img_per_s"
 IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"
-MFU = "perf/mfu"
 STEP_S = "time/step_s"
 EXPOSED_COMM_PCT = "time/exposed_comm_pct"
 
@@ -28,12 +27,7 @@ OPTIMIZER_MIB = "memory/optimizer_mib"
 GATHERED_PEAK_MIB = "memory/gathered_peak_mib"
 PEAK_MIB = "memory/peak_mib"
 
-# Pictures and texts.
-SAMPLES = "samples/augmented"
-TIMELINE_STEP = "timeline/step"
-
-# TensorBoard unfolds the first groups by name, so these curves are also in a group that sorts first.
-FIRST = {tag: f"accuracy_and_loss/{tag}" for tag in (TRAIN_ACC1, TRAIN_LOSS, VAL_ACC1, VAL_LOSS)}
+SAMPLES = "samples/augmented"  # a picture
 
 # Tags with a parameter: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # by the optimizer's group

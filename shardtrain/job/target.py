@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardtrain.job.errors import UserError, not_valid, reading
+from shardtrain.job.hydra_app import require_current
 from shardtrain.job.schema import typed
 
 # Packages in which a ``_target_`` may be, besides those of `allow`.
@@ -49,6 +50,7 @@ def instantiate(
     keywords = {key: value for key, value in node.items() if key in valid or key not in left_out}
     for key, value in keywords.items():
         if key not in valid and not takes_any:
+            require_current(f"{section}.{key}")
             raise not_valid(f"unknown key {section}.{key}", key, valid)
         annotation = valid[key].annotation if key in valid else None
         name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations

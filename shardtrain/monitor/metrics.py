@@ -18,29 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain import Precision, comm, device, introspect
+from shardtrain import comm, device, introspect
 from shardtrain.comm import trace
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.evaluate import table_of, table_rows
 from shardtrain.job.format import MIB
-from shardtrain.plan.memory import MEMORY_KINDS, optimizer_tensors
+from shardtrain.plan.memory import optimizer_tensors
 
-PHASES = {  # the phases of a step, and their colours in pictures
-    "data": "tab:olive",
-    "forward": "tab:blue",
-    "backward": "#17708a",
-    "optimizer": MEMORY_KINDS["optimizer"],
-    "checkpoint": "tab:brown",
-}
-WAITING = "tab:red"
+PHASES = ("data", "forward", "backward", "optimizer", "checkpoint")  # of a step
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
-
-# Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity). Convolutions
-# of fp32 tensors use TF32 by default. In bf16 and fp16 each of these GPUs has twice that. `perf/mfu` is
-# reported if the peak is known.
-TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
-
 
 # Step times do not show which rank is slow: ranks wait for one another, so every rank's step takes as long as
 # the slowest rank's. A rank's own work, without waiting, shows it: busy 135 ms where the others' median is
@@ -88,18 +75,18 @@ class Spent:
     images: int = 0
 
 
-ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
+ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "profile")
 
 
 def judge(spent: Spent) -> dict[str, Any]:
     """Return entries of result.json: where the run's time went, in seconds and in words, and its speed."""
     seconds = time.perf_counter() - spent.since
-    parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
+    parts = {part: spent.seconds[part] for part in ORDER if spent.seconds[part]}
     parts["the rest"] = max(0.0, seconds - sum(parts.values()))
-    shares = {what: 100 * value / seconds for what, value in parts.items()}
-    text = ", ".join(f"{what} {share:.0f} %" for what, share in shares.items())
+    shares = {part: 100 * value / seconds for part, value in parts.items()}
+    text = ", ".join(f"{part} {share:.0f} %" for part, share in shares.items())
     return {
-        "spent_s": {what: round(value, 3) for what, value in parts.items()},
+        "spent_s": {part: round(value, 3) for part, value in parts.items()},
         "run_img_per_s": spent.images / seconds,
         "time": text.replace("waiting", "exposed communication"),
     }
@@ -133,14 +120,16 @@ class StepMetrics:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.device, self.spent = job, job.device, Spent()
+        self.job = job
+        self.device = job.device
+        self.spent = Spent()
         self._rows = table_rows(job.model)
-        self.peak = peak_flops(job.device, introspect(job.model).precision)
         self._restart()
 
     def start(self) -> None:
         """Exclude start-up's time and memory from reports."""
-        self.since = self.spent.since = time.perf_counter()
+        self.since = time.perf_counter()
+        self.spent.since = self.since
         device.reset_peak_memory(self.device)
 
     def state(self) -> dict[str, Any]:
@@ -163,7 +152,7 @@ class StepMetrics:
         self._added = 0  # micro-batches
         self.scored = 0  # images in these sums
         # A resumed run begins the following anew.
-        self.images: Counter[int] = Counter()  # images, by their side in pixels
+        self.images = 0
         self._phase = ""
         self._marks: list[tuple[str, Any]] = []  # phases, and the moments at which they began
         self._meters: list[comm.Meter] = []  # one per step
@@ -174,12 +163,12 @@ class StepMetrics:
         """Time one step and count its traffic. Time outside of a `phase` counts as ``optimizer``."""
         with comm.meter() as meter:
             self._meters.append(meter)
-            trace.begin("step", "step")
+            trace.begin("train", "step")
             try:
                 with self.phase("optimizer"):
                     yield
             finally:
-                trace.end("step", "step")
+                trace.end("train", "step")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -194,19 +183,20 @@ class StepMetrics:
             self._enter(before)
 
     def _enter(self, phase: str) -> None:
-        self._phase = self._meters[-1].during = phase
+        self._phase = phase
+        self._meters[-1].during = phase
         self._marks.append((phase, device.moment(self.device)))
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
-        """Exclude the block's time from the steps, and count it as ``what``."""
+    def paused(self, part: str) -> Iterator[None]:
+        """Exclude the block's time from the steps, and count it as ``part``."""
         start = time.perf_counter()
         try:
             yield
         finally:
             elapsed = time.perf_counter() - start
             self.since += elapsed
-            self.spent.seconds[what] += elapsed
+            self.spent.seconds[part] += elapsed
 
     def add(self, images: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a micro-batch: images [batch, channels, side, side], mean loss, logits [batch, classes], labels
@@ -216,7 +206,7 @@ class StepMetrics:
             losses, hits = self.sums[self._added % len(self.sums)].unbind()
             losses.add_(loss, alpha=len(labels))
             hits.add_((logits.argmax(1) == labels).sum())
-        self.images[images.shape[-1]] += len(labels)
+        self.images += len(images)
         self.scored += len(labels)
         self._added += 1
 
@@ -225,7 +215,8 @@ class StepMetrics:
 
         Raises RuntimeError if the loss is not finite.
         """
-        steps, ranks = len(self._meters), comm.world_size()
+        steps = len(self._meters)
+        ranks = comm.world_size()
         busy, waited, sent = self._own()
         own = torch.tensor([waited, profile_requested, *busy.values()], device=self.device)
         rows = table_of(own.double()[None], range(comm.rank(), comm.rank() + 1)).cpu()
@@ -233,7 +224,7 @@ class StepMetrics:
         if not math.isfinite(loss):
             raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
-        images = self.images.total() * ranks  # every rank has equally many
+        images = self.images * ranks  # every rank has equally many
         scored = self.scored * ranks
         mean = dict(zip(("waiting", "", *PHASES), rows.mean(0).tolist(), strict=True))
         scalars = {
@@ -249,21 +240,19 @@ class StepMetrics:
             **{tags.sent_mib(kind): sent[kind] / steps / MIB for kind in REPORTED_TRAFFIC},
             **_memory(self.job),
         }
-        if self.peak is not None:
-            costs = self.job.forward_flops  # not of sizes that an augmentation makes
-            forward = sum(count * costs.get(side, math.nan) for side, count in self.images.items())
-            scalars[tags.MFU] = 3 * forward / elapsed / self.peak  # backward takes twice a forward's
         per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 2:] / steps).tolist()]
         self.spent.steps += steps
         self.spent.images += images
-        for what in (*PHASES, "waiting"):
-            self.spent.seconds[what] += mean[what]
+        for part in (*PHASES, "waiting"):
+            self.spent.seconds[part] += mean[part]
         self._restart()
         return Report(scalars, slow_rank(per_step), bool(rows[:, 1].any()))
 
     def _own(self) -> tuple[dict[str, float], float, Counter[str]]:
         """Return this rank's seconds of work by phase, its seconds of waiting, and bytes sent by kind."""
-        spent, waits, sent = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+        spent = defaultdict[str, float](float)
+        waits = defaultdict[str, float](float)
+        sent = Counter[str]()
         for (name, start), (_, end) in pairwise(self._marks):
             spent[name] += device.seconds(start, end)
         for meter in self._meters:
@@ -284,12 +273,3 @@ def _memory(job: Job) -> dict[str, float]:
         tags.PEAK_MIB: device.peak_memory(job.device),
     }
     return {tag: size / MIB for tag, size in held.items()}
-
-
-def peak_flops(where: torch.device, precision: Precision | None) -> float | None:
-    """Return the operations per second of a GPU that is known, in the dtype of its computation."""
-    if not device.is_accelerator(where):
-        return None
-    name = device.name(where)
-    times = 2 if precision is not None and precision.param in (torch.bfloat16, torch.float16) else 1
-    return next((times * peak for model, peak in TF32_PEAK.items() if model in name), None)

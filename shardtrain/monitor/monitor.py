@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from PIL import Image
 
 from shardtrain import introspect
 from shardtrain.job import pictures, tags
@@ -40,7 +39,8 @@ class Monitor:
     """
 
     def __init__(self, *writers: Writer, first_step: int = 0) -> None:
-        self.writers, self.latest = writers, first_step
+        self.writers = writers
+        self.latest = first_step
         self._warned: set[object] = set()
 
     def say(self, text: str) -> None:
@@ -55,29 +55,14 @@ class Monitor:
     def facts(self, facts: Mapping[str, Any]) -> None:
         self._each(lambda writer: writer.facts(facts))
 
-    def picture(self, tag: str, picture: Picture | str, path: Path | None = None) -> bool:
-        """Pass a picture on, and write it to ``path``. A text instead is printed once: why there is none.
-
-        Returns whether there is a picture.
-        """
-        if isinstance(picture, str):
-            if picture not in self._warned:
-                self._warned.add(picture)
-                self.say(picture)
-            return False
+    def picture(self, tag: str, picture: Picture) -> None:
         self._each(lambda writer: writer.picture(self.latest, tag, picture))
-        if path is not None:
-            self.save(path, picture)
-        return True
 
-    def save(self, path: Path, content: Picture | str) -> bool:
-        """Write a file of the run directory; return whether it was written. Warns if not."""
+    def write(self, path: Path, make: Callable[[], object]) -> bool:
+        """Have ``make`` write a file of the run directory; return whether it did. Warns if not."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, str):
-                path.write_text(content)
-            else:
-                Image.fromarray(content).save(path)
+            make()
         except OSError as error:
             self._warn(path.name, error)
             return False
@@ -154,7 +139,8 @@ def open_monitor(
         given = (context.run_dir, dataclasses.asdict(config))
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
     monitor = Monitor(*writers, first_step=job.first_step)
-    monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
+    file = context.run_dir / "config.yaml"
+    monitor.write(file, lambda: file.write_text(OmegaConf.to_yaml(dataclasses.asdict(config))))
     monitor.facts(facts)
     status = "failed"
     try:
@@ -180,18 +166,23 @@ def commit() -> str | None:
 
 def start_table(config: Config, context: Context, job: Job) -> str:
     """Return a table of what will be trained, on what, and what this rank will hold."""
-    share, optim, side = job.train.share, config.optim, config.data.image_size
-    units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
-    own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
+    share = job.train.share
+    optim = config.optim
+    side = config.data.image_size
+    units = introspect(job.model).units
+    held = introspect(job.model).bytes_by_rank
+    own = max(held) / MIB
+    most = "at most " if min(held) < max(held) else ""
     size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"
-    flops, rate = f"{job.forward_flops[side] / 1e9:.3g}", f"lr {optim.lr:g}, {config.sched.name}"
+    flops = f"{job.forward_flops[side] / 1e9:.3g}"
+    rate = f"lr {optim.lr:g}, {config.sched.name}"
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(share.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     virtual = f", as {share.virtual} virtual ranks" if share.virtual else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
-    rows = [
+    lines = [
         ("model", f"{_model_name(config.model)}, {size}, {flops} GFLOP per image forward"),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
         ("data", f"{job.data_name}, {side}×{side} pixels"),
@@ -201,7 +192,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("world", f"{ranks}{replicas}{virtual}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
-    return _labelled(rows)
+    return _labelled(lines)
 
 
 def _model_name(model: Mapping[str, Any]) -> str:
@@ -213,17 +204,17 @@ def _model_name(model: Mapping[str, Any]) -> str:
 
 def end_table(result: Mapping[str, Any]) -> str:
     """Return a table of how a run ended, from the content of result.json."""
-    rows = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
+    lines = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
     if tags.TRAIN_LOSS in result:
         loss, acc1, speed = (result[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
-        rows.append(("train", f"loss {loss:.4f}, acc1 {acc1:.2f} %, {speed:.0f} img/s at the end"))
+        lines.append(("train", f"loss {loss:.4f}, acc1 {acc1:.2f} %, {speed:.0f} img/s at the end"))
     if tags.VAL_LOSS in result:
         at = f" at step {result[tags.BEST_STEP]}" if tags.BEST_STEP in result else ""  # older ones lack it
-        rows += _score_rows(result, f", best acc1 {result[tags.BEST_ACC1]:.2f} %{at}")
+        lines += _score_rows(result, f", best acc1 {result[tags.BEST_ACC1]:.2f} %{at}")
     if "time" in result:
-        rows.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
-        rows.append(("time", result["time"]))
-    return _labelled([*rows, ("run", result["run_dir"])])
+        lines.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
+        lines.append(("time", result["time"]))
+    return _labelled([*lines, ("run", result["run_dir"])])
 
 
 def score_table(scored: Sequence[Evaluation], reference: Reference | None, classes: int) -> str:
@@ -235,18 +226,19 @@ def score_table(scored: Sequence[Evaluation], reference: Reference | None, class
 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
-    """Return rows for the latest evaluation in ``result``, and its comparison with the reference."""
+    """Return lines for the latest evaluation in ``result``, and its comparison with the reference."""
     scored = scores_in_words(result, result["classes"])
     scored["average" if "average" in scored else "val"] += more
-    rows = [*scored.items()]
+    lines = [*scored.items()]
     if result.get("reference"):
         judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
-        yours, theirs = next(result[tag] for tag in judged if tag in result), result["reference"]
+        yours = next(result[tag] for tag in judged if tag in result)
+        theirs = result["reference"]
         source = f"{theirs['kind']} ({theirs['source']}: {theirs['conditions']})"
-        rows.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} %, {source}"))
-    return rows
+        lines.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} %, {source}"))
+    return lines
 
 
-def _labelled(rows: Sequence[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+def _labelled(lines: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)

@@ -43,14 +43,16 @@ class Console(Writer):
     """Print texts, and a line for each report."""
 
     def __init__(self, job: Job, classes: int = 10) -> None:
-        self.job, self.classes = job, classes
+        self.job = job
+        self.classes = classes
         self.started = time.perf_counter()
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        steps, epoch = self.job.steps, step / self.job.steps_per_epoch
+        steps = self.job.steps
+        epoch = step / self.job.steps_per_epoch
         where = f"step {step:>{len(str(steps))}}/{steps}  epoch {epoch:.1f}"
         for name, scores in scores_in_words(scalars, self.classes).items():
             self.say(f"{where}  {name} {scores}")
@@ -92,7 +94,8 @@ class ResultFile(Writer):
     """Write result.json: the latest value of every tag, and the facts for comparing runs."""
 
     def __init__(self, directory: Path, job: Job) -> None:
-        self.path, self.steps_per_epoch = directory / "result.json", job.steps_per_epoch
+        self.path = directory / "result.json"
+        self.steps_per_epoch = job.steps_per_epoch
         earlier = self._read() if job.first_step else {}
         self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
         self.result: dict[str, Any] = {"status": "running", "step": job.first_step, **earlier}
@@ -153,7 +156,9 @@ class TensorBoard(Writer):
 
         name = f"{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self.path = directory / f"events.out.tfevents.{name}"
-        self._summary, self._event, self._records = summary, Event, RecordWriter
+        self._summary = summary
+        self._event = Event
+        self._records = RecordWriter
         self._written = 0  # bytes
         self._unwritten = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         # TensorBoard then drops later steps that an earlier process has written.
@@ -185,8 +190,7 @@ class TensorBoard(Writer):
         self._unwritten.clear()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        again = {first: scalars[tag] for tag, first in tags.FIRST.items() if tag in scalars}
-        for tag, value in {**scalars, **again}.items():
+        for tag, value in scalars.items():
             self._keep(step, summary=self._summary.scalar(tag, value))
         self._write()
 
@@ -205,7 +209,8 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
 
     A section whose keys a user may choose is one text. Keys that only another choice has are dashes.
     """
-    sections, shown = asdict(config), {key: facts[key] for key in ("parameters", "world_size", "device")}
+    sections = asdict(config)
+    shown = {key: facts[key] for key in ("parameters", "world_size", "device")}
     for key in (key for key, mark in MARKS.items() if Mark.HIDDEN not in mark):
         section, _, name = key.partition(".")
         value = sections[section].get(name, "–") if name else sections[section]

@@ -37,10 +37,6 @@ class Batches(Protocol):
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
 
-    def at(self, side: int) -> Batches:
-        """Return the same images cropped to ``side`` pixels, if they are cropped on loading."""
-        return self
-
 
 class DataSet(NamedTuple):
     train: Batches
@@ -59,7 +55,8 @@ class Arrays(Batches):
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
-        self.images, self.labels = images, labels
+        self.images = images
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -105,7 +102,9 @@ class Chosen(Batches):
     """Select images of a ``source``, in the order of ``indices``, int64 [count]."""
 
     def __init__(self, source: Batches, indices: Tensor) -> None:
-        self.source, self.indices, self.random = source, indices, source.random
+        self.source = source
+        self.indices = indices
+        self.random = source.random
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -113,16 +112,14 @@ class Chosen(Batches):
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.source[self.indices[indices].tolist()]
 
-    def at(self, side: int) -> Chosen:
-        return Chosen(self.source.at(side), self.indices)
-
 
 def of_length(source: Batches, count: int) -> Chosen:
     """Return ``count`` images of ``source``: repeated if it has fewer, evenly spaced if it has more.
 
     Evenly spaced images come from every class, even if a data set is sorted by class.
     """
-    images, order = len(source), torch.arange(count)
+    images = len(source)
+    order = torch.arange(count)
     return Chosen(source, order % images if count > images else order * images // count)
 
 
@@ -136,18 +133,19 @@ class Prepare:
     """Turn uint8 batches into normalised float32 batches on ``device``, resized there to ``side`` pixels."""
 
     def __init__(self, data: DataSet, side: int, device: torch.device) -> None:
-        self.side, self.device = side, device
+        self.side = side
+        self.device = device
         self.mean = torch.tensor(data.mean, device=device)[:, None, None]
         self.std = torch.tensor(data.std, device=device)[:, None, None]
 
-    def __call__(self, images: Tensor, side: int | None = None) -> Tensor:
-        """Return normalised images. ``side``: pixels per side of this batch; None: the usual size."""
-        side = side or self.side
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return normalised images."""
         pixels = images.to(self.device, non_blocking=True).float()
         normal = (pixels - self.mean) / self.std
-        if normal.shape[-2:] == (side, side):
+        size = (self.side, self.side)
+        if normal.shape[-2:] == size:
             return normal
-        return F.interpolate(normal, [side, side], mode="bilinear", antialias=True)
+        return F.interpolate(normal, size, mode="bilinear", antialias=True)
 
 
 class Seeded:
@@ -158,17 +156,19 @@ class Seeded:
 
     def __init__(self, data: Batches, seed: int, change: Callable[[Tensor], Tensor] | None) -> None:
         """change: uint8 [channels, height, width] to the same, with torch's random numbers."""
-        self.data, self.seed, self.change = data, seed, change
+        self.data = data
+        self.seed = seed
+        self.change = change
 
     def __getitem__(self, request: Request) -> tuple[Tensor, Tensor]:
-        data = self.data.at(request.side)
-        if not data.random and self.change is None:
-            return data[request.indices]
-        images, labels = [], []
+        if not self.data.random and self.change is None:
+            return self.data[request.indices]
+        images = []
+        labels = []
         with torch.random.fork_rng(devices=[]):
             for position, index in enumerate(request.indices, request.position):
                 torch.default_generator.manual_seed(generator("image", self.seed, position).initial_seed())
-                (image,), label = data[[index]]
+                (image,), label = self.data[[index]]
                 images.append(self.change(image) if self.change else image)
                 labels.append(label)
         return torch.stack(images), torch.cat(labels)
@@ -189,8 +189,11 @@ class Mix:
 
     def __init__(self, mixup: float, cutmix: float, classes: int, share: Share, seed: int) -> None:
         """mixup, cutmix: alpha of Beta(alpha, alpha); 0: off. With both, each image gets one of them."""
-        self.mixup, self.cutmix, self.classes = mixup, cutmix, classes
-        self.share, self.seed = share, seed
+        self.mixup = mixup
+        self.cutmix = cutmix
+        self.classes = classes
+        self.share = share
+        self.seed = seed
 
     def draws(self, step: int) -> Tensor:
         """Return the draws for this rank's images of ``step``, counted from 0: float32 [images, 4].
@@ -224,7 +227,8 @@ def kept_pixels(draws: Tensor, height: int, width: int) -> Tensor:
     half = 0.5 * (1 - kept).sqrt()
     inside = torch.ones(len(kept), height, width, dtype=torch.bool, device=kept.device)
     for axis, size in enumerate((height, width)):
-        centre, reach = (centres[axis] * size).floor(), (half * size).floor()
+        centre = (centres[axis] * size).floor()
+        reach = (half * size).floor()
         at = torch.arange(size, device=kept.device)
         within = (at >= (centre - reach)[:, None]) & (at < (centre + reach)[:, None])
         inside &= within[:, :, None] if axis == 0 else within[:, None, :]
@@ -251,21 +255,27 @@ class TrainFeed:
         augment: Augment | None = None,
         mix: Mix | None = None,
     ) -> None:
-        self.share, self.augment, self.mix, self.seed = share, augment, mix, seed
-        self._data, self._keys = data, keys
+        self.share = share
+        self.augment = augment
+        self.mix = mix
+        self.seed = seed
+        self._data = data
+        self._keys = keys
         self.prepare = Prepare(data, keys.image_size, device)
-        self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats, keys.side_in)
+        self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
         self.loader = _loader(images, self.sampler, share.rank, keys.workers, device, seed)
 
     def __iter__(self) -> Iterator[Batch]:
-        size, loaded = self.share.micro_batch, iter(self.loader)
+        size = self.share.micro_batch
+        loaded = iter(self.loader)
         for step in self.sampler.steps:
-            uniform, mixing = self._uniform(step), self.mix.draws(step) if self.mix else None
-            side = self.sampler.side(self.sampler.epoch(step))
+            uniform = self._uniform(step)
+            mixing = self.mix.draws(step) if self.mix else None
             for start in range(0, self.share.per_rank, size):
                 pixels, labels = next(loaded)
-                images, rows = self.prepare(pixels, side), slice(start, start + size)
+                images = self.prepare(pixels)
+                rows = slice(start, start + size)
                 labels = labels.to(self.prepare.device, non_blocking=True)
                 if self.augment:
                     images = self.augment(images, uniform[rows].to(self.prepare.device))
@@ -275,7 +285,9 @@ class TrainFeed:
 
     def of(self, share: Share, step: int) -> TrainFeed:
         """Return another ``share``'s micro-batches in ``step``, counted from 0, loaded without workers."""
-        keys, mix, steps = dataclasses.replace(self._keys, workers=0), self.mix, range(step, step + 1)
+        keys = dataclasses.replace(self._keys, workers=0)
+        mix = self.mix
+        steps = range(step, step + 1)
         mix = mix and Mix(mix.mixup, mix.cutmix, mix.classes, share, mix.seed)
         options: dict[str, Any] = {"seed": self.seed, "steps": steps, "augment": self.augment, "mix": mix}
         return TrainFeed(self._data, share, keys, self.prepare.device, **options)
@@ -284,7 +296,8 @@ class TrainFeed:
         """Return random numbers for augmenting this rank's images in ``step``: float32 [per_rank, draws]."""
         draws = int(getattr(self.augment, "draws", 0))
         whole = torch.rand(self.share.batch_size, draws, generator=generator("augment", self.seed, step))
-        uniform, epoch = self.share.of(whole), self.sampler.epoch(step)
+        uniform = self.share.of(whole)
+        epoch = self.sampler.epoch(step)
         for column in getattr(self.augment, "alternates", ()):
             each = torch.rand(self.sampler.images, generator=generator("alternate", self.seed))
             uniform[:, column] = ((each + epoch / 2) % 1)[self.sampler.indices(step)]
@@ -298,7 +311,8 @@ class EvalFeed:
         self, images: Batches, share: Share, prepare: Prepare, workers: int, batch_size: int | None = None
     ) -> None:
         """batch_size: images per rank in one forward, at most; None: `EVAL_BATCH`."""
-        self.images, self.prepare = images, prepare
+        self.images = images
+        self.prepare = prepare
         self.sampler = EvalSampler(len(images), batch_size or EVAL_BATCH, share)
         self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 

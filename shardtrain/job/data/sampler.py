@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,6 @@ class Request(NamedTuple):
     """Describe a micro-batch to be loaded."""
 
     position: int  # the number of its first image, counted over all ranks from the run's start
-    side: int  # pixels
     indices: list[int]
 
 
@@ -74,20 +73,16 @@ class TrainSampler:
     """Yield requests for this rank's micro-batches, step by step.
 
     Images after an epoch's last full batch are dropped; every epoch drops other images.
-    `repeats`: see `epoch_order`. `side`: a function from an epoch to its images' pixels per side.
+    `repeats`: see `epoch_order`.
     """
 
-    def __init__(
-        self,
-        images: int,
-        share: Share,
-        seed: int,
-        steps: range,
-        repeats: int = 1,
-        side: Callable[[int], int] = lambda epoch: 0,
-    ) -> None:
-        self.images, self.share, self.seed, self.repeats, self.side = images, share, seed, repeats, side
-        self.steps, self.steps_per_epoch = steps, images // share.batch_size
+    def __init__(self, images: int, share: Share, seed: int, steps: range, repeats: int = 1) -> None:
+        self.images = images
+        self.share = share
+        self.seed = seed
+        self.repeats = repeats
+        self.steps = steps
+        self.steps_per_epoch = images // share.batch_size
 
     def __len__(self) -> int:
         return len(self.steps) * self.share.accumulate
@@ -97,7 +92,7 @@ class TrainSampler:
         for step in self.steps:
             position = step * share.batch_size + share.rank * share.per_rank
             for micro_batch in self.indices(step).split(share.micro_batch):
-                yield Request(position, self.side(self.epoch(step)), micro_batch.tolist())
+                yield Request(position, micro_batch.tolist())
                 position += share.micro_batch
 
     def epoch(self, step: int) -> int:
@@ -128,7 +123,8 @@ class EvalSampler:
         for rank in range(first, first + ranks // share.world_size):
             own = range(rank, images, ranks)
             self.lists += [[*own[start : start + size]] for start in range(0, longest, size)]
-        self.valid, self.batch_size = [len(each) for each in self.lists], size
+        self.valid = [len(each) for each in self.lists]
+        self.batch_size = size
 
     def __len__(self) -> int:
         return len(self.lists)

@@ -27,7 +27,8 @@ STATISTICS = {
 
 def load(config: Data, allow: Sequence[str] = ()) -> DataSet:
     """Return the data set that the configuration names. ``allow``: packages of `data._target_`."""
-    data, limit = _read(config, allow), config.limit
+    data = _read(config, allow)
+    limit = config.limit
     mean, std = (_per_channel(key, getattr(config, key), data) for key in ("mean", "std"))
     data = data._replace(mean=mean, std=std)
     if config.validation:
@@ -62,9 +63,11 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
     if not 0 < count < images or (amount > 1 and count != amount):
         raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
     order = torch.randperm(images, generator=generator("validation"))
-    chosen, rest = order[:count].sort().values, order[count:].sort().values
+    chosen = order[:count].sort().values
+    rest = order[count:].sort().values
     as_val = data.train_as_val or data.train
-    train, val = Chosen(data.train, rest), Chosen(as_val, chosen)
+    train = Chosen(data.train, rest)
+    val = Chosen(as_val, chosen)
     test = None if data.val is as_val else data.val  # there may be nothing but training images
     return data._replace(train=train, val=val, test=test, train_as_val=Chosen(as_val, rest))
 
@@ -93,23 +96,24 @@ def _read(config: Data, allow: Sequence[str]) -> DataSet:
 def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
     """Call the user's function, which returns a `DataSet`, or two of torch's; the second may be None."""
     node = {"_target_": config._target_, **config.keywords, "image_size": config.image_size}
-    found = instantiate(node, "data", tuple, allow)
-    if isinstance(found, DataSet):
-        return found
-    if len(found) != 2 or (found[1] is None and not config.validation):
+    parts = instantiate(node, "data", tuple, allow)
+    if isinstance(parts, DataSet):
+        return parts
+    if len(parts) != 2 or (parts[1] is None and not config.validation):
         raise UserError(
             f"data._target_={config._target_}: expected a training set and a validation set; None for the "
             "second needs data.validation=FRACTION"
         )
-    train = Items(found[0])
-    some, labels = of_length(train, min(len(train), 256)), getattr(found[0], "classes", None)
+    train = Items(parts[0])
+    some = of_length(train, min(len(train), 256))
+    labels = getattr(parts[0], "classes", None)
     with torch.random.fork_rng(devices=[]):  # the same random changes on every rank
         torch.default_generator.manual_seed(0)
         images, numbers = some[[*range(len(some))]]
     std, mean = torch.std_mean(images.float(), (0, 2, 3), correction=0)
     return DataSet(
         train=train,
-        val=train if found[1] is None else Items(found[1]),
+        val=train if parts[1] is None else Items(parts[1]),
         name=config._target_,
         classes=1 + int(numbers.max()) if labels is None else len(labels),
         channels=len(mean),
@@ -120,16 +124,18 @@ def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
 
 def _arrays(file: IO[bytes], title: str) -> DataSet:
     """Read an `.npz` that has MedMNIST's keys. Raises ValueError if anything in it is wrong."""
-    found = np.load(file, allow_pickle=False)
-    if not isinstance(found, NpzFile):
+    archive = np.load(file, allow_pickle=False)
+    if not isinstance(archive, NpzFile):
         raise ValueError("it holds a single array")
-    with found:
-        held_out = [name for name in ("val", "test") if f"{name}_images" in found] or ["test"]
-        parts = {name: _part(found, name) for name in ("train", *held_out)}
+    with archive:
+        held_out = [name for name in ("val", "test") if f"{name}_images" in archive] or ["test"]
+        parts = {name: _part(archive, name) for name in ("train", *held_out)}
     train = parts["train"]
     classes = 1 + int(train.labels.max())
     for name, part in parts.items():
-        bound, low, high = len(train) if part is train else classes, part.labels.min(), part.labels.max()
+        bound = len(train) if part is train else classes
+        low = part.labels.min()
+        high = part.labels.max()
         if low < 0 or high >= bound:
             raise ValueError(f"{name}_labels are from {low} to {high}, not 0 to {bound - 1}")
         if part.images.shape[1:] != train.images.shape[1:]:
@@ -148,11 +154,11 @@ def _arrays(file: IO[bytes], title: str) -> DataSet:
     )
 
 
-def _part(found: NpzFile, part: str) -> Arrays:
+def _part(archive: NpzFile, part: str) -> Arrays:
     """Return one part's images, uint8 with channels last, first or none, and labels, [n] or [n, 1]."""
-    images, labels = (found.get(f"{part}_{kind}") for kind in ("images", "labels"))
+    images, labels = (archive.get(f"{part}_{kind}") for kind in ("images", "labels"))
     if images is None or labels is None:
-        raise ValueError(f"no {part}_{'labels' if labels is None else 'images'} among {', '.join(found)}")
+        raise ValueError(f"no {part}_{'labels' if labels is None else 'images'} among {', '.join(archive)}")
     found_images = f"{part}_images are {images.dtype} {list(images.shape)}"
     if images.ndim == 3:
         images = images[:, None]
@@ -200,6 +206,8 @@ def _fake(config: Fake) -> DataSet:
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
     labels = torch.randint(0, config.classes, (few,), generator=generator("fake labels"))
     pool = Arrays(images, labels)
-    train, val = of_length(pool, config.train_images), of_length(pool, config.val_images)
-    mean, std = (127.5,) * config.channels, (73.9,) * config.channels
+    train = of_length(pool, config.train_images)
+    val = of_length(pool, config.val_images)
+    mean = (127.5,) * config.channels
+    std = (73.9,) * config.channels
     return DataSet(train, val, "fake", config.classes, config.channels, mean, std)

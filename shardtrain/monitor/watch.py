@@ -1,0 +1,96 @@
+"""Name slow ranks, and profile steps on request with torch's profiler.
+
+Its own file, since it acts between steps, and the rest of the monitor reports them.
+
+Three steps are profiled from `monitor.profile_at` on, or when somebody touches the file ``profile`` in the
+run directory. Rank 0 looks for it with each report, and the report's exchange tells the other ranks. Each
+rank writes its own trace, for Perfetto or Chrome. `comm/trace.py` lists the named ranges in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from torch.profiler import profile
+
+from shardtrain import comm
+from shardtrain.job.config import Config
+from shardtrain.job.launch import Context
+from shardtrain.monitor.metrics import Report, SlowRank, StepMetrics
+from shardtrain.monitor.monitor import Monitor
+
+PROFILED = 3  # steps per trace
+REQUEST = "profile"
+FOLDER = "traces"
+
+
+class Watch(contextlib.AbstractContextManager["Watch"]):
+    """Profile steps on request, and name slow ranks. Called after every step, on every rank."""
+
+    def __init__(self, config: Config, context: Context, metrics: StepMetrics, monitor: Monitor) -> None:
+        self._config = config
+        self._context = context
+        self._metrics = metrics
+        self._monitor = monitor
+        self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
+        self._named: tuple[int, str] | None = None  # the slow rank that was last named
+        self._requested = False
+        self._profile: profile | None = None  # running since the step before `_first`
+        self._first = 0
+
+    def __exit__(self, *_: object) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+
+    def requested(self) -> bool:
+        """Return whether somebody asked for a trace since the last call. Removes the file."""
+        with contextlib.suppress(OSError):
+            if self._context.rank_info.rank == 0:
+                (self._context.run_dir / REQUEST).unlink()
+                return True
+        return False
+
+    def step_done(self, step: int, report: Report | None) -> None:
+        """Begin or end a profile after ``step``; name slow ranks. Collective after the last profiled step."""
+        if report is not None:
+            self._requested |= report.profile_requested
+            self._name_slow_rank(step, report.slow)
+        self._requested |= step + 1 == self._config.monitor.profile_at
+        last = self._metrics.job.steps
+        if self._profile is not None and step in (self._first + PROFILED - 1, last):
+            self._finish(self._profile, step)
+        if self._requested and self._profile is None and step < last:
+            self._requested = False
+            self._first = step + 1
+            with self._metrics.paused("profile"):
+                self._profile = profile()
+                self._profile.start()
+
+    def _finish(self, current: profile, last: int) -> None:
+        self._profile = None
+        with self._metrics.paused("profile"):
+            current.stop()
+            folder = self._context.run_dir / FOLDER
+            steps = f"steps-{self._first}-{last}"
+            path = folder / f"{steps}-rank{self._context.rank_info.rank}.json"
+            if self._monitor.write(path, lambda: _export(current, path)):
+                traces = folder / f"{steps}-rank*.json"
+                self._monitor.say(f"steps {self._first} to {last} are in {traces} (for ui.perfetto.dev)")
+            comm.barrier()  # or the others would wait for the slowest writer in the next step
+
+    def _name_slow_rank(self, step: int, slow: SlowRank | None) -> None:
+        """Name a rank once if two reports in a row name it, since other programs often disturb one report."""
+        now = slow and slow[:2]
+        again = now == self._slow
+        self._slow = now
+        if again and now != self._named:
+            text = slow.text if slow else f"rank {self._named and self._named[0]} is no longer slow"
+            self._monitor.say(f"step {step}: {text}")
+            self._named = now
+
+
+def _export(current: profile, path: Path) -> None:
+    """Write the trace to ``path``. Raises OSError if that fails, where torch prints it only."""
+    path.touch()
+    current.export_chrome_trace(str(path))
