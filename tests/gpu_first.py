@@ -116,7 +116,7 @@ def losses() -> None:
         "kept after forward": {"reshard_after_forward": False},
         "offload": {"offload": True},
         "bf16": {"precision": Precision(torch.bfloat16)},
-        "int8": {"precision": Precision(gather=torch.int8, reduce=torch.int8)},
+        "bf16 gradients": {"precision": Precision(reduce=torch.bfloat16)},
     }
     for name, options in ways.items():
         with noted(name):

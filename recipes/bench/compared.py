@@ -31,7 +31,7 @@ EARLY = {"fp32": 2e-4, "bf16": 2e-2}
 
 # Losses must equal those of the first of these that takes part. Exempt ones train on own data, or round.
 JUDGES = ("ddp", "fsdp2", "fsdp1", "fsdp2_no_reshard")
-EXEMPT = ("no_communication", "bound", "shardtrain_int8", "shardtrain_bf16")
+EXEMPT = ("no_communication", "bound", "shardtrain_bf16")
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def to_run(asked: Sequence[str] | None) -> list[str]:
     return list(asked or (name for name in TITLES if name not in left_out))
 
 
-def _shardtrain(model: nn.Module, dtype: Dtype, _: object, int8: Dtype = None, **options: Any) -> Contender:
-    shardtrain.shard(model, precision=shardtrain.Precision(dtype, int8, gather=int8), **options)
+def _shardtrain(model: nn.Module, dtype: Dtype, _: object, **options: Any) -> Contender:
+    shardtrain.shard(model, precision=shardtrain.Precision(dtype), **options)
     return Contender(model, adamw(model), lambda: shardtrain.no_sync(model))
 
 
@@ -189,7 +189,6 @@ _CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Dtype, torch.device], Con
         partial(_shardtrain, transport="process_group"),
     ),
     "shardtrain_kept": ("shardtrain, kept", partial(_shardtrain, reshard_after_forward=False)),
-    "shardtrain_int8": ("shardtrain, int8", partial(_shardtrain, int8=torch.int8)),
     "shardtrain_bf16": ("shardtrain, bf16", lambda model, _, at: _shardtrain(model, torch.bfloat16, at)),
     "fsdp2": ("FSDP2", _fsdp2),
     "fsdp2_no_reshard": ("FSDP2, no resharding", partial(_fsdp2, reshard=False)),
@@ -202,7 +201,7 @@ _CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Dtype, torch.device], Con
     "bound": ("no waiting", _bound),
 }
 TITLES = {name: title for name, (title, _) in _CONTENDERS.items()}
-FOR_SLOW_LINKS = ("shardtrain_kept", "shardtrain_int8", "shardtrain_bf16")  # measured if asked for
+FOR_SLOW_LINKS = ("shardtrain_kept", "shardtrain_bf16")  # measured if asked for
 
 
 CLASSES = 10

@@ -3,7 +3,7 @@
 Read the files in this order. Each imports only from those before it:
 
 - ``trace``: the kinds of collectives, bytes sent, seconds waited
-- ``arithmetic``: sums; ``int8``: packets of bytes; ``transport``: what the engine needs of a transport
+- ``arithmetic``: sums; ``transport``: what the engine needs of a transport
 - ``messages``, ``native``: collectives by messages, and the backend's own
 - ``guard``, ``reports``: ranks that diverge, and ranks that are lost
 - ``process_group``: the transport between any ranks; ``agreement``: texts and verdicts of all ranks

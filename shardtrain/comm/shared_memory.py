@@ -122,8 +122,7 @@ class SharedMemoryTransport(TransportWrapper):
         self._open_arena().free(gradient)
 
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
-        exact = [flat for flat in flats if not flat.quantised]
-        if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, *_ in exact):
+        if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, _ in flats):
             return self.inner.gather(name, flats)
         count(GATHER, (flat.sent for flat in flats))
         return self._gather_in_place(name, flats)
@@ -151,7 +150,6 @@ class SharedMemoryTransport(TransportWrapper):
         """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
         positions = []
         for gradient in gradients:
-            gradient.clear_padding()
             offset = self._open_arena().offset_of(gradient.full)
             positions.append(self.signals.post(REDUCE, name, offset))
         return positions
@@ -225,8 +223,6 @@ class HostsTransport(SharedMemoryTransport):
     ranks. If each host has a power of two of ranks that follow one another, the mean of its means is the mean
     of one host bit for bit in fp32: they sum in one tree (``arithmetic.py``), and dividing by a power of two
     is exact, except for numbers that underflow. Other hosts, and narrower dtypes, may differ in the last bit.
-
-    Between hosts int8 carries the means of a host, and shards, which then lie in memory of their ranks' own.
     """
 
     def __init__(
@@ -242,7 +238,7 @@ class HostsTransport(SharedMemoryTransport):
         """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         offered = zip(self._offer(name, gradients), gradients, strict=True)
-        sets = [(self._host_means(*each), each[1].quantised) for each in offered]
+        sets = [self._host_means(*each) for each in offered]
         return self._between.combine(name, sets, terms=gradients[0].terms)
 
     def _host_means(self, position: int, gradient: Gradient) -> list[Tensor]:
@@ -255,8 +251,7 @@ class HostsTransport(SharedMemoryTransport):
     def _gather_in_place(self, name: str, flats: Sequence[Flat]) -> Pending:
         position = self.signals.post(GATHER, name)
         vectors = [
-            (flat.local, [flat.full[flat.layout.interval(rank)] for rank in self._column], flat.quantised)
-            for flat in flats
+            (flat.local, [flat.full[flat.layout.interval(rank)] for rank in self._column]) for flat in flats
         ]
         done, wait_done = (partial(act, position) for act in (self.signals.done, self.signals.wait_done))
         gather = self._between.send_to_all(name, vectors).then(done).then(wait_done)

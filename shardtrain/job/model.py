@@ -120,11 +120,9 @@ def shard_with_optimizer(
         sizes = (parallel.replicate, comm.world_size() // parallel.replicate)
         names = ("replicate", "shard")
         mesh = init_device_mesh((device or torch.device("cpu")).type, sizes, mesh_dim_names=names)
-    precision = dataclasses.replace(
-        PRECISIONS[parallel.precision] or Precision(),
-        gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
-        reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
-    )
+    precision = PRECISIONS[parallel.precision] or Precision()
+    if parallel.reduce == "bf16":
+        precision = dataclasses.replace(precision, reduce=torch.bfloat16)
     layout: Any = parallel.layout or config.optim.layout
     inside = parallel.compile or parallel.activation_checkpoint  # both change units besides the root
     shardtrain.shard(
