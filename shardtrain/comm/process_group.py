@@ -38,8 +38,6 @@ def guard_world() -> None:
 class ProcessGroupTransport(Transport):
     """Run collectives between the ranks of ``group``, or between those of a `part` of it."""
 
-    sends = True
-
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         self.reports = reports = reports or _guards.get(group)  # a model has its own
         self._group = weakref.ref(group)

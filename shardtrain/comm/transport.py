@@ -126,14 +126,14 @@ class Transport:
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``sends``: a gather sends bytes, at least between some ranks. ``stages``: groups of ranks
-    whose gradients are summed first, where a second stage follows. A transport whose shard group is all ranks
-    needs `broadcast` and `all_reduce`, too.
+    ``stages``: the shard groups, whose gradients are summed first, where replicas are a second stage. A
+    transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
     """
 
     rank: int
     world: int
-    in_place = uploads = sends = False
+    in_place = False
+    uploads = False
     stages: Sequence[Sequence[int]] = ()
     _all_ranks: Transport | None = None
 
@@ -212,7 +212,8 @@ class TransportWrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
-        self.in_place, self.sends, self.stages = inner.in_place, inner.sends, inner.stages
+        self.in_place = inner.in_place
+        self.stages = inner.stages
         self._all_ranks = inner.all_ranks
 
     @property

@@ -164,7 +164,6 @@ class Simulated(Alone):
 
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
         self.rank, self.world, self.in_place = rank, world, in_place
-        self.sends = not in_place
         self._inbox = inbox and not in_place
         self._largest = 0  # bytes of the largest gradient
         self._arena: Tensor | None = None

@@ -318,7 +318,7 @@ def _check_sums(
     if apart:
         raise ValueError(
             f"virtual_ranks sums neighbouring ranks first, but ranks {', '.join(map(str, apart[0]))} share a "
-            "host or a row of the mesh: number ranks host by host, or use transport='process_group'"
+            "row of the mesh: give each row ranks that follow one another"
         )
 
 

@@ -7,9 +7,9 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
     end       wait for the last reduction; every parameter shows its local piece again
 
 The root and the last two units stay gathered until backward, and so do units that return objects, since no
-hook tells when backward needs them. On hosts that share memory inside all do. Where all stay, all are
-prefetched at once. Elsewhere at most two others are gathered: the one that computes and the next. Reductions
-under way hold at most as many bytes as the largest one, unless all stay and the host waits for messages.
+hook tells when backward needs them. Where all stay, all are prefetched at once. Elsewhere at most two others
+are gathered: the one that computes and the next. Reductions under way hold at most as many bytes as the
+largest one, unless all stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
 are called, and records the calls. Backward descends through them (see ``calls.py``): a hook on the node of
@@ -44,16 +44,12 @@ class Schedule:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        # On hosts that share memory inside a release frees nothing, and another gather is sent.
-        if self.root.transport.in_place and self.root.transport.sends:
-            for unit in units:
-                unit.options.reshard_after_forward = False
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.reductions = {unit: Reduction(unit) for unit in units}
         # Bytes of full gradients whose reductions may be under way.
         sizes = [reduction.full_bytes for reduction in self.reductions.values()]
-        waits = self.root.transport.sends and all(unit.device.type == "cpu" for unit in units)
+        waits = not self.root.transport.in_place and all(unit.device.type == "cpu" for unit in units)
         self._room = sum(sizes) if waits and self._all_stay else max(sizes)
         self._moment = 0
         self.calls: dict[Unit, Call] = {}  # calls under way
