@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import math
 import os
 import shutil
 import warnings
@@ -233,21 +232,6 @@ def test_checkpointed_units_hold_less_and_move_the_same() -> None:
     # Each of six blocks keeps two such tensors without; with, one, and both of one block at a time.
     assert kept[0] - kept[1] >= 4 * inputs
     assert moved[0] == moved[1]
-
-
-def test_a_copy_runs_its_own_forward() -> None:
-    model = shardtrain.shard(OddNet(), units=[Block])
-    with fresh_compiler():
-        both(model)
-        twin = copy.deepcopy(model)
-        assert all(block.forward.__self__ is block for block in twin.blocks)
-        x, _ = images(0, rank=0)
-        expected = model(x)
-        with torch.no_grad():
-            next(model.parameters()).fill_(math.nan)
-        assert torch.equal(twin(x), expected)
-        twin(x).sum().backward()
-        assert all(param.grad is None for param in model.parameters())
 
 
 def elsewhere(does: Callable[[Any, torch.Tensor], torch.Tensor] = lambda module, y: y) -> nn.Module:

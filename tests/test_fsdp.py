@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardtrain
 from shardtrain import fsdp as ours
-from shardtrain.engine.hooks import engine_of
 
 from pool import each_rank
 
@@ -375,17 +374,13 @@ def test_units_show_full_parameters_between_unshard_and_reshard() -> None:
     assert list(shardtrain.full_state_dict(model)) == list(plain.state_dict())
 
 
-@each_rank(2, transport="auto")
-def test_a_copy_has_options_of_its_own() -> None:
-    model = decoder()
-    for module in (*model.layers.values(), model):
-        ours.fully_shard(module)
-    model.layers["0"].set_requires_gradient_sync(False)
-    copied = copy.deepcopy(model)
-    copied.layers["1"].set_requires_gradient_sync(False)
-    copied.layers["0"].set_requires_gradient_sync(True)
-    reduces = [[unit.options.reduces for unit in engine_of(each).units] for each in (model, copied)]
-    assert reduces == [[True, False, True, True], [True, True, False, True]]
+def test_a_copy_is_refused_before_and_after_the_first_call() -> None:
+    model = ours.fully_shard(decoder())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cannot be copied: .* copy before shard\(\)"):
+            copy.deepcopy(model)
+        model.to(torch.float32)
+        train(model)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -20,9 +20,8 @@ the view with stale memory.
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -293,19 +292,6 @@ class Segment:
         self.local.copy_(held)
         for member in self.members:
             member.show_local()
-
-    def copied(self, memo: Mapping[int, Any]) -> Segment:
-        """Return a segment for copies of its modules, whose parameters hold copied pieces. Collective.
-
-        ``memo`` maps ids of modules to their copies, as ``copy.deepcopy`` leaves it.
-        """
-        twin = copy.copy(self)
-        twin.members = []
-        for member in self.members:
-            holders = tuple((memo[id(module)], attribute) for module, attribute in member.info.holders)
-            twin.members.append(ShardedParam(ParamInfo(member.name, holders), member.part, member.offset))
-        twin._allocate(twin.shown_pieces())  # allocates its own storages
-        return twin
 
 
 def _address(tensor: torch.Tensor) -> int:

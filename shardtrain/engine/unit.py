@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -88,12 +87,6 @@ class Unit:
         self.pinned = self.shows_full = self.trains = self.is_read = self.is_open = False
         self.account = Account()
         self._seen: dict[bool, list[tuple[int, int]]] = {}  # `_look` by `shows_full`
-
-    def copied(self, memo: dict[int, Any]) -> Unit:
-        """Return a unit for copies of its modules; see `Segment.copied`. Collective."""
-        segments = [segment.copied(memo) for segment in self.segments]
-        module, options = memo[id(self.module)], copy.deepcopy(self.options, memo)
-        return Unit(self.name, module, segments, self.transport, options)
 
     @property
     def device(self) -> torch.device:
