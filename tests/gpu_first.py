@@ -180,9 +180,10 @@ def compiled() -> None:
     """Whether inductor clones parameters: peak bytes and time of compiled units beside plain ones."""
     for compiles in (False,) if DRY else (False, True):
         with noted(f"compiled {compiles}"):
-            model = shardtrain.shard(net(12, 64 if DRY else 2048), units=[nn.Sequential])
-            if compiles:
-                shardtrain.compile_units(model)
+            model = net(12, 64 if DRY else 2048)
+            for block in shardtrain.blocks(model).values() if compiles else ():
+                block.compile()
+            shardtrain.shard(model, units=[nn.Sequential])
             x = torch.randn(64, model[0][0].in_features, device=DEVICE)
             taken = seconds(lambda: model(x).square().mean().backward())  # noqa: B023
             peak = 0 if DRY else torch.cuda.max_memory_allocated() / MIB

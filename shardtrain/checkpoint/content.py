@@ -34,6 +34,7 @@ from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import Engine
 from shardtrain.engine.part import Part
 from shardtrain.engine.pieces import LocalPiece
+from shardtrain.engine.shard import plain_name
 from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
@@ -71,7 +72,7 @@ def local_shards(engine: Engine) -> list[LocalShard]:
             stride, size = torch.empty(param.shape, device="meta").stride(), param.numel()
             slices = (Slice(file_name(0, not param.requires_grad), 0, size),) if size else ()
             entry = ParameterEntry(Spec.of(param), stride, "", slices)
-            part = Part(name, tuple(param.shape), stride, 0, size, whole=True)
+            part = Part(plain_name(name), tuple(param.shape), stride, 0, size, whole=True)
             shards.append(LocalShard(param, entry, part))
     return shards
 

@@ -37,6 +37,11 @@ from shardtrain.layout import Cut, Layout
 ALIGN_BYTES = 64  # of each parameter: as torch aligns CPU tensors, so that kernels compute the same bits
 
 
+def plain_name(name: str) -> str:
+    """Return ``name`` as state dicts have it, without the part that torch's ``checkpoint_wrapper`` adds."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 class ParamInfo(NamedTuple):
     """Name one parameter of a unit, and every (module, attribute) that holds it."""
 

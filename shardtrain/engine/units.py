@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from shardtrain.engine.shard import ParamInfo
+from shardtrain.engine.shard import ParamInfo, plain_name
 from shardtrain.engine.unit import Unit, UnitOptions
 
 UnitChoice = (
@@ -77,6 +77,14 @@ def _named(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, nn.Module
     return {names[module]: module for module in modules}
 
 
+def blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of ``module`` by name, of which ``shard(units="blocks")`` makes units.
+
+    What runs inside blocks is changed before `shard`, as by ``block.compile()`` or activation checkpointing.
+    """
+    return choose_units(module, every_block=True)
+
+
 def infos_by_unit(
     root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, list[ParamInfo]]:
@@ -103,7 +111,8 @@ def infos_by_unit(
             home = innermost[home.rpartition(".")[0]]
         first, _, attribute = used[0]
         holders = dict.fromkeys((module, attribute) for _, module, attribute in used)
-        infos[home].append(ParamInfo(f"{first}.{attribute}".removeprefix("."), tuple(holders)))
+        name = plain_name(f"{first}.{attribute}".removeprefix("."))
+        infos[home].append(ParamInfo(name, tuple(holders)))
     return {name: members for name, members in infos.items() if members or name == ""}
 
 

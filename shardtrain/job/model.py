@@ -23,6 +23,7 @@ from shardtrain import Precision, comm
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
+from shardtrain.job.blocks import checkpoint_blocks, compile_blocks
 from shardtrain.job.config import Config, Optim
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
@@ -124,7 +125,11 @@ def shard_with_optimizer(
     if parallel.reduce == "bf16":
         precision = dataclasses.replace(precision, reduce=torch.bfloat16)
     layout: Any = parallel.layout or config.optim.layout
-    inside = parallel.compile or parallel.activation_checkpoint  # both change units besides the root
+    inside = parallel.compile or parallel.activation_checkpoint  # both change blocks, which become units
+    if parallel.compile:
+        compile_blocks(model, device or torch.device("cpu"))
+    if parallel.activation_checkpoint:
+        checkpoint_blocks(model)
     shardtrain.shard(
         model,
         units="blocks" if inside else None,
@@ -137,11 +142,6 @@ def shard_with_optimizer(
         mesh=mesh,
         virtual_ranks=config.virtual_ranks(transport.all_ranks.world if transport else comm.world_size()),
     )
-    with reading("parallel", "the model cannot be sharded with these settings", ValueError):
-        if parallel.compile:
-            shardtrain.compile_units(model)
-        if parallel.activation_checkpoint:
-            shardtrain.checkpoint_activations(model)
     return config.optim.make(groups, config.allow)
 
 

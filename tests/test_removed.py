@@ -1,0 +1,23 @@
+"""Names that were removed: each says what to use instead."""
+
+import pytest
+
+import shardtrain
+
+REMOVED = {
+    "compile_units": r"for block in shardtrain.blocks\(model\).values\(\): block.compile\(\)",
+    "checkpoint_activations": "torch's apply_activation_checkpointing or checkpoint_wrapper",
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
+    message = rf"^shardtrain\.{name} was removed; .*{REMOVED[name]}"
+    with pytest.raises(ValueError, match=message):
+        getattr(shardtrain, name)
+    with pytest.raises(ValueError, match=message):
+        exec(f"from shardtrain import {name}")
+
+
+def test_other_names_are_unknown() -> None:
+    assert not hasattr(shardtrain, "compile_unit")
