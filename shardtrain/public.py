@@ -1,7 +1,6 @@
 """Define the names of ``import shardtrain``. Its own file: `__init__` loads it at the first use of one."""
 
 from shardtrain import checkpoint, comm
-from shardtrain.checkpoint.weights import load_weights
 from shardtrain.engine.api import forward_method, no_sync, shard, virtual_rank
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
@@ -23,6 +22,8 @@ _REMOVED = {
     "compile_units": "before shard(): for block in shardtrain.blocks(model).values(): block.compile()",
     "checkpoint_activations": "before shard(): torch's apply_activation_checkpointing or checkpoint_wrapper "
     "(torch.distributed.algorithms._checkpoint.checkpoint_wrapper)",
+    "load_weights": "torch.distributed.checkpoint.load(model.state_dict(), "
+    "storage_reader=HuggingFaceStorageReader(directory)) reads .safetensors",
 }
 
 
