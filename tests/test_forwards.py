@@ -232,8 +232,11 @@ def test_what_changes_before_it_is_computed_again_is_refused() -> None:
         checkpoint_blocks(model)
         shardtrain.shard(model)
         loss = model(x).sum()
-        x.add_(0 if buffer else 1)
-        with pytest.raises(ValueError, match="inputs or buffers of block 0 changed in place after it began"):
+        if not buffer:
+            x.add_(1)
+        # Torch notices inputs that are arguments of their own.
+        told = "buffers of block 0 changed in place after it began" if buffer else "inplace operation"
+        with pytest.raises(ValueError if buffer else RuntimeError, match=told):
             loss.backward()
         with torch.no_grad():
             model(x)

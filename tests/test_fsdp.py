@@ -374,12 +374,12 @@ def test_units_show_full_parameters_between_unshard_and_reshard() -> None:
     assert list(shardtrain.full_state_dict(model)) == list(plain.state_dict())
 
 
+@each_rank(2, transport="auto")
 def test_a_copy_is_refused_before_and_after_the_first_call() -> None:
     model = ours.fully_shard(decoder())
     for _ in range(2):
         with pytest.raises(ValueError, match=r"cannot be copied: .* copy before shard\(\)"):
             copy.deepcopy(model)
-        model.to(torch.float32)
         train(model)
 
 
