@@ -28,7 +28,7 @@ from shardtrain.engine.precision import cast, leaves, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
-from shardtrain.engine.units import note_pieces
+from shardtrain.engine.units import note_shards
 from shardtrain.engine.virtual import Virtual
 from shardtrain.layout import Policy
 
@@ -145,7 +145,7 @@ class Engine:
         @user_code.undisturbed
         def after(found: Sequence[Any], error: BaseException | None) -> None:
             if error is not None and schedule.under_way[0] != "backward":
-                note_pieces(error, self.units, call.__code__)
+                note_shards(error, self.units)
             schedule.post_forward(unit, found, error is not None)
             if is_root:
                 schedule.end_forward(error is not None)

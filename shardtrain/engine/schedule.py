@@ -135,7 +135,8 @@ class Schedule:
                 unit.open_full(for_forward=True)
             elif unit.state is State.GATHERING or failed:
                 unit.release()
-            unit.end_reading(failed)
+            if not failed:
+                unit.refuse_edits_inside_forward()
         if not failed:  # an exception must not wait for other ranks
             self.forget_nodes()
             self._fence(LEAVE)
@@ -145,12 +146,10 @@ class Schedule:
         if unit in self.calls:
             self.calls[unit].depth += 1
             return
-        # Called by itself, perhaps after an update; or changed in this forward, as a momentum encoder is.
-        if not self._backward:
-            unit.end_reading()
-            if not self._forward or unit.adopt_edits(self.before_conversion):
-                self.refresh([unit])
-            unit.is_read = True
+        if self._forward and not self._backward:
+            unit.refuse_edits_inside_forward()
+        elif not self._backward:  # called by itself, perhaps after an update
+            self.refresh([unit])
         unit.open_full(for_forward=True)
         self._moment += 1
         self.calls[unit] = Call(unit, self._moment)
@@ -201,10 +200,8 @@ class Schedule:
             self._record.append(call)
             if call.marked:
                 self._pending_since.setdefault(unit, call.began)
-        else:
-            unit.is_read = False
-            if not failed:
-                self._fence(LEAVE)
+        elif not failed:
+            self._fence(LEAVE)
         unit.refuse_edits()
         if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self.kept[unit] = None
