@@ -40,12 +40,13 @@ REFUSED = {
     "A momentum encoder replaced inside forward": f"{CHANGED}; change parameters between steps",
     "A penalty on parameters in the same backward": "for a penalty on weights use",
     "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
+    "`jvp`": "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func",
     "Double backward": "double backward .* is not supported",
     "`autograd.grad` over parameters": "autograd.grad over parameters of a sharded model",
     "`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model": "a rank's piece of "
     "0.weight must not be pickled",
     "`get_model_state_dict(full_state_dict=True)`": "a rank's piece of 0.weight must not be used by equal: "
-    "only load_state_dict and DCP take it; save shardtrain.full_state_dict",
+    "only load_state_dict, copy.deepcopy and DCP take it; save shardtrain.full_state_dict",
     "Loading a full state dict without a key: nothing is loaded": "nothing was loaded: head.bias is missing",
     "Loading a full state dict in float64: nothing is loaded": "nothing was loaded: head.bias is torch.f",
     "Models that differ between ranks": "the model to shard differs between ranks",

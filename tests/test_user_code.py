@@ -188,8 +188,11 @@ def test_nothing_is_left_of_a_method_called_as_forward_or_of_an_optimizer_s_tria
 @each_rank(2)
 def test_uses_of_a_sharded_model_are_refused() -> None:
     model = sharded()
-    with refused("^a sharded model cannot run inside grad, vjp or jacrev"):
+    inside = "^a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func: compute with"
+    with refused(inside):
         torch.func.grad(lambda x: model(x).sum())(batch(0))
+    with refused(inside):
+        torch.func.jacfwd(model)(batch(0))
     with shardtrain.unsharded(model):
         loss = model(batch(0)).sum()
         with refused(r"^backward\(\) inside unsharded"):

@@ -83,7 +83,7 @@ class Precision:
 def leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of nested arguments or outputs of a module: pytrees, mappings, dataclasses.
 
-    Of a tensor inside jvp or vmap yield what autograd tracks: its plain value and tangent.
+    Of a tensor inside vmap, or a dual number, yield what autograd tracks: its plain value and tangent.
     """
     if isinstance(value, torch.Tensor):
         yield from tracked(value)
