@@ -76,9 +76,8 @@ def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None 
 
 def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dict[str, Spec]]:
     """Return the tensors that the manifest expects in each of ``files``, by key."""
-    frozen = {file_name(rank, frozen=True) for rank in range(manifest.world_size)}
     buffers = {f"buffers/{name}": spec for name, spec in manifest.buffers.items()}
-    expected = {file: {} if file in frozen else dict(buffers) for file in files}
+    expected = {file: dict(buffers) for file in files}
     if file_name(0) in expected:
         expected[file_name(0)] |= {f"averaged/{name}": spec for name, spec in manifest.buffers.items()}
     for name, entry in manifest.parameters.items():
