@@ -92,11 +92,11 @@ def _three_steps(optimizer: torch.optim.Optimizer, values: list[Tensor]) -> list
         for param, value in zip(params, cycle(values)):
             if value.numel():  # an empty piece gets no gradient, as in training
                 param.grad = scale * value.square() + 0.1
-        step_unhooked(trial)
+        _step_unhooked(trial)
     return [param.detach() for param in params]
 
 
-def step_unhooked(trial: torch.optim.Optimizer) -> None:
+def _step_unhooked(trial: torch.optim.Optimizer) -> None:
     """Make a step without the hooks that torch calls for every optimizer, which are users'."""
     step: Any = type(trial).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # see Optimizer.profile_hook_step
