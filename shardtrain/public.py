@@ -16,12 +16,14 @@ from shardtrain.engine.state_dict import (
 )
 from shardtrain.engine.unit import UnitOptions
 from shardtrain.engine.units import blocks
-from shardtrain.optim import GradScaler, clip_grad_norm_, mean_over_samples
+from shardtrain.optim import GradScaler, clip_grad_norm_
 
 _REMOVED = {
     "compile_units": "before shard(): for block in shardtrain.blocks(model).values(): block.compile()",
     "checkpoint_activations": "before shard(): torch's apply_activation_checkpointing or checkpoint_wrapper "
     "(torch.distributed.algorithms._checkpoint.checkpoint_wrapper)",
+    "mean_over_samples": "multiply the loss by this rank's samples times the ranks over all samples "
+    "(docs/example/mean_over_samples.py)",
     "load_weights": "torch.distributed.checkpoint.load(model.state_dict(), "
     "storage_reader=HuggingFaceStorageReader(directory)) reads .safetensors",
 }

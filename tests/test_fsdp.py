@@ -394,12 +394,3 @@ def test_torch_compile_before_the_first_call(in_place: bool) -> None:
         if in_place:
             model.compile(backend="eager")
         assert train(model if in_place else torch.compile(model, backend="eager")) == expected
-
-
-def test_a_mean_over_no_samples_is_refused() -> None:
-    model, loss = shardtrain.shard(nn.Linear(3, 3)), torch.ones(())
-    assert shardtrain.mean_over_samples(loss, 2, model, of=8) == 0.25
-    with pytest.raises(ValueError, match="expected samples on some rank, found 0 in all"):
-        shardtrain.mean_over_samples(loss, 0, model)
-    with pytest.raises(ValueError, match="with virtual ranks: give each as many samples"):
-        shardtrain.mean_over_samples(loss, 1, shardtrain.shard(nn.Linear(3, 3), virtual_ranks=2))
