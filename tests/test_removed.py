@@ -21,5 +21,14 @@ def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
         exec(f"from shardtrain import {name}")
 
 
+@pytest.mark.parametrize("name", ["Muon", "muon_groups"])
+def test_what_moved_says_where_it_is(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^shardtrain\.optim\.{name} was moved; use shardtrain.recipes.muon"
+    ):
+        getattr(shardtrain.optim, name)
+
+
 def test_other_names_are_unknown() -> None:
     assert not hasattr(shardtrain, "compile_unit")
+    assert not hasattr(shardtrain.optim, "Muons")

@@ -61,7 +61,7 @@ def train(way: str, config: Config, context: Context, images: data.DataSet, ever
         warnings.simplefilter("ignore", FutureWarning)  # of the peers' options
         contender = contenders.build(WAYS[way][1], model, config.parallel.precision, device)
     model = contender.model
-    optimizer = config.optim.make(parameter_groups(model, config.optim), config.allow)
+    optimizer = config.optim.make(parameter_groups(model, config.optim, config.allow), config.allow)
     for group in optimizer.param_groups:
         group["fused"] = False  # DTensor, which FSDP2's parameters are, has no fused SGD
     per_epoch = len(images.train) // size

@@ -73,7 +73,7 @@ class Twins:
         whole = converted(initial_model(config), config, job.device).to(job.device)
         self._units = [unit.name.removeprefix("(root)") for unit in inside.units]
         if PRECISIONS[config.parallel.precision] is None:
-            optimizer = config.optim.make(parameter_groups(whole, config.optim), config.allow)
+            optimizer = config.optim.make(parameter_groups(whole, config.optim, config.allow), config.allow)
             self._engines = [job.model]
         else:
             optimizer = shard_with_optimizer(whole, config, comm.Alone())

@@ -29,8 +29,8 @@ from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import typed
-from shardtrain.job.target import instantiate
-from shardtrain.optim import Ema, muon_groups
+from shardtrain.job.target import find_target, instantiate
+from shardtrain.optim import Ema
 
 # Logits, and so the loss, are always fp32.
 PRECISIONS = {
@@ -116,7 +116,9 @@ def shard_with_optimizer(
     model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
     """Shard ``model`` in place, over ``transport`` and on ``device`` if given; return its optimizer."""
-    groups, parallel, mesh = parameter_groups(model, config.optim), config.parallel, None
+    groups = parameter_groups(model, config.optim, config.allow)
+    parallel = config.parallel
+    mesh = None
     if parallel.replicate > 1 and transport is None:  # consecutive ranks, so that a host holds whole groups
         sizes = (parallel.replicate, comm.world_size() // parallel.replicate)
         names = ("replicate", "shard")
@@ -145,9 +147,14 @@ def shard_with_optimizer(
     return config.optim.make(groups, config.allow)
 
 
-def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """Return groups by weight decay (of biases and norms: ``optim.decay_all``) and, for Muon, by kind."""
-    kinds = muon_groups(model) if optim.name == "muon" else [{"params": [*model.parameters()]}]
+def parameter_groups(model: nn.Module, optim: Optim, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return groups by weight decay (of biases and norms: ``optim.decay_all``), and as the class has them.
+
+    A class with a function ``groups`` of a model, as Muon's, makes its own, which are divided further.
+    """
+    kind = find_target(optim._target_, "optim", torch.optim.Optimizer, allow)
+    groups_of = getattr(kind, "groups", None)
+    kinds = [{"params": [*model.parameters()]}] if groups_of is None else groups_of(model)
     groups = []
     for decays, kind in itertools.product((True, False), kinds):
         params = [param for param in kind["params"] if (optim.decay_all or param.ndim > 1) == decays]

@@ -36,8 +36,16 @@ AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's
 class Muon(torch.optim.Optimizer):
     """Update groups with ``use_muon`` (the default) by Muon, and others by AdamW.
 
-    `muon_groups` makes the groups of a model. On matrices it equals torch's Muon with ``match_rms_adamw``.
+    `groups` makes those of a model. On matrices it equals torch's Muon with ``match_rms_adamw``.
     """
+
+    @staticmethod
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        """Return the `hidden_matrices` of ``module`` as one group, and the rest for AdamW as another."""
+        hidden = set(hidden_matrices(module))
+        params = list(module.parameters())
+        split = {use: [param for param in params if (param in hidden) == use] for use in (True, False)}
+        return [{"params": group, "use_muon": use} for use, group in split.items() if group]
 
     def __init__(
         self,
@@ -74,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         if group["use_muon"] and odd:
             raise ValueError(
                 f"Muon steps on matrices and filters, found a parameter of shape {odd[0]}: put it into a "
-                "group with use_muon=False (see muon_groups), or if it is a piece of a matrix, "
+                "group with use_muon=False (see Muon.groups), or if it is a piece of a matrix, "
                 "shard(..., layout='whole')"
             )
 
@@ -117,13 +125,6 @@ class Muon(torch.optim.Optimizer):
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         options["fused"] = True  # one pass, and no wait of the host for step counts
         adamw(params, grads, averages, squares, [], steps, amsgrad=False, maximize=False, **options)
-
-
-def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Return groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
-    hidden, params = set(hidden_matrices(module)), list(module.parameters())
-    split = {use: [param for param in params if (param in hidden) == use] for use in (True, False)}
-    return [{"params": group, "use_muon": use} for use, group in split.items() if group]
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
