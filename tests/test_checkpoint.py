@@ -155,10 +155,10 @@ saved = once(saves, "one")
 def refused(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str:
     """Return why ``path`` does not load into the model and the optimizer, which stay as they were."""
     tensors = [*model.parameters(), *model.buffers()]
-    before = [tensor.detach().clone() for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
     with pytest.raises(ValueError, match=r"does not fit, nothing was loaded: |is damaged: ") as caught:
         checkpoint.load(path, model, optimizer)
-    assert all(map(torch.equal, tensors, before))
+    assert all(map(torch.equal, tensors, copies))
     assert optimizer is None or not optimizer.state
     return str(caught.value)
 

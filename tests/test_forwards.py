@@ -145,11 +145,11 @@ def test_compiled_blocks_evaluate() -> None:
         @torch.no_grad()
         def outputs(net: nn.Module) -> list[torch.Tensor]:
             net.eval()
-            found = [net(images(9, n=n)[0]) for n in (6, 4, 3)]
+            results = [net(images(9, n=n)[0]) for n in (6, 4, 3)]
             with shardtrain.unsharded(net):
-                found.append(net(images(9)[0]))
+                results.append(net(images(9)[0]))
             net.train()
-            return found
+            return results
 
         for _ in range(2):
             torch.testing.assert_close(outputs(model), outputs(plain), rtol=0, atol=0)
@@ -203,7 +203,7 @@ def test_inductor_needs_triton_on_a_gpu() -> None:
 @each_rank(3, transport="auto")
 def test_checkpointed_blocks_hold_less_and_move_the_same() -> None:
     """What a step moves, without and with."""
-    moved, kept, batch = [], [], images(0, n=32)
+    moved, activations, batch = [], [], images(0, n=32)
     for inside in (nothing, checkpoint_blocks):
         model = sharded(inside, lambda: OddNet(blocks=6))
         train_in_micro_batches(model)
@@ -212,11 +212,11 @@ def test_checkpointed_blocks_hold_less_and_move_the_same() -> None:
         moved.append(dict(meter.calls) | dict(meter.bytes))
         step = Step(model, F.cross_entropy, sgd(model), None)
         step([batch])
-        kept.append(memory_of_step(step, [batch]).most("activations"))
+        activations.append(memory_of_step(step, [batch]).most("activations"))
         assert_at_rest(model)
     inputs = 32 * 7 * 3 * 3 * 4  # bytes of a block's
     # Each of six blocks keeps two such tensors without; with, one, and both of one block at a time.
-    assert kept[0] - kept[1] >= 4 * inputs
+    assert activations[0] - activations[1] >= 4 * inputs
     assert moved[0] == moved[1]
 
 
@@ -236,8 +236,8 @@ def test_what_changes_before_it_is_computed_again_is_refused() -> None:
         if not buffer:
             x.add_(1)
         # Torch notices inputs that are arguments of their own.
-        told = "buffers of block 0 changed in place after it began" if buffer else "inplace operation"
-        with pytest.raises(ValueError if buffer else RuntimeError, match=told):
+        message = "buffers of block 0 changed in place after it began" if buffer else "inplace operation"
+        with pytest.raises(ValueError if buffer else RuntimeError, match=message):
             loss.backward()
         with torch.no_grad():
             model(x)

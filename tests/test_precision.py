@@ -150,8 +150,8 @@ def test_gradients_of_fp32_travel_in_bf16() -> None:
         parts = [grad if r == rank else grad.bfloat16().float() for r, grad in enumerate(gradients)]
         mean = tree_sum(parts) / len(parts)
         start = sum(int(size) for size in from_all(torch.tensor(param.numel()))[:rank])
-        own = param.grad.as_subclass(torch.Tensor).flatten()
-        assert torch.equal(own, mean.flatten()[start : start + own.numel()])
+        piece = param.grad.as_subclass(torch.Tensor).flatten()
+        assert torch.equal(piece, mean.flatten()[start : start + piece.numel()])
 
 
 @each_rank(2)

@@ -508,12 +508,12 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
             attempt()
         assert out in str(caught.value)
     whole = dcp_state.StateDictOptions(full_state_dict=True)
-    for found in (
+    for state in (
         dcp_state.get_model_state_dict(model, options=whole),
         dcp_state.get_optimizer_state_dict(model, optimizer, options=whole),
     ):
         with pytest.raises(ValueError, match=r"must not be pickled, .*; save shardtrain\.full_state_dict"):
-            torch.save(found, io.BytesIO())
+            torch.save(state, io.BytesIO())
     with pytest.raises(ValueError, match="load_full_state_dict"):
         dcp_state.set_model_state_dict(model, plain.state_dict(), options=whole)
     with shardtrain.unsharded(model):
@@ -528,15 +528,15 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
 def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
     model, plain = various(1)
     state = model.state_dict()
-    kept = copy.deepcopy(state)
-    assert isinstance(kept["fc.weight"], LocalPiece)
+    copied = copy.deepcopy(state)
+    assert isinstance(copied["fc.weight"], LocalPiece)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     assert not state["fc.weight"].held.any()  # it shares memory
-    model.load_state_dict(kept)
+    model.load_state_dict(copied)
     assert_same(model, plain)
-    model.load_state_dict(kept, assign=True)
+    model.load_state_dict(copied, assign=True)
     assert type(model.fc.weight) is nn.Parameter
     assert_same(model, plain)
     model.fc.load_state_dict(copy.deepcopy(model.fc.state_dict()))
@@ -544,7 +544,7 @@ def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
     assert isinstance(model.state_dict(keep_vars=True)["fc.weight"], nn.Parameter)
     other, _ = various(1, layout="whole")
     with pytest.raises(ValueError, match=r"load_state_dict\(\) was given "):
-        other.load_state_dict(kept)
+        other.load_state_dict(copied)
 
 
 @loads_pieces

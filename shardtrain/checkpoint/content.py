@@ -121,9 +121,11 @@ def collect(
             cut["ema"] = averages[shard.param]
         first = shard.entry.first_file == own_file
         if optimizer is not None and (shard.param.numel() or first):
-            described = state[shard.name] = {}
+            described: dict[str, Any] = {}
+            state[shard.name] = described
             for key, value in optimizer.state.get(shard.param, {}).items():
-                node = described[key] = _describe_state(shard, key, value)
+                node = _describe_state(shard, key, value)
+                described[key] = node
                 if "dtype" in node:
                     cut[f"optimizer/{key}"] = value
                 elif "whole" in node and first:

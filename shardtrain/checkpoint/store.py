@@ -124,7 +124,8 @@ def save_in_stages(
     """
     engine = engine_of(module)
     engine.require_rest("checkpoint.save() cannot be called")
-    all_ranks, rank = engine.transport.all_ranks, engine.transport.all_ranks.rank
+    all_ranks = engine.transport.all_ranks
+    rank = all_ranks.rank
     hosts = hosts or Hosts([range(all_ranks.world)], rank)
     leads = hosts.leads
     temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # that of the rank that leads
@@ -135,7 +136,8 @@ def save_in_stages(
         return SaveFailed(f"{path} was not saved: {problems}")
 
     agree = partial(exchange, failed, all_ranks)
-    problem, mine = "", {}
+    problem = ""
+    mine: dict[str, Any] = {}
     try:
         content = collect(engine, optimizer, extra, facts, averages)
         mine = {"manifest": digest_line(dump(content.manifest)), "state": content.state}

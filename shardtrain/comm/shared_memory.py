@@ -152,11 +152,11 @@ class SharedMemoryTransport(TransportWrapper):
     def _average(self, position: int, gradient: Gradient) -> None:
         """Wait for all ranks' gradients, and turn ``own`` into the mean."""
         offsets = self.signals.wait(position)
-        mine = self.host.index(self.signals.rank)
+        number = self.host.index(self.signals.rank)
         pieces = [self._view(rank, offset, gradient).pieces for rank, offset in sorted(offsets.items())]
         own = [part for part, piece in zip(gradient.own, gradient.pieces, strict=True) if piece.numel]
-        pieces.insert(mine, own)
-        merge_pieces(pieces, mine, gradient.terms)
+        pieces.insert(number, own)
+        merge_pieces(pieces, number, gradient.terms)
         self.signals.done(position)
         self._unread[position] = gradient.full
 
@@ -165,9 +165,9 @@ class SharedMemoryTransport(TransportWrapper):
         full, layout = gradient.full, gradient.layout
         key = rank, offset, full.dtype, id(layout)
         if key not in self._views:
-            theirs = self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
-            mine = theirs[layout.interval(self.rank)]
-            pieces = [mine[at : at + stop - start] for start, stop, at in gradient.pieces if start < stop]
+            other = self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
+            interval = other[layout.interval(self.rank)]
+            pieces = [interval[p.offset : p.offset + p.numel] for p in gradient.pieces if p.numel]
             self._views[key] = View(pieces, layout)
         return self._views[key]
 

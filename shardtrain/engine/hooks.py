@@ -132,8 +132,10 @@ class Engine:
         The wrapper is a bound method in the place of torch's. ``torch.compile`` breaks the graph there. What
         ran compiled before runs so inside the wrapper.
         """
-        compiled, is_root, schedule = module._compiled_call_impl, module is self.module, self.schedule
-        run, is_only = compiled or module._call_impl, len(self.units) == 1
+        is_root = module is self.module
+        is_only = len(self.units) == 1
+        schedule = self.schedule
+        run = module._compiled_call_impl or module._call_impl
 
         @user_code.undisturbed
         def before() -> None:
@@ -143,10 +145,10 @@ class Engine:
             schedule.pre_forward(unit)
 
         @user_code.undisturbed
-        def after(found: Sequence[Any], error: BaseException | None) -> None:
+        def after(outputs: Sequence[Any], error: BaseException | None) -> None:
             if error is not None and schedule.under_way[0] != "backward":
                 note_shards(error, self.units)
-            schedule.post_forward(unit, found, error is not None)
+            schedule.post_forward(unit, outputs, error is not None)
             if is_root:
                 schedule.end_forward(error is not None)
 

@@ -77,8 +77,8 @@ class LocalPiece(Tensor):
         part = self.part
         return f"LocalPiece(elements {part.start}:{part.stop} of {part.name} {part.shape})"
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise ValueError(f"a rank's piece of {self.part.name} must not be {what}; {_WAY_OUT}")
+    def _refuse(self, use: str) -> NoReturn:
+        raise ValueError(f"a rank's piece of {self.part.name} must not be {use}; {_WAY_OUT}")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -90,7 +90,8 @@ class LocalPiece(Tensor):
         self._refuse("pickled, by torch.save or otherwise")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalPiece:
-        memo[id(self)] = copied = self.of(self.held.clone(), self.part)
+        copied = self.of(self.held.clone(), self.part)
+        memo[id(self)] = copied
         return copied
 
     # what DCP asks for
@@ -140,10 +141,10 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
                 "use shardtrain.load_full_state_dict(model, state)"
             )
         if isinstance(value, LocalPiece):
-            given = value.part
-            if value.numel() and (given.start, given.stop) != (own.start, own.stop):
+            part = value.part
+            if value.numel() and (part.start, part.stop) != (own.start, own.stop):
                 raise ValueError(
-                    f"load_state_dict() was given elements {given.start}:{given.stop} of {own.name}, of "
+                    f"load_state_dict() was given elements {part.start}:{part.stop} of {own.name}, of "
                     f"which this rank has {own.start}:{own.stop}; torch.distributed.checkpoint.save and "
                     "load carry state between models that are sharded in other ways"
                 )

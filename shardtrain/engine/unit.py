@@ -83,7 +83,10 @@ class Unit:
         self.transport, self.options = transport, options
         self.state = State.SHARDED
         self.moving = Pending()
-        self.pinned = self.shows_full = self.trains = self.is_open = False
+        self.pinned = False
+        self.shows_full = False
+        self.trains = False
+        self.is_open = False
         self.account = Account()
         self._seen: dict[bool, list[tuple[int, int]]] = {}  # `_look` by `shows_full`
 
@@ -139,11 +142,11 @@ class Unit:
 
     def _edited(self) -> list[str]:
         """Return the names of parameters that users have changed."""
-        now = self._look()
-        seen = self._seen.get(self.shows_full, now)
-        if now == seen:
+        new = self._look()
+        seen = self._seen.get(self.shows_full, new)
+        if new == seen:
             return []
-        return [m.name for m, new, old in zip(self.members, now, seen, strict=True) if new != old]
+        return [m.name for m, state, old in zip(self.members, new, seen, strict=True) if state != old]
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost."""

@@ -165,14 +165,18 @@ def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
     notes = [str(error), *getattr(error, "__notes__", ())]
     if type(error) not in (RuntimeError, IndexError) or any(_READ in note for note in notes):
         return
-    names = [member.name for unit in units if not unit.shows_full for member in unit.members]
+    names = list[str]()
+    for unit in units:
+        if not unit.shows_full:
+            names += [member.name for member in unit.members]
     if not names:
         return
     listed = ", ".join(names[:_LISTED])
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    if len(names) > _LISTED:
+        listed += f" and {len(names) - _LISTED} more"
     note = (
         f"{_READ}: call the module, choose units so that both are in one, or read it inside "
-        f"shardtrain.unsharded(model). Shards were shown by {listed}{more}"
+        f"shardtrain.unsharded(model). Shards were shown by {listed}"
     )
     if sys.version_info >= (3, 11):
         error.add_note(note)

@@ -67,8 +67,8 @@ def undisturbed(hook: Hook) -> Hook:
         if torch.compiler.is_compiling() or get_eval_frame_callback():
             broken(*args)
             return
-        made = torch.empty(0, device="cpu")
-        if torch.func.debug_unwrap(made) is not made:
+        probe = torch.empty(0, device="cpu")
+        if torch.func.debug_unwrap(probe) is not probe:
             raise ValueError(
                 "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func: compute "
                 "with torch.autograd.forward_ad, or transform an unsharded copy of it, with the weights of "

@@ -60,7 +60,9 @@ def _checkpointed(name: str, block: nn.Module, forward: Callable[..., Any], *arg
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
-    statistics = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
+    statistics = set[Tensor]()
+    for norm in norms:
+        statistics.update(norm.buffers(recurse=False))
     needed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     needed += [buffer for buffer in block.buffers() if buffer not in statistics]
     versions = [(tensor, tensor._version) for tensor in needed if not tensor.is_inference()]
@@ -73,13 +75,13 @@ def _checkpointed(name: str, block: nn.Module, forward: Callable[..., Any], *arg
                 "computing it again would begin elsewhere; make that operation not in place, or leave "
                 "parallel.activation_checkpoint out"
             )
-        before = [(norm, dict(norm._buffers)) for norm in norms]
-        for norm, buffers in before:  # update copies
+        kept_by = [(norm, dict(norm._buffers)) for norm in norms]
+        for norm, buffers in kept_by:  # update copies
             norm._buffers = {key: value if value is None else value.clone() for key, value in buffers.items()}
         try:
             yield
         finally:
-            for norm, buffers in before:
+            for norm, buffers in kept_by:
                 norm._buffers = buffers
 
     # Inputs are arguments, since torch saves the random states of the devices that it finds in arguments.
