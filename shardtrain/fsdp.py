@@ -14,11 +14,10 @@ here, is accepted and does nothing. What would change results is refused by name
 
 from __future__ import annotations
 
-import copy
 import functools
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 from torch._compile import _disable_dynamo
@@ -34,7 +33,7 @@ from shardtrain import Precision, UnitOptions, comm, forward_method, shard, unsh
 from shardtrain.comm.transport import Transport
 from shardtrain.engine.api import check
 from shardtrain.engine.deferred_init import become
-from shardtrain.engine.hooks import Engine, engine_of, is_inside
+from shardtrain.engine.hooks import Engine, engine_of, is_inside, refuse_copy
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import unit_modules
 
@@ -54,10 +53,6 @@ class _Mark:
     shared: dict[str, Any]
     ignored: set[nn.Parameter]
     root: nn.Module | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
-        options, root = copy.deepcopy((self.options, self.root), memo)
-        return replace(self, options=options, root=root)
 
     def __str__(self) -> str:
         """Say what all marks of a model must have in common."""
@@ -134,6 +129,9 @@ class FSDPModule(nn.Module):
         if self.__dict__[_MARK].root is None:
             _shard(self)
         return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy(memo)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit and show full parameters until `reshard`. They must not be changed."""

@@ -97,16 +97,6 @@ class Layout:
         """Whether all intervals have the same length."""
         return len({self.length(rank) for rank in range(self.world)}) == 1
 
-    @cached_property
-    def gaps(self) -> tuple[slice, ...]:
-        """Slices of the flat vector that are padding."""
-        gaps, at = [], 0
-        for offset, size in [*sorted(zip(self.offsets, self.sizes, strict=True)), (self.padded, 0)]:
-            if offset > at:
-                gaps.append(slice(at, offset))
-            at = max(at, offset + size)
-        return tuple(gaps)
-
     def interval(self, rank: int) -> slice:
         """Return rank ``rank``'s interval of the flat vector, padding included."""
         return slice(self.bounds[rank], self.bounds[rank + 1])

@@ -1,12 +1,10 @@
 """Define the names of ``import shardtrain``. Its own file: `__init__` loads it at the first use of one."""
 
 from shardtrain import checkpoint, comm
-from shardtrain.checkpoint.weights import load_weights
 from shardtrain.engine.api import forward_method, no_sync, shard, virtual_rank
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.recompute import checkpoint_activations, compile_units
 from shardtrain.engine.replay import ReplayMismatch, recording, replay
 from shardtrain.engine.state_dict import (
     average_buffers,
@@ -17,4 +15,21 @@ from shardtrain.engine.state_dict import (
     unsharded,
 )
 from shardtrain.engine.unit import UnitOptions
-from shardtrain.optim import GradScaler, clip_grad_norm_, mean_over_samples
+from shardtrain.engine.units import blocks
+from shardtrain.optim import GradScaler, clip_grad_norm_
+
+_REMOVED = {
+    "compile_units": "before shard(): for block in shardtrain.blocks(model).values(): block.compile()",
+    "checkpoint_activations": "before shard(): torch's apply_activation_checkpointing or checkpoint_wrapper "
+    "(torch.distributed.algorithms._checkpoint.checkpoint_wrapper)",
+    "mean_over_samples": "multiply the loss by this rank's samples times the ranks over all samples "
+    "(docs/example/mean_over_samples.py)",
+    "load_weights": "torch.distributed.checkpoint.load(model.state_dict(), "
+    "storage_reader=HuggingFaceStorageReader(directory)) reads .safetensors",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REMOVED:  # not AttributeError, whose text `from shardtrain import ...` does not show
+        raise ValueError(f"shardtrain.{name} was removed; {_REMOVED[name]}")
+    raise AttributeError(f"module 'shardtrain' has no attribute {name!r}")

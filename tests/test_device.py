@@ -1,6 +1,5 @@
 """The device paths on a simulated device: order of streams, memory, launches and waits of the host."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -39,7 +38,7 @@ from steps import footprint
 from tiny import ALONE, TINY, configure
 
 WORLD, RANK = 8, 2
-LOW, INT8 = Precision(torch.bfloat16), {"gather": torch.int8, "reduce": torch.int8}
+LOW = Precision(torch.bfloat16)
 PRECISIONS = {
     "fp32": Precision(),
     "fp32, reduce bf16": Precision(reduce=torch.bfloat16),
@@ -61,8 +60,6 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "replicas": lambda: {"transport": replicas()},
     "offload": lambda: {"offload": True},
     "offload, replicas": lambda: {"offload": True, "transport": replicas()},
-    "int8": lambda: {**INT8},
-    "offload, int8": lambda: {"offload": True, **INT8},
     "virtual ranks": lambda: {"virtual_ranks": 16},
     "virtual ranks, offload, replicas": lambda: {
         **{"virtual_ranks": 16, "offload": True, "transport": replicas()}
@@ -85,7 +82,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
 def play(device: SimulatedDevice, scene: str, precision: Precision, net: nn.Module) -> list[str]:
     """Train, evaluate, change parameters on the host, save; return the waits of the last step."""
     options = SCENES[scene]()
-    precision = dataclasses.replace(precision, **{key: options.pop(key) for key in INT8 if key in options})
     torch.manual_seed(0)
     model = shardtrain.shard(net.to(DEVICE), units=[Block], precision=precision, **options)
     optimizer, ema = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True), Ema(model, 0.9)

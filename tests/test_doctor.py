@@ -53,8 +53,8 @@ def test_sharding_changes_nothing(on_ranks: Any, world: int, arguments: list[str
 
 
 def test_traffic_that_rounds_is_not_compared() -> None:
-    settings = program.read([*TINY, "parallel.traffic=int8"], speak=False)
-    with pytest.raises(UserError, match=r"traffic=int8: the doctor compares with an unsharded model"):
+    settings = program.read([*TINY, "parallel.reduce=bf16"], speak=False)
+    with pytest.raises(UserError, match=r"reduce=bf16: the doctor compares with an unsharded model"):
         program.examine(settings, ALONE, CPU)
 
 

@@ -549,6 +549,7 @@ def test_automatic_units_are_blocks() -> None:
         assert [n for n in names if n.startswith("features.5.")] == [f"features.5.{i}" for i in range(9)]
         encoder = [f"encoder.layers.encoder_layer_{layer}" for layer in range(12)]
         assert [name for name in units_of(models.vit_b_16()) if "encoder_layer" in name] == encoder
+        assert len(units_of(models.vgg11_bn())) == 10
         assert units_of(models.vgg11_bn())[-3:] == ["classifier.0", "classifier.3", "classifier.6"]
         assert {"aux1", "aux2", "inception5b", "fc"} <= set(units_of(models.googlenet(init_weights=False)))
         for name in ("efficientnet_b0", "densenet121", "swin_t", "vit_b_16", "mobilenet_v3_large"):
@@ -556,7 +557,7 @@ def test_automatic_units_are_blocks() -> None:
 
 
 def test_automatic_units_are_modules_that_are_called() -> None:
-    """Not a holder without a forward, nor a layer whose weight others read, as attention its projection's."""
+    """Not a holder without a forward, nor an embedding, nor a layer whose weight attention reads."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = self.layers.second(self.layers.first(x))
@@ -567,9 +568,5 @@ def test_automatic_units_are_modules_that_are_called() -> None:
     attends = Parts(forward, layers=layers, attention=nn.MultiheadAttention(99, 3))
     assert units_of(attends, units="blocks") == ["layers.first", "layers.second", "attention"]
 
-    class Reads(Parts):
-        def logits(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.embedding.weight.T
-
-    reads = Reads(None, embedding=nn.Embedding(99, 99), layer=nn.Linear(99, 99))
-    assert units_of(reads, units="blocks") == ["layer"]
+    layers = {"embedding": nn.Embedding(99, 99), "layer": nn.Linear(99, 99), "norm": nn.LayerNorm([99, 99])}
+    assert units_of(Parts(None, **layers), units="blocks") == ["layer"]

@@ -23,6 +23,7 @@ from pool import each_rank, ended
 from small import shard
 
 CANNOT = r"cannot step on a sharded model: .*use shard\(..., layout='whole'\)"
+CHANGED = r"forward changed blocks.1\.\S+.* of blocks.1, with which other ranks may compute now"
 REFUSED = {
     "SAM: cannot be built from its groups alone": "Sam cannot be tried",
     "Adafactor": f"Adafactor {CANNOT}",
@@ -33,15 +34,19 @@ REFUSED = {
     "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
-    "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while blocks.0 does "
-    "not run, and the forward of (FSDP)?Net reads it: call blocks.0 as a module",
+    "The parent reads a unit's weight": "it read this rank's shard: call the module, choose units .* Shards "
+    "were shown by blocks.0.inside.weight, ",
+    "A momentum encoder updated inside forward": f"{CHANGED}; change parameters between steps",
+    "A momentum encoder replaced inside forward": f"{CHANGED}; change parameters between steps",
     "A penalty on parameters in the same backward": "for a penalty on weights use",
     "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
+    "`jvp`": "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func",
     "Double backward": "double backward .* is not supported",
     "`autograd.grad` over parameters": "autograd.grad over parameters of a sharded model",
     "`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model": "a rank's piece of "
     "0.weight must not be pickled",
-    "`get_model_state_dict(full_state_dict=True)`": r"full_state_dict=True\) cannot gather .*: use shardtr",
+    "`get_model_state_dict(full_state_dict=True)`": "a rank's piece of 0.weight must not be used by equal: "
+    "only load_state_dict, copy.deepcopy and DCP take it; save shardtrain.full_state_dict",
     "Loading a full state dict without a key: nothing is loaded": "nothing was loaded: head.bias is missing",
     "Loading a full state dict in float64: nothing is loaded": "nothing was loaded: head.bias is torch.f",
     "Models that differ between ranks": "the model to shard differs between ranks",

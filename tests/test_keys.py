@@ -63,8 +63,7 @@ losses   optim.weight_decay=0.5 & optim.decay_all=true
 losses   optim=adamw & optim.betas=[0.5,0.5]
 losses   optim=adamw & optim.eps=1
 losses   parallel.precision=bf16
-losses   parallel.transport=process_group & parallel.traffic=int8
-losses   parallel.transport=process_group & parallel.traffic=int8_gathers
+losses   parallel.reduce=bf16
 losses   model.num_classes=11
 losses   augment=photo augment.pad=1 & augment.pad=2
 losses   augment=photo & augment.policy=trivial
@@ -96,7 +95,6 @@ traffic  parallel.transport=process_group & train.accumulate=2
 traffic  parallel.transport=process_group & parallel.replicate=2
 held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.layout=whole
 held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.reshard_after_forward=false
-losses   parallel.traffic=int8 & parallel.transport=process_group
 said     dry_run=true
 said     {units} dry_run=true & parallel.activation_checkpoint=true
 files    checkpoint.keep=9 & checkpoint.every_steps=1
@@ -126,6 +124,7 @@ ELSEWHERE = {
         "data.name optim.name sched.name augment._target_"
     ),
     "test_transports.py::test_replicas_that_do_not_fit_are_refused": "parallel.shard",
+    "test_plan.py::test_a_plan_is_kept": "parallel.transport",
     "test_virtual.py::test_a_run_moves_between_numbers_of_ranks": "parallel.virtual_ranks",
     "test_replay.py::test_a_run_stops_before_the_update_where_a_rank_computes_wrong": "train.replay_every",
     "test_config.py::test_mistakes_are_named": "parallel.sync_batchnorm parallel.offload",
@@ -221,7 +220,7 @@ def require_acting(tmp_path: Path, rows: list[list[str]]) -> None:
 
 # Those that no other test of the default tier would miss.
 FIRST = ("clip_grad", "smoothing", "mixup", "cutmix", "eval_flip", "eval_shift", "crop_area", "resize")
-FIRST += ("after_epochs", "every_steps=2", "activation_checkpoint", "int8_gathers")
+FIRST += ("after_epochs", "every_steps=2", "activation_checkpoint", "parallel.reduce")
 
 
 def chosen(first: bool, ranks: int) -> list[list[str]]:

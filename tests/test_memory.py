@@ -31,7 +31,7 @@ from shardtrain.train import saving
 
 import pool
 from pool import Ranks, each_rank, once
-from test_checkpoint import adapted, files_of, train, values
+from test_checkpoint import files_of, fresh, train, values
 from test_cli import PROGRAM, in_a_shell
 from test_hosts import MEET, Run, run  # noqa: F401, `run` is a fixture
 from test_resume import QUIET, crash, curves, final, on_rank_1
@@ -55,7 +55,7 @@ def on_hosts(folder: Path) -> Store:
 
 
 def save(store: Store, steps: range) -> Any:
-    model, optimizer = adapted()  # with files of frozen parameters beside the ranks' own
+    model, optimizer = fresh()
     for step in steps:
         train(model, optimizer, 1, start=step)
         store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, best=None)
@@ -70,7 +70,7 @@ def found(folder: Path, store: Store) -> Any:
     start = newest(folder / "disk", comm.plain_transport(), store)
     if start.opened is None:
         return 0, []
-    model, optimizer = adapted()
+    model, optimizer = fresh()
     assert load_into(start.opened, model, optimizer) == {"rank": comm.rank()}
     return start.step, values(model)
 

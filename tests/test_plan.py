@@ -36,7 +36,6 @@ MIB = 2**20
 RESNET = ["model=resnet18", "data.image_size=16"]
 DEEPER = ["model=vit_cifar", "model.layers=4", "model.width=96"]
 FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size=16"]
-INT8 = shardtrain.Precision(gather=torch.int8, reduce=torch.int8)
 
 
 def settings(*arguments: str) -> PlanSettings:
@@ -79,7 +78,7 @@ def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
 
 AGAIN = "parallel.activation_checkpoint=true"
 MESSAGES = "parallel.transport=process_group"
-AS_INT8 = "parallel.traffic=int8"
+LOW_GRADIENTS = "parallel.reduce=bf16"
 
 
 CHANGES = "train.accumulate=2 parallel.precision=bf16 optim=adamw parallel.reshard_after_forward=false"
@@ -94,7 +93,7 @@ CHANGES = "train.accumulate=2 parallel.precision=bf16 optim=adamw parallel.resha
         (2, [*VIT, MESSAGES, "optim=muon"]),
         pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),
         pytest.param(4, [*VIT, "parallel.replicate=2", "parallel.precision=bf16"], marks=pytest.mark.long),
-        pytest.param(3, [*VIT, MESSAGES, AS_INT8, "train.batch_size=18"], marks=pytest.mark.long),
+        pytest.param(3, [*VIT, MESSAGES, LOW_GRADIENTS, "train.batch_size=18"], marks=pytest.mark.long),
     ],
 )
 def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None:
@@ -261,9 +260,7 @@ def test_the_host_does_as_much_for_1024_ranks_as_for_8() -> None:
     assert found[1024][1] < 1.1 * found[8][1]
 
 
-@pytest.mark.parametrize(
-    ("groups", "options"), [(1, {}), (1, {"layout": "whole"}), (1, {"precision": INT8}), (2, {})]
-)
+@pytest.mark.parametrize(("groups", "options"), [(1, {}), (1, {"layout": "whole"}), (2, {})])
 def test_a_step_runs_in_a_simulated_world(groups: int, options: dict[str, Any]) -> None:
     """Whole parameters have uneven intervals, most of them empty, and move by other collectives."""
     with simulated_group(1024, 1023):

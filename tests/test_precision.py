@@ -1,18 +1,14 @@
-"""Computing and moving in another dtype than the shards': what a replicated twin does by hand; fp16; int8."""
+"""Computing and moving in another dtype than the shards': what a replicated twin does by hand; fp16."""
 
 import contextlib
 import copy
 import json
-import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 from torch.func import functional_call
@@ -20,19 +16,14 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import GradScaler, Precision, comm
-from shardtrain.comm import Flat, Gradient
-from shardtrain.comm.int8 import BLOCK, decode, encode, packet_bytes
 from shardtrain.engine.precision import cast
 from shardtrain.job.data import Batch
-from shardtrain.layout import Layout, even
 
 from pool import each_rank
 from small import (
     Block,
     OddNet,
-    assert_at_rest,
     assert_same_parameters,
-    hosts,
     images,
     sgd,
     shard,
@@ -59,6 +50,12 @@ class NormNet(nn.Module):
         x = self.group(self.rms(self.layer(first)))
         self.seen.append(x.dtype)
         return self.second(x if mask is None else x * mask)
+
+
+def from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
 
 
 class Twin:
@@ -138,6 +135,25 @@ def test_bf16_moves_half_the_bytes() -> None:
     assert moved(Precision(reduce=torch.bfloat16)) == (gathered, reduced // 2)
 
 
+@each_rank(3)
+def test_gradients_of_fp32_travel_in_bf16() -> None:
+    """The mean of what other ranks have rounded and of this rank's own gradient, exactly."""
+    torch.manual_seed(0)
+    plain = nn.Linear(75, 7)
+    model = shard(copy.deepcopy(plain), precision=Precision(reduce=torch.bfloat16))
+    x = images(0)[0].flatten(1)
+    plain(x).square().sum().backward()
+    model(x).square().sum().backward()
+    rank = dist.get_rank()
+    for name, param in model.named_parameters():
+        gradients = from_all(plain.get_parameter(name).grad)
+        parts = [grad if r == rank else grad.bfloat16().float() for r, grad in enumerate(gradients)]
+        mean = tree_sum(parts) / len(parts)
+        start = sum(int(size) for size in from_all(torch.tensor(param.numel()))[:rank])
+        piece = param.grad.as_subclass(torch.Tensor).flatten()
+        assert torch.equal(piece, mean.flatten()[start : start + piece.numel()])
+
+
 @each_rank(2)
 def test_what_is_cast_and_what_is_not() -> None:
     model = shard(NormNet(), units=[nn.Linear], precision=BF16)
@@ -183,8 +199,9 @@ def test_autocast() -> None:
 def test_a_dtype_that_cannot_compute_is_refused() -> None:
     for options, message in (
         ({"param": torch.int8}, "param must be a floating-point dtype or None, got torch.int8"),
-        ({"reduce": "bf16"}, "reduce must be a floating-point dtype, torch.int8 or None, got 'bf16'"),
-        ({"gather": torch.bfloat16}, "gather must be torch.int8 or None, got torch.bfloat16"),
+        ({"reduce": "bf16"}, "reduce must be a floating-point dtype or None, got 'bf16'"),
+        ({"reduce": torch.int8}, "reduce must be .* or None, got torch.int8; use torch.bfloat16"),
+        ({"gather": torch.int8}, "gather was removed: .* compute in, precision.param=torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=f"precision.{message}"):
             Precision(**options)
@@ -285,194 +302,3 @@ def test_a_run_in_fp16_scales_its_loss(tmp_path: Path) -> None:
     assert len(set(found)) < len(found) == 6, found  # others did not
     assert scales(parts) == found
     assert result_of(whole)["train/loss"] == result_of(parts)["train/loss"]
-
-
-# int8 between ranks: the bound on the error, the bytes, and models that compute with it
-
-
-INT8 = Precision(gather=torch.int8, reduce=torch.int8)
-
-
-def there_and_back(rows: torch.Tensor) -> torch.Tensor:
-    """What [row, element] of fp32 become on their way."""
-    packet = torch.empty(packet_bytes(rows.numel()), dtype=torch.uint8)
-    encode(rows.flatten(), packet)
-    found = torch.empty_like(rows)
-    decode(packet, found.view(-1))
-    return found
-
-
-def by_hand(interval: torch.Tensor) -> torch.Tensor:
-    """The same, a block after another, in plain words."""
-    scales = largest(interval) / 127
-    return torch.where(scales > 0, torch.round(interval / scales) * scales, interval)
-
-
-def largest(interval: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each element's block."""
-    found = interval.clone()
-    for block in found.split(BLOCK):
-        block.copy_(block.abs().max() if len(block) else block)
-    return found
-
-
-numbers = st.floats(-(2.0**126), 2.0**126, width=32)
-
-
-@given(st.lists(numbers, min_size=1, max_size=40), st.sampled_from([1, 7, 20]))
-def test_an_element_is_off_by_half_a_scale_at_most(values: list[float], times: int) -> None:
-    interval = torch.tensor(values).repeat(times)
-    found = there_and_back(interval)
-    rounding = 1e-37  # what fp32 may lose below its smallest normal numbers
-    assert ((found - interval).abs() <= largest(interval) / 254 * (1 + 1e-5) + rounding).all()
-    minus_zero = interval.eq(0) & interval.signbit()
-    assert torch.equal(found.eq(0) & found.signbit(), minus_zero)
-
-
-@given(st.lists(numbers, max_size=20), st.sampled_from([math.inf, -math.inf, math.nan]), st.integers(0, 20))
-def test_what_is_not_finite_does_not_vanish(values: list[float], bad: float, where: int) -> None:
-    values.insert(where, bad)
-    found = there_and_back(torch.tensor([*values, -0.0]))
-    assert not found[:-1][torch.tensor([v != 0 or math.copysign(1, v) > 0 for v in values])].isfinite().any()
-    assert found[-1] == 0
-
-
-def from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return parts
-
-
-def gathers(link: comm.Transport, layout: Layout, dtype: torch.dtype) -> None:
-    """Every rank holds the same values, also of its own interval; what is not quantised is exact."""
-    rank, world = dist.get_rank(), layout.world
-    torch.manual_seed(0)
-    exact = (torch.randn(layout.padded) * torch.logspace(-4, 4, layout.padded)).to(dtype)
-    local = exact[layout.interval(rank)]
-    flats = [Flat(torch.empty_like(exact), local.clone(), layout, low) for low in (True, False, True)]
-    with comm.meter() as meter:
-        link.gather("unit", flats).wait()
-    rounded = torch.cat([by_hand(exact[layout.interval(r)].float()) for r in range(world)]).to(dtype)
-    for flat, expected in zip(flats, (rounded, exact, rounded), strict=True):
-        assert torch.equal(flat.full, expected)
-    own = 2 * packet_bytes(len(local)) + local.nbytes
-    assert meter.bytes == {"all_gather": own * (world - 1)}
-
-
-def reduces(link: comm.Transport, layout: Layout, dtype: torch.dtype) -> None:
-    """The mean is, bit for bit, what it is by hand; this rank's own gradient is not rounded."""
-    rank, world = dist.get_rank(), layout.world
-    torch.manual_seed(rank)
-    mine, interval = torch.randn(layout.padded).to(dtype), layout.interval(rank)
-    for gap in layout.gaps:
-        mine[gap] = 0
-    theirs = [full[interval] for full in from_all(mine)]
-    pieces = layout.pieces(rank)
-    gradients = []
-    for quantised in (True, False):
-        own = [mine[interval].float()[p.offset : p.offset + p.numel] for p in pieces]
-        full = mine.clone()
-        for unwritten in (*layout.gaps, interval):
-            full[unwritten] = math.nan
-        gradients.append(Gradient(full, own, layout, pieces, quantised))
-    with comm.meter() as meter:
-        link.reduce("unit", gradients).wait()
-    for gradient in gradients:
-        exact = [other == rank or not gradient.quantised for other in range(world)]
-        total = tree_sum([p.float() if e else by_hand(p.float()) for p, e in zip(theirs, exact, strict=True)])
-        means = [(total / world)[p.offset : p.offset + p.numel] for p in pieces]
-        assert all(map(torch.equal, gradient.own, means))
-    lengths = [layout.length(r) for r in range(world)]
-    parts = [packet_bytes(length) + length * dtype.itemsize for length in lengths]
-    assert meter.bytes == {"reduce_scatter": sum(parts) - parts[rank]}
-
-
-@each_rank(3, 4, transport="auto")
-def test_movements_between_ranks() -> None:
-    world, link = dist.get_world_size(), comm.open_transport("process_group")
-    bounds = (0, 300, 307, 307, 827)[: world + 1]  # intervals of 300, 7, 0 and 520 elements
-    layouts = [even(sizes, world, 4) for sizes in ([1031], [5], [4 * BLOCK * world], [7, 1, 0, 502, 303])]
-    for layout in [*layouts, Layout((bounds[-1],), (0,), bounds)]:
-        for dtype in (torch.float32, torch.bfloat16):
-            gathers(link, layout, dtype)
-            reduces(link, layout, dtype)
-
-
-@each_rank(4, transport="auto")
-def test_int8_moves_a_quarter_of_the_bytes() -> None:
-    """(1 + 4 / block) / 4 of fp32's bytes where whole blocks fill the intervals; either movement alone."""
-    bytes_of = partial(moved, units=[], transport="process_group")
-    gathered, reduced = bytes_of(Precision())
-    low = [int(size * (1 + 4 / BLOCK) / 4) for size in (gathered, reduced)]
-    assert bytes_of(Precision(gather=torch.int8)) == (low[0], reduced)
-    assert bytes_of(Precision(reduce=torch.int8)) == (gathered, low[1])
-    assert bytes_of(INT8) == tuple(low)
-    assert bytes_of(Precision(torch.bfloat16, reduce=torch.int8)) == (gathered // 2, low[1])
-
-
-@each_rank(3, transport="auto")
-def test_units_compute_with_rounded_matrices_and_all_else_stays_exact() -> None:
-    model, plain = sharded_and_plain([0, 1, 2])
-    assert_only_matrices_are_rounded(model, plain)
-
-
-@each_rank(4, transport="auto")
-def test_hosts_that_share_memory_send_one_another_int8() -> None:
-    model, plain = sharded_and_plain([0, 0, 1, 1])
-    assert isinstance(shardtrain.introspect(model).transport, comm.HostsTransport)
-    optimizer = sgd(model)
-    for _ in range(2):
-        sent = assert_only_matrices_are_rounded(model, plain)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.load_state_dict(shardtrain.full_state_dict(model))
-    assert sent < 0.4 * 3 / 4 * sum(param.nbytes for param in plain.parameters())
-
-
-def sharded_and_plain(of_ranks: list[int]) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(75, 37), nn.BatchNorm1d(37), nn.ReLU(), nn.Linear(37, 11))
-    with hosts(of_ranks):
-        return shardtrain.shard(copy.deepcopy(plain), units=[nn.Linear], precision=INT8), plain
-
-
-def assert_only_matrices_are_rounded(model: nn.Module, plain: nn.Module) -> int:
-    """Run forward and backward of ``model``, which has ``plain``'s values; return the bytes reduced."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def note(module: nn.Module, _: Any, at: str) -> None:
-        seen.update({f"{at}.{name}": param.clone() for name, param in module.named_parameters()})
-
-    x = images(0)[0].flatten(1)
-    for name, module in model.named_children():
-        module.register_forward_pre_hook(partial(note, at=name))
-    with comm.meter() as meter:
-        model(x).square().sum().backward()
-    exact = dict(plain.named_parameters())
-    rounded = {name for name, param in exact.items() if not torch.equal(seen[name], param)}
-    assert rounded == {"0.weight", "3.weight"}
-    mine = torch.cat([seen[name].flatten() for name in seen])
-    assert all(torch.equal(other, mine) for other in from_all(mine)), "all ranks compute with the same"
-    whole = shardtrain.full_state_dict(model)
-    assert all(torch.equal(whole[name], value) for name, value in exact.items())
-    twin = copy.deepcopy(plain)
-    for name, param in twin.named_parameters():
-        param.data = seen[name]
-    twin(x).square().sum().backward()
-    with shardtrain.unsharded(model, grads=True):
-        for name, param in model.named_parameters():
-            assert torch.equal(param, exact[name])
-            parts = torch.stack(from_all(twin.get_parameter(name).grad))
-            largest = parts.abs().max() * (1 / 254 if name in rounded else 1e-6)
-            torch.testing.assert_close(param.grad, parts.mean(0), rtol=1e-5, atol=float(largest))
-    assert_at_rest(model)
-    return meter.bytes["reduce_scatter"]
-
-
-@each_rank(1, 2, transport="auto")
-def test_one_rank_and_ranks_that_share_memory_round_nothing() -> None:
-    plain, (x, _) = OddNet(), images(0)
-    model = shardtrain.shard(copy.deepcopy(plain), precision=INT8)
-    kind = comm.SharedMemoryTransport if dist.get_world_size() > 1 else comm.Alone
-    assert isinstance(shardtrain.introspect(model).transport, kind)
-    assert torch.equal(model(x), plain(x))

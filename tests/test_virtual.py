@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import shardtrain
@@ -55,6 +56,8 @@ def steps(bf16: bool = False, replicate: int = 0, on_hosts: bool = False, **opti
         options["mesh"] = mesh(replicate, dist.get_world_size() // replicate)
     if bf16:
         options["precision"] = Precision(param=torch.bfloat16)
+    if on_hosts:  # which exchange messages
+        options["transport"] = "auto"
     with hosts([0, 0, 1, 1]) if on_hosts else nullcontext():
         torch.manual_seed(0)
         model = shard(Net(), units=[Block], virtual_ranks=V, **options)
@@ -162,11 +165,12 @@ def test_mistakes_are_named() -> None:
 
 
 def apart() -> None:
-    with hosts([0, 1, 0, 1]), pytest.raises(ValueError, match="ranks 0, 2 share a host or a row of the mesh"):
-        shard(nn.Linear(3, 3), virtual_ranks=4, transport="auto")
+    rows = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    with pytest.raises(ValueError, match="ranks 0, 2 share a row of the mesh"):
+        shard(nn.Linear(3, 3), virtual_ranks=4, mesh=rows)
 
 
-def test_hosts_whose_ranks_do_not_follow_one_another_are_refused(on_ranks: Any) -> None:
+def test_rows_whose_ranks_do_not_follow_one_another_are_refused(on_ranks: Any) -> None:
     on_ranks(4, apart)
 
 

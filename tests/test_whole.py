@@ -13,8 +13,7 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.optim import Muon, muon_groups
-from shardtrain.optim.muon import hidden_matrices
+from shardtrain.recipes.muon import Muon, hidden_matrices
 
 from pool import each_rank
 from small import (
@@ -106,14 +105,14 @@ def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model() -> None:
     sharded, replica = sharded_and_replica(Vit, units=[EncoderBlock], layout="whole")
     replica.register_comm_hook(None, mean_in_a_tree)
     expected = train(replica, torch_s_muon_and_adamw(replica.module), 5)
-    ours = Muon(muon_groups(sharded), lr=0.02, weight_decay=0.1)
+    ours = Muon(Muon.groups(sharded), lr=0.02, weight_decay=0.1)
     assert train(sharded, ours, 5) == pytest.approx(expected, rel=1e-6)
     assert_same_parameters(sharded, replica, tolerance=1e-6)
     assert moves_nothing(ours)
 
 
 def muon(model: nn.Module) -> Muon:
-    return Muon(muon_groups(model), lr=0.02)
+    return Muon(Muon.groups(model), lr=0.02)
 
 
 @pytest.mark.parametrize(("channels_last", "built_before"), [(True, False), (False, True)])

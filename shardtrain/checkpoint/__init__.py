@@ -30,7 +30,6 @@ def save(
     *,
     extra: Any = None,
     averages: Averages | None = None,
-    previous: str | os.PathLike[str] | None = None,
 ) -> None:
     """Save a sharded module, and its optimizer, as the new directory ``path``. Collective.
 
@@ -44,15 +43,12 @@ def save(
         extra: numbers, texts, None and tensors, in any nesting of dicts with text keys and of lists
             (tuples come back as lists). It may differ between ranks: each rank's own is saved.
         averages: a tensor per parameter, sharded like it, such as `shardtrain.optim.Ema.averages`.
-        previous: an earlier checkpoint. Files of frozen parameters that are unchanged since become hard links
-            to its files, and are not written again. Both checkpoints may be deleted in any order.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    before = None if previous is None else Path(previous)
-    for work in save_in_stages(Path(path), module, optimizer, extra, {}, averages, previous=before):
+    for work in save_in_stages(Path(path), module, optimizer, extra, {}, averages):
         work.run()
 
 

@@ -6,10 +6,6 @@ Two ranks, a parameter ``w`` of 40 elements cut at 32, AdamW::
     rank-00001   parameters/w [8]    optimizer/exp_avg/w [8] …
     both         buffers/mean [7] (their own)   extra/0 … (their own)
 
-A frozen ``v`` (``requires_grad=False``) is in files of its own, which a later save may link::
-
-    frozen-00000 parameters/v [32]    frozen-00001 parameters/v [8]
-
 Moving averages of the weights, if any, are `ema/w`, sharded like `parameters/w`. With replicas, the first
 replica writes what is sharded, and the files of other ranks hold only the last line.
 
@@ -34,6 +30,7 @@ from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import Engine
 from shardtrain.engine.part import Part
 from shardtrain.engine.pieces import LocalPiece
+from shardtrain.engine.shard import plain_name
 from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
@@ -60,8 +57,8 @@ def local_shards(engine: Engine) -> list[LocalShard]:
         for segment in unit.segments:
             cuts = zip(*(segment.layout.pieces(number) for number in range(len(ranks))), strict=True)
             for member, cut in zip(segment.members, cuts, strict=True):
-                files = [file_name(rank, not member.param.requires_grad) for rank in ranks]
-                slices = tuple(Slice(f, p.start, p.stop) for f, p in zip(files, cut, strict=True) if p.numel)
+                pieces = zip(map(file_name, ranks), cut, strict=True)
+                slices = tuple(Slice(file, p.start, p.stop) for file, p in pieces if p.numel)
                 spec = Spec(member.param.dtype, member.part.shape)
                 entry = ParameterEntry(spec, member.part.stride, unit.name, slices)
                 shards.append(LocalShard(member.param, entry, member.part))
@@ -69,17 +66,17 @@ def local_shards(engine: Engine) -> list[LocalShard]:
     for name, param in engine.module.named_parameters():
         if param not in sharded:
             stride, size = torch.empty(param.shape, device="meta").stride(), param.numel()
-            slices = (Slice(file_name(0, not param.requires_grad), 0, size),) if size else ()
+            slices = (Slice(file_name(0), 0, size),) if size else ()
             entry = ParameterEntry(Spec.of(param), stride, "", slices)
-            part = Part(name, tuple(param.shape), stride, 0, size, whole=True)
+            part = Part(plain_name(name), tuple(param.shape), stride, 0, size, whole=True)
             shards.append(LocalShard(param, entry, part))
     return shards
 
 
 class Content(NamedTuple):
-    """Hold what this rank writes: ``files`` have tensors by key."""
+    """Hold what this rank writes: ``tensors`` by key."""
 
-    files: dict[str, dict[str, torch.Tensor]]
+    tensors: dict[str, torch.Tensor]
     extra: str
     manifest: Manifest  # without files and optimizer state
     state: dict[str, dict[str, Any]]  # describes the state of parameters of which this rank has elements
@@ -109,8 +106,8 @@ def collect(
     Raises ValueError if something cannot be saved: on this rank alone, after the last collective.
     """
     all_ranks, shards = engine.transport.all_ranks, local_shards(engine)
-    tensors, frozen = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    files = {file_name(all_ranks.rank): tensors, file_name(all_ranks.rank, frozen=True): frozen}
+    tensors = dict[str, torch.Tensor]()
+    own_file = file_name(all_ranks.rank)
     buffers, equal = persistent_buffers(engine.module), dict(equal_buffers(engine.module, all_ranks))
     if further := [key for key in engine.module.state_dict(keep_vars=True) if key.endswith("_extra_state")]:
         raise ValueError(f"{further[0]} has no place in a checkpoint: pass what it is to save() as extra=")
@@ -122,18 +119,20 @@ def collect(
         cut = {"parameters": shard.param.data}
         if averages is not None:
             cut["ema"] = averages[shard.param]
-        first = shard.entry.first_file in files
+        first = shard.entry.first_file == own_file
         if optimizer is not None and (shard.param.numel() or first):
-            described = state[shard.name] = {}
+            described: dict[str, Any] = {}
+            state[shard.name] = described
             for key, value in optimizer.state.get(shard.param, {}).items():
-                node = described[key] = _describe_state(shard, key, value)
+                node = _describe_state(shard, key, value)
+                described[key] = node
                 if "dtype" in node:
                     cut[f"optimizer/{key}"] = value
                 elif "whole" in node and first:
-                    files[shard.entry.first_file][f"optimizer/{key}/{shard.name}"] = value
-        for mine in files.keys() & {piece.file for piece in shard.entry.slices}:
+                    tensors[f"optimizer/{key}/{shard.name}"] = value
+        if any(piece.file == own_file for piece in shard.entry.slices):
             for kind, value in cut.items():
-                files[mine][f"{kind}/{shard.name}"] = shard.part.flattened(value.detach())
+                tensors[f"{kind}/{shard.name}"] = shard.part.flattened(value.detach())
     manifest = Manifest(
         world_size=all_ranks.world,
         files={},
@@ -144,10 +143,10 @@ def collect(
         ema=averages is not None,
     )
     encoded = json.dumps(encode_extra(extra, tensors))
-    for name, tensor in (tensors | frozen).items():
+    for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}, which a safetensors file does not hold")
-    return Content(files, encoded, manifest, state)
+    return Content(tensors, encoded, manifest, state)
 
 
 def _describe_state(shard: LocalShard, key: str, value: Any) -> dict[str, Any]:

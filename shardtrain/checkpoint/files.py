@@ -8,7 +8,6 @@ The package reads it: it checks the header and maps the file.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -44,16 +43,8 @@ class Record(NamedTuple):
     sha256: str
 
 
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    notes: Mapping[str, str],
-    before: tuple[Path, Record] | None = None,
-) -> Record:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Record:
     """Write ``tensors`` and ``notes`` as a new safetensors file, and wait until it is on disk.
-
-    ``before``: an earlier file, and its record. If that is of the same content, ``path`` becomes another name
-    of the file (a hard link), where the file system can. Its size is compared; a load verifies its bytes.
 
     Raises OSError if the file exists, or cannot be written.
     """
@@ -70,13 +61,8 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     if len(text) > 100_000_000:  # the largest header that the safetensors package reads
         raise ValueError(f"names and texts take {len(text)} bytes, expected at most 100000000")
-    blocks = partial(_blocks, len(text).to_bytes(8, "little") + text, [tensors[name] for name in names])
-    if before is not None and _record(blocks()) == before[1]:
-        with contextlib.suppress(OSError, ValueError), _open(before[0]) as file:  # else it is written
-            if os.fstat(file.fileno()).st_size == before[1].bytes:
-                os.link(before[0], path)
-                return before[1]
-    return _write(path, blocks())
+    head = len(text).to_bytes(8, "little") + text
+    return _write(path, _blocks(head, [tensors[name] for name in names]))
 
 
 def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:

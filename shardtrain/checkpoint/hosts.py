@@ -60,8 +60,8 @@ class Hosts(NamedTuple):
         moves = []
         for ranks, others in zip(self.ranks, [*self.ranks[1:], self.ranks[0]], strict=True):
             for number, rank in enumerate(ranks):
-                for name in files.keys() & {file_name(rank), file_name(rank, frozen=True)}:
-                    moves.append(Move(name, files[name].bytes, rank, others[number % len(others)]))
+                name = file_name(rank)
+                moves.append(Move(name, files[name].bytes, rank, others[number % len(others)]))
         return moves
 
     def missing(self, held: Sequence[set[str]], files: Mapping[str, Record]) -> list[Move]:

@@ -31,7 +31,6 @@ from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
 from shardtrain.engine.state_dict import persistent_buffers
-from shardtrain.optim.trial import step_unhooked
 
 
 class Opened(NamedTuple):
@@ -76,9 +75,8 @@ def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None 
 
 def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dict[str, Spec]]:
     """Return the tensors that the manifest expects in each of ``files``, by key."""
-    frozen = {file_name(rank, frozen=True) for rank in range(manifest.world_size)}
     buffers = {f"buffers/{name}": spec for name, spec in manifest.buffers.items()}
-    expected = {file: {} if file in frozen else dict(buffers) for file in files}
+    expected = {file: dict(buffers) for file in files}
     if file_name(0) in expected:
         expected[file_name(0)] |= {f"averaged/{name}": spec for name, spec in manifest.buffers.items()}
     for name, entry in manifest.parameters.items():
@@ -175,47 +173,7 @@ def _compare_optimizer(
         if odd:
             where = "is missing from" if odd[0] in ours else "is unexpected in"
             problems.append(f"{odd[0]} {where} its optimizer's group {index}")
-            continue
-        try:
-            _try(manifest, optimizer, group, theirs)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            problems.append(f"its optimizer's group {index} has options or state that cannot be: {reason}")
     return problems
-
-
-def _try(
-    manifest: Manifest, optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], saved: Mapping[str, Any]
-) -> None:
-    """Make a step with a group's saved options and state on a small parameter; raise what it raises."""
-    own = {key: value for key, value in ours.items() if key not in ("params", "param_names")}
-    options = {**own, **_options(saved, own)}
-    differentiable = [p for p in ours["params"] if p.is_floating_point() or p.is_complex()]
-    like = differentiable[0] if differentiable else torch.zeros(())
-    param = nn.Parameter(like.new_zeros(2, 2))
-    param.grad = torch.ones_like(param)
-
-    def step(options: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> None:
-        trial = type(optimizer)([{**own, "params": [param]}])  # type: ignore[call-arg]
-        state: dict[str, Any] = {}
-        for key, node in nodes.items():
-            if "value" in node:
-                state[key] = node["value"]
-            else:
-                whole = "whole" in node
-                dtype = DTYPE_NAMED[node["whole" if whole else "dtype"]]
-                state[key] = torch.zeros(() if whole else param.shape, dtype=dtype)
-        group = {**options, "params": [0]}
-        trial.load_state_dict({"state": {0: state} if state else {}, "param_groups": [group]})
-        step_unhooked(trial)
-
-    try:
-        step(own, {})
-    except Exception:
-        return  # the optimizer cannot be tried: it needs other arguments, or more than a gradient
-    states = {str(nodes): nodes for nodes in map(manifest.state_of, saved["names"])}
-    for nodes in states.values():
-        step(options, nodes)
 
 
 def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> None:

@@ -14,13 +14,11 @@ A slice says which file holds which elements of the parameter's memory, counted 
 strides. State like ``exp_avg`` is cut at the same elements. ``manifest.sha256`` beside it holds the
 manifest's own digest, in the format of ``sha256sum -c``.
 
-Nothing in a manifest names a path: there is a ``rank-NNNNN.safetensors`` of each rank, and of a rank with
-frozen parameters a ``frozen-NNNNN.safetensors``, too.
+Nothing in a manifest names a path: there is a ``rank-NNNNN.safetensors`` of each rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -82,8 +80,8 @@ class Manifest(NamedTuple):
         return self.optimizer["state"].get(name, {}) if self.optimizer is not None else {}
 
 
-def file_name(rank: int, frozen: bool = False) -> str:
-    return f"{'frozen' if frozen else 'rank'}-{rank:05}.safetensors"
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
 
 
 def digest_line(text: str) -> str:
@@ -119,14 +117,6 @@ def write_manifest(directory: Path, text: str) -> None:
     write_text(directory / DIGEST_NAME, digest_line(text))
 
 
-def recorded(checkpoint: Path | None, file: str) -> tuple[Path, Record] | None:
-    """Return the path of a checkpoint's ``file`` and its record; None if no sound manifest has it."""
-    if checkpoint is not None:
-        with contextlib.suppress(ValueError, OSError, KeyError):
-            return checkpoint / file, parse(read_manifest(checkpoint)).files[file]
-    return None
-
-
 def read_manifest(directory: Path) -> str:
     """Read the manifest's text, and check it against its digest. Raises ValueError, naming the file."""
     text = read_text(directory / NAME, MOST_BYTES)
@@ -158,11 +148,10 @@ def _manifest(node: Mapping[str, Any]) -> Manifest:
         for name, entry in node["files"].items()
     }
     world = _count(node["world_size"], "world_size")
-    ranks = sum(not name.startswith("frozen") for name in files)
-    if odd := files.keys() - {file_name(rank, frozen) for rank in range(ranks) for frozen in (False, True)}:
+    if world != len(files) or not files:
+        raise Damaged(f"{NAME} has {len(files)} files of {world} ranks, expected one per rank")
+    if odd := files.keys() - {file_name(rank) for rank in range(world)}:
         raise Damaged(f"{NAME} names the file {min(odd)[:80]!r}, expected only {file_name(0)} and on")
-    if world != ranks or not files:
-        raise Damaged(f"{NAME} has {ranks} files of {world} ranks, expected one per rank")
     parameters = {name: _parameter(entry, name, files) for name, entry in node["parameters"].items()}
     return Manifest(
         world_size=world,

@@ -3,8 +3,7 @@
 In a save every rank writes its file, rank 0 the manifest, and one rename commits:
 
     begin    all     content is collected and compared; rank 0 makes `.tmp-step-00000120-3f2a90c1/`
-    write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced; frozen-NNNNN.safetensors:
-                     a hard link to that of the checkpoint before, if it has the same digest
+    write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced
     commit   rank 0  manifest.json and manifest.sha256, fsynced; the directory fsynced; renamed to
                      `step-00000120`; the directory above fsynced
     retain   rank 0  old checkpoints are deleted
@@ -28,7 +27,6 @@ import re
 import secrets
 import shutil
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -43,7 +41,7 @@ from shardtrain.checkpoint.content import Averages, collect, exchange
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
-from shardtrain.checkpoint.manifest import Damaged, digest_line, dump, file_name, recorded, write_manifest
+from shardtrain.checkpoint.manifest import Damaged, digest_line, dump, file_name, write_manifest
 from shardtrain.comm.transport import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
@@ -111,7 +109,6 @@ def save_in_stages(
     snapshot: Snapshot | None = None,
     retain: Callable[[], None] | None = None,
     hosts: Hosts | None = None,
-    previous: Path | None = None,
 ) -> Iterator[Work]:
     """Begin a save, and yield this rank's work of each stage. After the last one the checkpoint is complete.
 
@@ -119,7 +116,7 @@ def save_in_stages(
     ``snapshot``, the first work begins by copying all tensors into it. Parameters and optimizer state change
     only in the next update, which must wait for `Work.copied`. Buffers, which a forward changes, are copied
     at once. ``retain`` is called after the commit, as the last work, on rank 0. ``hosts``: by default all
-    ranks see ``path``. ``previous``: a checkpoint whose files of frozen parameters are linked if unchanged.
+    ranks see ``path``.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons: ``path`` exists, something cannot be saved
@@ -127,7 +124,8 @@ def save_in_stages(
     """
     engine = engine_of(module)
     engine.require_rest("checkpoint.save() cannot be called")
-    all_ranks, rank = engine.transport.all_ranks, engine.transport.all_ranks.rank
+    all_ranks = engine.transport.all_ranks
+    rank = all_ranks.rank
     hosts = hosts or Hosts([range(all_ranks.world)], rank)
     leads = hosts.leads
     temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # that of the rank that leads
@@ -138,7 +136,8 @@ def save_in_stages(
         return SaveFailed(f"{path} was not saved: {problems}")
 
     agree = partial(exchange, failed, all_ranks)
-    problem, mine = "", {}
+    problem = ""
+    mine: dict[str, Any] = {}
     try:
         content = collect(engine, optimizer, extra, facts, averages)
         mine = {"manifest": digest_line(dump(content.manifest)), "state": content.state}
@@ -158,19 +157,17 @@ def save_in_stages(
     if difference := content.take_state([each["state"] for each in told]):
         raise failed(difference)
     if snapshot is not None:
-        for tensors in content.files.values():
-            tensors |= {k: t.detach().clone() for k, t in tensors.items() if not k.startswith(_CUT)}
+        for key, tensor in content.tensors.items():
+            if not key.startswith(_CUT):
+                content.tensors[key] = tensor.detach().clone()
     file, copied = file_name(rank), Event()
 
     def write() -> dict[str, Record]:
-        files = dict(content.files)
+        tensors: Mapping[str, torch.Tensor] = content.tensors
         if snapshot is not None:
-            copies = snapshot.copy(ChainMap(*files.values()))
-            files = {name: {key: copies[key] for key in tensors} for name, tensors in files.items()}
+            tensors = snapshot.copy(tensors)
             copied.set()
-        own = write_tensors(temporary / file, files.pop(file), {"extra": content.extra})
-        rest = {n: write_tensors(temporary / n, t, {}, recorded(previous, n)) for n, t in files.items() if t}
-        return {file: own, **rest}
+        return {file: write_tensors(temporary / file, tensors, {"extra": content.extra})}
 
     yield (writing := Work(write, file, copied))
     told = agree(writing.problem, records=writing.records)
@@ -311,8 +308,9 @@ class Store:
         self.finish()
         path, facts = self.directory / step_name(step), {"step": step, **facts}
         self._step, retain = step, partial(self._retain, best)
-        kept = averages, self._snapshot, retain, self.hosts, self.directory / step_name(self.latest)
-        self._stages = save_in_stages(path, module, optimizer, extra, facts, *kept)
+        self._stages = save_in_stages(
+            path, module, optimizer, extra, facts, averages, self._snapshot, retain, self.hosts
+        )
         self.advance()
         if self._snapshot is None:
             self.finish()

@@ -3,11 +3,11 @@
 Read the files in this order. Each imports only from those before it:
 
 - ``trace``: the kinds of collectives, bytes sent, seconds waited
-- ``arithmetic``: sums; ``int8``: packets of bytes; ``transport``: what the engine needs of a transport
+- ``arithmetic``: sums; ``transport``: what the engine needs of a transport
 - ``messages``, ``native``: collectives by messages, and the backend's own
 - ``guard``, ``reports``: ranks that diverge, and ranks that are lost
 - ``process_group``: the transport between any ranks; ``agreement``: texts and verdicts of all ranks
-- ``signals``, ``shared_memory``: ranks that share memory, and messages between hosts
+- ``signals``, ``shared_memory``: ranks of one host that share memory
 - ``wrappers``: offload and replicas, around any of these; simulated ranks
 - ``opening``: the choice among them
 - ``public``: public collectives, under torch's names
@@ -54,7 +54,7 @@ from shardtrain.comm.public import (
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
+from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, Meter, Wait, count, meter
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Transport
 from shardtrain.comm.wrappers import Offloaded, Simulated, simulated

@@ -5,8 +5,8 @@ The left half of a tree has the largest power of two of parts that leaves some f
     2 parts   0 + 1                        3 parts   (0 + 1) + 2
     4 parts   (0 + 1) + (2 + 3)            6 parts   ((0 + 1) + (2 + 3)) + (4 + 5)
 
-So hosts, replicas or ranks that hold a power of two of the parts each can sum their own first: two hosts of
-two ranks compute the tree of four ranks. A mean is divided once, at the end. With parts 2**24, 1, 1, 1 in
+So replicas or ranks that hold a power of two of the parts each can sum their own first: two replicas of two
+ranks compute the tree of four ranks. A mean is divided once, at the end. With parts 2**24, 1, 1, 1 in
 fp32, whose numbers are even from there on, the tree gives 2**24 + 2 for the sum, and rank order 2**24.
 
 With virtual ranks each part may be the sum of several gradients. ``terms`` then counts those of all parts; 1

@@ -3,13 +3,13 @@
 ``"auto"`` shares memory where it can. Ranks without gloo use accelerators, and share none. Other ranks
 exchange which host they are on::
 
-    all on one host                          `SharedMemoryTransport`
-    several hosts of equally many ranks      `HostsTransport`: memory inside a host, messages between hosts
-    a host for every rank, or unequal ones,  `ProcessGroupTransport`, and one log line says why
-    or no sockets between processes
+    all on one host                  `SharedMemoryTransport`
+    several hosts, or no sockets     `ProcessGroupTransport`: messages, and one log line says why
+    between processes
 
 ``"process_group"`` chooses the last of these, and ``"shared_memory"`` raises an error instead of it. With
-several replicas the same holds for every shard group, which must be on one host to share memory. A transport
+several replicas the same holds for every shard group, which must be on one host to share memory. So a 2-D
+mesh with one row per host shares memory inside each host, and averages across hosts by messages. A transport
 of another kind is one more entry in `TRANSPORTS`.
 """
 
@@ -28,7 +28,7 @@ from shardtrain.comm import native
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
+from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.signals import connect
 from shardtrain.comm.transport import Alone, Ranks, Transport
 from shardtrain.comm.wrappers import Replicated
@@ -66,16 +66,14 @@ def _shared_memory(opening: Opening, or_messages: bool = False) -> Transport:
     """
     all_ranks = opening.all_ranks
     try:
-        hosts = _hosts(opening)
-        signals = connect(all_ranks, next(ranks for ranks in hosts if all_ranks.rank in ranks))
+        _require_shared_hosts(opening)
+        signals = connect(all_ranks, opening.own)
     except ValueError as error:
         if not or_messages:
             raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
         if all_ranks.has_gloo and all_ranks.rank == 0:
             logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
         return opening.shards
-    if len(hosts) > len(opening.groups):
-        return HostsTransport(opening.shards, signals, hosts)
     return SharedMemoryTransport(opening.shards, signals)
 
 
@@ -113,28 +111,21 @@ def open_transport(
     return Replicated(shards, replicas, opening.all_ranks, groups)
 
 
-def _hosts(opening: Opening) -> list[Sequence[int]]:
-    """Return the groups of ranks that share memory, ordered by their first ranks. Collective.
-
-    With replicas these are the shard groups, otherwise the ranks of each host. Raises ValueError, on every
-    rank, if they cannot share memory, or not in groups of one size.
-    """
+def _require_shared_hosts(opening: Opening) -> None:
+    """Raise ValueError, on every rank, unless each shard group is on one host. Collective."""
     if not opening.all_ranks.has_gloo:
         raise ValueError("that needs gloo")
     hosts = ranks_by_host(opening.all_ranks)
     if "" in hosts:
         raise ValueError("that needs Linux")
-    if len(opening.groups) > 1:
-        for ranks in opening.groups:
-            if not any(set(ranks) <= set(host) for host in hosts.values()):
-                raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
-        return [*opening.groups]
-    sizes = [len(ranks) for ranks in hosts.values()]
-    if max(sizes) == 1:
-        raise ValueError("every rank is on a host of its own")
-    if min(sizes) != max(sizes):
-        raise ValueError(f"the hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
-    return [*hosts.values()]
+    for ranks in opening.groups:
+        if any(set(ranks) <= set(host) for host in hosts.values()):
+            continue
+        if len(opening.groups) > 1:
+            raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
+        raise ValueError(
+            f"the ranks are on {len(hosts)} hosts; with a 2-D mesh of one row per host those of a host would"
+        )
 
 
 def ranks_by_host(all_ranks: Ranks) -> dict[str, list[int]]:

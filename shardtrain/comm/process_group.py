@@ -19,7 +19,6 @@ from torch import Tensor
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import Paths
-from shardtrain.comm.int8 import decode, encode, merge_packets, new_packets, pack_others
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
 from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports
@@ -38,8 +37,6 @@ def guard_world() -> None:
 
 class ProcessGroupTransport(Transport):
     """Run collectives between the ranks of ``group``, or between those of a `part` of it."""
-
-    sends = True
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         reports = reports or _guards.get(group)  # a model has its own
@@ -86,19 +83,16 @@ class ProcessGroupTransport(Transport):
 
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.sent for flat in flats))
-        if self.by_messages([f.full for f in flats]) or any(f.quantised for f in flats):
-            return self.send_to_all(
-                name, [(f.local, intervals(f.full, f.layout), f.quantised) for f in flats]
-            )
+        if self.by_messages([f.full for f in flats]):
+            return self.send_to_all(name, [(f.local, intervals(f.full, f.layout)) for f in flats])
         return self.backend_for(GATHER, name).gather(flats)
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        by_backend = not any(each.quantised or each.terms for each in gradients)
-        if by_backend and not self.by_messages([each.full for each in gradients]):
+        by_tree = any(each.terms for each in gradients)
+        if not by_tree and not self.by_messages([each.full for each in gradients]):
             return self.backend_for(REDUCE, name).reduce(gradients)
-        sets = [(self._parts(each), each.quantised) for each in gradients]
-        return self.combine(name, sets, terms=gradients[0].terms)
+        return self.combine(name, [self._parts(each) for each in gradients], terms=gradients[0].terms)
 
     def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
@@ -133,50 +127,42 @@ class ProcessGroupTransport(Transport):
         return self.has_gloo and all(full.is_cpu for full in fulls)
 
     def send_to_all(
-        self, name: str, vectors: Sequence[tuple[Tensor, Sequence[Tensor], bool]], kind: Movement = GATHER
+        self, name: str, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], kind: Movement = GATHER
     ) -> Pending:
         """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
-        ``vectors``: for each segment ``local``, its ``parts``, one per rank, and whether it is sent as int8.
-        Then this rank's part, too, is filled from its packet. ``kind``: its name for the guard.
+        ``vectors``: for each segment ``local``, and its ``parts``, one per rank. ``kind``: its name for the
+        guard.
         """
-        moves, steps = [], []
-        for local, parts, int8 in vectors:
-            incoming = new_packets(parts) if int8 else parts
-            if int8:
-                encode(local, incoming[self.rank])
-                local = incoming[self.rank]
-                steps += [partial(decode, *each) for each in zip(incoming, parts, strict=True)]
-            moves.append(([local] * self.world, incoming))
-        return self._exchange(kind, name, moves, steps)
+        moves = [([local] * self.world, parts) for local, parts in vectors]
+        return self._exchange(kind, name, moves, [])
 
     def combine(
         self,
         name: str,
-        sets: Sequence[tuple[list[Tensor], bool]],
+        sets: Sequence[list[Tensor]],
         kind: Movement = REDUCE,
         terms: int = 0,
     ) -> Pending:
         """Start sending ``parts[r]`` to rank r, and turning ``parts[rank]`` into the mean.
 
-        ``sets``: for each segment the ``parts``, one per rank, and whether int8 is sent. ``kind``: as above.
-        ``terms``: as of `Gradient`.
+        ``sets``: for each segment the ``parts``, one per rank. ``kind``: as above. ``terms``: as of
+        `Gradient`.
         """
         op = dist.ReduceOp.AVG
-        if self.by_messages([parts[0] for parts, _ in sets]) and not any(int8 for _, int8 in sets):
+        if self.by_messages([parts[0] for parts in sets]):
             start = partial(start_reduce_scatter, op=op, terms=terms)
             return self._watched(
-                kind, name, [partial(start, parts=parts, out=parts[self.rank]) for parts, _ in sets]
+                kind, name, [partial(start, parts=parts, out=parts[self.rank]) for parts in sets]
             )
-        moves, steps = [], list[Callable[[], None]]()
-        for parts, int8 in sets:
+        moves = list[Move]()
+        steps = list[Callable[[], None]]()
+        for parts in sets:
             mean = parts[self.rank]
-            outgoing = pack_others(parts, self.rank) if int8 else parts
-            like = new_packets([mean])[0] if int8 else parts[self.rank - 1].new_empty(len(mean))
-            incoming = [o if r == self.rank else torch.empty_like(like) for r, o in enumerate(outgoing)]
-            moves.append((outgoing, incoming))
-            as_int8 = partial(merge_packets, incoming, mean, self.rank)
-            steps.append(as_int8 if int8 else partial(merge, incoming, mean, op, terms))
+            like = parts[self.rank - 1]
+            incoming = [mean if r == self.rank else like.new_empty(len(mean)) for r in range(self.world)]
+            moves.append((parts, incoming))
+            steps.append(partial(merge, incoming, mean, op, terms))
         return self._exchange(kind, name, moves, steps)
 
     def _exchange(
@@ -215,7 +201,7 @@ class ProcessGroupTransport(Transport):
             yield moved
         else:
             token = torch.zeros(self.world, 1)
-            self.send_to_all(name, [(token[self.rank], list(token), False)], kind).wait()
+            self.send_to_all(name, [(token[self.rank], list(token))], kind).wait()
             with self.reports.waiting(self._paths.end - 1):
                 yield moved
         if moved is not tensor:
@@ -227,19 +213,18 @@ class ProcessGroupTransport(Transport):
         parts = [list(each.tensor_split(self.world)) for each in moved]
         own = [values.tensor_split(self.world)[self.rank] for values, _ in intervals]
         pairs = zip(parts, own, strict=True)
-        sets = [([*each[: self.rank], mine, *each[self.rank + 1 :]], False) for each, mine in pairs]
+        sets = [[*each[: self.rank], mine, *each[self.rank + 1 :]] for each, mine in pairs]
 
         def finish() -> None:
             for each, mine in zip(parts, own, strict=True):
                 each[self.rank].copy_(mine)
-            self.send_to_all(name, [(each[self.rank], each, False) for each in parts], AVERAGE).wait()
+            self.send_to_all(name, [(each[self.rank], each) for each in parts], AVERAGE).wait()
             for (values, _), all_parts in zip(intervals, moved, strict=True):
                 values.copy_(all_parts)
 
         return self.combine(name, sets, AVERAGE, terms).then(finish)
 
     def _parts(self, gradient: Gradient) -> list[Tensor]:
-        gradient.clear_padding()
         parts = intervals(gradient.full, gradient.layout)
         parts[self.rank] = gradient.pack_own(self.rank)
         return parts

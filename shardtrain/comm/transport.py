@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.comm.int8 import packet_bytes
 from shardtrain.comm.trace import Movement
 from shardtrain.layout import Layout, Piece
 
@@ -25,19 +24,16 @@ class Flat(NamedTuple):
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, of the same
     dtype and device unless the transport ``uploads``. A gather reads ``local`` and fills ``full``.
-    ``quantised``: it is sent as int8, and ``local`` may be wider.
     """
 
     full: Tensor
     local: Tensor
     layout: Layout
-    quantised: bool = False
 
     @property
     def sent(self) -> int:
         """Bytes that this rank sends to other ranks."""
-        size = packet_bytes(self.local.numel()) if self.quantised else self.local.nbytes
-        return size * (self.layout.world - 1)
+        return self.local.nbytes * (self.layout.world - 1)
 
 
 class Gradient(NamedTuple):
@@ -47,16 +43,15 @@ class Gradient(NamedTuple):
     other ranks' intervals; the transport may use the rank's own interval. ``own``: this rank's gradient in
     its own interval: one 1-D tensor for each of ``pieces``, which are ``layout.pieces(rank)``, of ``full``'s
     dtype or a wider one. The reduction turns them into the mean over all ranks, or replaces them by it.
-    ``quantised``: it is sent as int8. ``mean``: if given, the mean's dtype; ``full`` then holds this rank's
-    own gradient, too, and ``own`` only empty tensors, since one launch copies all gradients. ``terms``: see
-    `arithmetic.merge`; unless 0, ranks are summed in its tree on every backend.
+    ``mean``: if given, the mean's dtype; ``full`` then holds this rank's own gradient, too, and ``own`` only
+    empty tensors, since one launch copies all gradients. ``terms``: see `arithmetic.merge`; unless 0, ranks
+    are summed in its tree on every backend.
     """
 
     full: Tensor
     own: list[Tensor]
     layout: Layout
     pieces: tuple[Piece, ...]
-    quantised: bool = False
     mean: torch.dtype | None = None
     terms: int = 0
 
@@ -66,14 +61,7 @@ class Gradient(NamedTuple):
 
     def sent_by(self, rank: int) -> int:
         """Return the bytes that rank ``rank`` sends to other ranks."""
-        if self.quantised:
-            return sum(packet_bytes(self.layout.length(r)) for r in range(self.layout.world) if r != rank)
         return (self.layout.padded - self.layout.length(rank)) * self.full.element_size()
-
-    def clear_padding(self) -> None:
-        """Fill padding with zeros if it would influence the scales of int8."""
-        if self.quantised and self.layout.gaps:
-            torch._foreach_zero_([self.full[gap] for gap in self.layout.gaps])
 
     def new_mean(self, rank: int) -> Tensor:
         """Allocate the mean of rank ``rank``'s interval, and make ``own`` views of it; return it (1-D)."""
@@ -135,14 +123,14 @@ class Transport:
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``sends``: a gather sends bytes, at least between some ranks, so int8 pays. ``stages``: groups of ranks
-    whose gradients are summed first, where a second stage follows. A transport whose shard group is all ranks
-    needs `broadcast` and `all_reduce`, too.
+    ``stages``: the shard groups, whose gradients are summed first, where replicas are a second stage. A
+    transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
     """
 
     rank: int
     world: int
-    in_place = uploads = sends = False
+    in_place = False
+    uploads = False
     stages: Sequence[Sequence[int]] = ()
     _all_ranks: Transport | None = None
 
@@ -221,7 +209,8 @@ class TransportWrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
-        self.in_place, self.sends, self.stages = inner.in_place, inner.sends, inner.stages
+        self.in_place = inner.in_place
+        self.stages = inner.stages
         self._all_ranks = inner.all_ranks
 
     @property

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shardtrain import device as devices
-from shardtrain.comm.int8 import new_packets
 from shardtrain.comm.messages import open_inbox
 from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, LEAVE, REDUCE, Movement, count
 from shardtrain.comm.transport import (
@@ -20,7 +19,6 @@ from shardtrain.comm.transport import (
     Pending,
     Transport,
     TransportWrapper,
-    intervals,
 )
 from shardtrain.device import current_stream
 from shardtrain.layout import Layout
@@ -73,15 +71,7 @@ class Offloaded(TransportWrapper):
                 moved.append(flat._replace(local=own))
             pending = self.inner.gather(name, moved)
             uploaded = current_stream(self.device).record_event()
-
-        def join() -> None:
-            """Make both streams wait for each other, since int8 packets are freed in the compute stream."""
-            current_stream(self.device).wait_event(uploaded)
-            read = current_stream(self.device).record_event()
-            with devices.inside(self._stream):
-                current_stream(self.device).wait_event(read)
-
-        return pending.then(join)
+        return pending.then(lambda: current_stream(self.device).wait_event(uploaded))
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         """Start reducing. After the wait the means are on their way to the host; see `fence`."""
@@ -174,7 +164,6 @@ class Simulated(Alone):
 
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
         self.rank, self.world, self.in_place = rank, world, in_place
-        self.sends = not in_place
         self._inbox = inbox and not in_place
         self._largest = 0  # bytes of the largest gradient
         self._arena: Tensor | None = None
@@ -206,8 +195,7 @@ class Simulated(Alone):
 
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.sent for flat in flats))
-        held = [new_packets(intervals(flat.full, flat.layout)) for flat in flats if flat.quantised]
-        return Pending(held.clear)
+        return Pending()
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
@@ -215,10 +203,7 @@ class Simulated(Alone):
         held: list[Tensor] = []
         for gradient in [] if self.in_place else gradients:
             interval = gradient.pack_own(self.rank)
-            if gradient.quantised:
-                held += new_packets([*intervals(gradient.full, gradient.layout), *[interval] * self.world])
-            else:
-                held += [interval, *self._inbox_of(interval, gradient.full)]
+            held += [interval, *self._inbox_of(interval, gradient.full)]
         return Pending(held.clear)
 
     def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:

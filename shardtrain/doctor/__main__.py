@@ -73,7 +73,7 @@ class Twins:
         whole = converted(initial_model(config), config, job.device).to(job.device)
         self._units = [unit.name.removeprefix("(root)") for unit in inside.units]
         if PRECISIONS[config.parallel.precision] is None:
-            optimizer = config.optim.make(parameter_groups(whole, config.optim), config.allow)
+            optimizer = config.optim.make(parameter_groups(whole, config.optim, config.allow), config.allow)
             self._engines = [job.model]
         else:
             optimizer = shard_with_optimizer(whole, config, comm.Alone())
@@ -210,10 +210,11 @@ read = partial(read_beside, DoctorKeys, Path(__file__).parent / "configs")
 
 def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.device) -> None:
     """Print the finding on rank 0; exit with code 1 if sharding changes anything."""
-    if settings.config.parallel.traffic is not None:
+    reduce = settings.config.parallel.reduce
+    if reduce is not None:
         raise UserError(
-            f"parallel.traffic={settings.config.parallel.traffic}: the doctor compares with an unsharded "
-            "model, for which nothing is rounded; examine the job with parallel.traffic=null"
+            f"parallel.reduce={reduce}: the doctor compares with an unsharded model, for which nothing is "
+            "rounded on its way; examine the job with parallel.reduce=null"
         )
     # Uncompiled, since a compiler rounds and draws random numbers differently. Micro-batches of virtual ranks
     # are accumulated, as the twin's are.

@@ -120,11 +120,11 @@ def shard(
 def _segments_of(
     infos: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: InitialValues
 ) -> list[Segment]:
-    """Make a segment of each dtype, int8 or not, device and ``requires_grad``, in order. Collective."""
+    """Make a segment of each dtype, device and ``requires_grad``, in order. Collective."""
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
     for info in infos:
-        param, holder = info.parameter, info.holder
-        moves_as = precision.of_parameter(param, holder), precision.quantised(param, holder)
+        param = info.parameter
+        moves_as = precision.of_parameter(param, info.holder)
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(info)
     return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
@@ -296,10 +296,8 @@ def _check_sums(
     link: Transport,
     count: int,
 ) -> None:
-    """Raise ValueError if int8 meets replicas, or ``count`` virtual ranks would not give the same bits."""
+    """Raise ValueError if ``count`` virtual ranks would not give the same bits."""
     world = link.all_ranks.world
-    if any(precision.quantises for precision in precisions) and world > link.world:
-        raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
     if not count:
         return
     if count < world or count & (count - 1) or world & (world - 1):
@@ -317,15 +315,13 @@ def _check_sums(
             f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in "
             "fp32, and compute in precision=Precision(param=torch.bfloat16)"
         )
-    if any(precision.reduce or precision.gather for precision in precisions):
-        raise ValueError(
-            "virtual_ranks sums without rounding: leave precision.reduce and precision.gather None"
-        )
+    if any(precision.reduce for precision in precisions):
+        raise ValueError("virtual_ranks sums without rounding: leave precision.reduce None")
     apart = [ranks for ranks in link.stages if [*ranks] != [*range(ranks[0], ranks[0] + len(ranks))]]
     if apart:
         raise ValueError(
             f"virtual_ranks sums neighbouring ranks first, but ranks {', '.join(map(str, apart[0]))} share a "
-            "host or a row of the mesh: number ranks host by host, or use transport='process_group'"
+            "row of the mesh: give each row ranks that follow one another"
         )
 
 

@@ -11,7 +11,6 @@ Another hook checks each optimizer before it steps: see ``shardtrain/optim/trial
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 import weakref
@@ -29,7 +28,7 @@ from shardtrain.engine.precision import cast, leaves, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
-from shardtrain.engine.units import note_pieces
+from shardtrain.engine.units import note_shards
 from shardtrain.engine.virtual import Virtual
 from shardtrain.layout import Policy
 
@@ -72,7 +71,7 @@ class Engine:
         """The device on which the first unit computes; the CPU for a model without parameters."""
         return self.segments[0].full.device if self.segments else torch.device("cpu")
 
-    # attaching, copying
+    # attaching
 
     def _attach(self) -> None:
         """Wrap calls, register all hooks, and set the attributes that mark the module as sharded."""
@@ -97,7 +96,8 @@ class Engine:
         self._handles.append(refuse)
         self._set(self.module, _ENGINE, self)
         # `copy` and `pickle` look up these.
-        self._set(self.module, "__deepcopy__", self._copy_module)
+        for module in self._entrances_and_holders():
+            self._set(module, "__deepcopy__", refuse_copy)
         self._set(self.module, "__reduce_ex__", _refuse_pickling)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
@@ -117,29 +117,25 @@ class Engine:
                 del module.__dict__[name]
         self._replaced.clear()
 
-    def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a sharded copy of the root, for ``copy.deepcopy``. Collective."""
-        self.require_rest("a sharded model cannot be copied")
-        self.schedule.require_reduced("a copy of a sharded model")
-        self.detach()
-        try:
-            module = copy.deepcopy(self.module, memo)  # a plain module of this rank's pieces
-        finally:
-            self._attach()
-        virtual = self.virtual.count if self.virtual else 0
-        Engine(module, [unit.copied(memo) for unit in self.units], virtual)
-        return module
+    def _entrances_and_holders(self) -> set[nn.Module]:
+        """Return the modules of units, and all that hold sharded parameters."""
+        modules = {unit.module for unit in self.units}
+        for unit in self.units:
+            modules.update(unit.holders)
+        return modules
 
     # forward
 
     def _wrap_calls(self, unit: Unit, module: nn.Module) -> None:
         """Have each call of ``module`` gather ``unit``, and release it however the call ends.
 
-        The wrapper is a bound method in the place of torch's, which `copy.deepcopy` binds to the copy.
-        ``torch.compile`` breaks the graph there. What ran compiled before runs so inside the wrapper.
+        The wrapper is a bound method in the place of torch's. ``torch.compile`` breaks the graph there. What
+        ran compiled before runs so inside the wrapper.
         """
-        compiled, is_root, schedule = module._compiled_call_impl, module is self.module, self.schedule
-        run, is_only = compiled or module._call_impl, len(self.units) == 1
+        is_root = module is self.module
+        is_only = len(self.units) == 1
+        schedule = self.schedule
+        run = module._compiled_call_impl or module._call_impl
 
         @user_code.undisturbed
         def before() -> None:
@@ -149,19 +145,14 @@ class Engine:
             schedule.pre_forward(unit)
 
         @user_code.undisturbed
-        def after(found: Sequence[Any], error: BaseException | None) -> None:
+        def after(outputs: Sequence[Any], error: BaseException | None) -> None:
             if error is not None and schedule.under_way[0] != "backward":
-                note_pieces(error, self.units, call.__code__)
-            schedule.post_forward(unit, found, error is not None)
+                note_shards(error, self.units)
+            schedule.post_forward(unit, outputs, error is not None)
             if is_root:
                 schedule.end_forward(error is not None)
 
         def call(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if called is not module:
-                raise ValueError(
-                    f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
-                    "parameters only; copy the model that shardtrain.shard() returned"
-                )
             # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
             if unit.pinned or (is_only and unit in schedule.calls):
                 return run(*args, **kwargs)
@@ -189,7 +180,7 @@ class Engine:
         def whole(called: nn.Module, *args: Any, **kwargs: Any) -> None:
             below = set(module.modules())
             members = [m for m in unit.members if not below.isdisjoint(h for h, _ in m.info.holders)]
-            if called is not module or unit.shows_full or any(m.info.parameter.is_meta for m in members):
+            if unit.shows_full or any(m.info.parameter.is_meta for m in members):
                 reset(called, *args, **kwargs)
                 return
             self.adopt_changes()
@@ -377,6 +368,13 @@ def _gradient_hook(schedule: Schedule, unit: Unit, member: ShardedParam) -> Call
                 drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 
     return hook
+
+
+def refuse_copy(memo: dict[int, Any]) -> NoReturn:
+    raise ValueError(
+        "a sharded model, or one that contains it, cannot be copied: each rank has pieces only; copy before "
+        "shard(), and shard the copy, too, or load full_state_dict(model) into a new model"
+    )
 
 
 def _refuse_pickling(protocol: int) -> NoReturn:

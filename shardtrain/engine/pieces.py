@@ -14,14 +14,14 @@ stores tensors would store this rank's part under the parameter's name, and is r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine.part import Index, Part
@@ -33,24 +33,24 @@ if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
     from torch.distributed.checkpoint.planner import WriteItem
 
 _WAY_OUT = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
-_DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
-# What copies tensors from their memory, and the functions by which it begins.
-_SAVERS = ("safetensors", "transformers", "huggingface_hub", "accelerate", "diffusers", "torch.distributed.")
-_MEMORY = {Tensor.data_ptr, Tensor.storage, Tensor._typed_storage, Tensor.untyped_storage}
+# Functions that only describe a tensor; the first returns attributes.
+_DESCRIBING = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
 
 
 class LocalPiece(Tensor):
-    """Hold a rank's piece of a tensor, in its shape at rest, as a view; ``part`` says which piece.
+    """Stand for a rank's piece of a tensor in a state dict: ``held``, in its shape at rest, is its ``part``.
 
-    Copies and results of arithmetic of the same shape are pieces, too. Other results are plain tensors.
+    It computes nothing: only ``torch.distributed.checkpoint`` and ``load_state_dict`` use it.
     """
 
     part: Part
+    held: Tensor
     boxes: dict[Index, Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor, part: Part) -> LocalPiece:
-        piece, boxes = tensor.as_subclass(cls), part.boxes(tensor)
+        piece = tensor.as_subclass(cls)
+        boxes = part.boxes(tensor)
         # These tell DCP that this is no whole tensor (torch.distributed.checkpoint.protocol).
         vars(piece).update(
             global_shape=part.shape,
@@ -58,27 +58,27 @@ class LocalPiece(Tensor):
             local_offsets=((),) * len(boxes),
             local_sizes=tuple(tuple(box.shape) for box in boxes.values()),
         )
-        piece.part, piece.boxes = part, boxes
+        piece.part = part
+        piece.held = tensor
+        piece.boxes = boxes
         return piece
-
-    def plain(self) -> Tensor:
-        """Return a plain tensor of the same memory."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        piece = next((arg for arg in args if isinstance(arg, cls)), None)
-        if piece is not None and func in _MEMORY and _caller().startswith(_SAVERS):
-            piece._refuse("copied from memory, by safetensors, save_pretrained or async_save")
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if piece is None or type(result) is not Tensor or result.shape != piece.shape:
+        if func.__name__ in _DESCRIBING:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if not isinstance(result, Tensor):  # as `.data` is
                 return result
-            return cls.of(result, piece.part)
+        piece = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return piece._refuse(f"used by {func.__name__}: only load_state_dict, copy.deepcopy and DCP take it")
 
-    def _refuse(self, what: str) -> None:
-        raise ValueError(f"a rank's piece of {self.part.name} must not be {what}: {_WAY_OUT}")
+    def __repr__(self) -> str:  # type: ignore[override]
+        part = self.part
+        return f"LocalPiece(elements {part.start}:{part.stop} of {part.name} {part.shape})"
+
+    def _refuse(self, use: str) -> NoReturn:
+        raise ValueError(f"a rank's piece of {self.part.name} must not be {use}; {_WAY_OUT}")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -90,7 +90,8 @@ class LocalPiece(Tensor):
         self._refuse("pickled, by torch.save or otherwise")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalPiece:
-        memo[id(self)] = copied = self.of(self.plain().clone(), self.part)
+        copied = self.of(self.held.clone(), self.part)
+        memo[id(self)] = copied
         return copied
 
     # what DCP asks for
@@ -99,7 +100,7 @@ class LocalPiece(Tensor):
         from torch.distributed.checkpoint import planner
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
-        properties, shape = TensorProperties.create_from_tensor(self.plain()), torch.Size(self.part.shape)
+        properties, shape = TensorProperties.create_from_tensor(self.held), torch.Size(self.part.shape)
         return [
             planner.WriteItem(
                 index=MetadataIndex(name, chunk.offsets, number),
@@ -118,14 +119,6 @@ class LocalPiece(Tensor):
         return self.boxes[tuple(index.offset or ())]
 
 
-def _caller() -> str:
-    """Return the name of the module that called torch's function, which called this module."""
-    frame = sys._getframe(2)
-    while frame.f_globals["__name__"] in ("torch._tensor", "torch.overrides") and frame.f_back:
-        frame = frame.f_back
-    return str(frame.f_globals["__name__"])
-
-
 def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
     """Have ``module`` return a piece of its parameter ``attribute`` in ``state_dict()``, and load it."""
     own = member.part
@@ -137,7 +130,6 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
         if unit.shows_full and called is module:
             value = member.local_view
         if value.shape == own.local_shape:
-            _refuse_full("_get_model_state_dict")
             state[prefix + attribute] = LocalPiece.of(value, own)
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -149,34 +141,16 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
                 "use shardtrain.load_full_state_dict(model, state)"
             )
         if isinstance(value, LocalPiece):
-            given = value.part
-            if value.numel() and (given.start, given.stop) != (own.start, own.stop):
+            part = value.part
+            if value.numel() and (part.start, part.stop) != (own.start, own.stop):
                 raise ValueError(
-                    f"load_state_dict() was given elements {given.start}:{given.stop} of {own.name}, of "
+                    f"load_state_dict() was given elements {part.start}:{part.stop} of {own.name}, of "
                     f"which this rank has {own.start}:{own.stop}; torch.distributed.checkpoint.save and "
                     "load carry state between models that are sharded in other ways"
                 )
-            state[prefix + attribute] = value.plain()
+            state[prefix + attribute] = value.held
 
     return [module.register_state_dict_post_hook(give), module.register_load_state_dict_pre_hook(take)]
-
-
-def _refuse_full(function: str) -> bool:
-    """Return whether torch.distributed.checkpoint.state_dict's ``function`` is on the stack.
-
-    It only calls ``state_dict()``, so its options are read there. Raises ValueError for full_state_dict=True.
-    """
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != function or frame.f_globals["__name__"] != _DCP_STATE_DICT:
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    if frame.f_locals["info"].full_state_dict:
-        raise ValueError(
-            "StateDictOptions(full_state_dict=True) cannot gather a sharded model: use "
-            "shardtrain.full_state_dict(model), or leave the option out for torch.distributed.checkpoint.save"
-        )
-    return True
 
 
 def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
@@ -184,8 +158,7 @@ def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedPa
     held = WeakSet(members)  # so that the optimizer does not keep the model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        asked = _refuse_full("_get_optim_state_dict")  # other callers get plain tensors
-        return _changed(_given, held, optimizer, saved) if asked else saved
+        return _changed(_given, held, optimizer, saved)
 
     optimizer.register_state_dict_post_hook(give)
     optimizer.register_load_state_dict_pre_hook(partial(_changed, _taken, held))
@@ -221,10 +194,12 @@ def _given(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
 
 def _taken(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
     """Return a piece as a plain tensor. Raises ValueError for another shape: torch does not compare."""
+    if isinstance(value, LocalPiece):
+        value = value.held
     if value.ndim and value.shape != param.shape:
         raise ValueError(
             f"load_state_dict() was given state of shape {tuple(value.shape)} for {part.name}, of "
             f"which a rank has a piece of {tuple(param.shape)}; read it with "
             "torch.distributed.checkpoint into shardtrain.optimizer_state_dict(model, optimizer)"
         )
-    return value.plain() if isinstance(value, LocalPiece) else value
+    return value

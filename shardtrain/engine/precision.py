@@ -8,7 +8,7 @@ With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
     reduce           bf16 gradients move and are summed in fp32
     update           fp32 shard, fp32 gradient
 
-``gather=torch.int8`` and ``reduce=torch.int8`` quantise only what moves: see `comm/arithmetic.py`.
+``reduce=torch.bfloat16`` alone computes in fp32 and halves the bytes of gradients.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Precision:
     floating-point inputs of every unit to ``param``. ``keep``: classes of modules whose own parameters keep
     their dtype and whose inputs are cast to it. BatchNorm takes inputs in ``param``: its kernels use fp32.
 
-    ``gather=torch.int8`` or ``reduce=torch.int8`` sends blocks of 256 elements with one scale each: a quarter
-    of fp32's bytes, an error of at most 1/254 of a block's largest magnitude. Vectors (biases) and parameters
-    of ``keep`` are sent as they are. Raises ValueError for a dtype that is not floating-point.
+    Raises ValueError for a dtype that is not floating-point.
     """
 
     param: torch.dtype | None = None
@@ -48,21 +46,22 @@ class Precision:
     output: torch.dtype | None = None
     cast_inputs: bool = True
     keep: tuple[type[nn.Module], ...] = NORMS
-    gather: torch.dtype | None = None
+    gather: dataclasses.InitVar[object] = None  # removed
 
-    def __post_init__(self) -> None:
-        for name, or_int8 in (("param", ""), ("reduce", ", torch.int8"), ("output", "")):
+    def __post_init__(self, gather: object) -> None:
+        if gather is not None:
+            raise ValueError(
+                "precision.gather was removed: parameters move in the dtype that they compute in, "
+                "precision.param=torch.bfloat16"
+            )
+        for name in ("param", "reduce", "output"):
             dtype = getattr(self, name)
             floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            if not (dtype is None or floating or (or_int8 and dtype is torch.int8)):
+            if not (dtype is None or floating):
+                instead = "; use torch.bfloat16" if dtype is torch.int8 else ""
                 raise ValueError(
-                    f"precision.{name} must be a floating-point dtype{or_int8} or None, got {dtype!r}"
+                    f"precision.{name} must be a floating-point dtype or None, got {dtype!r}{instead}"
                 )
-        if self.gather not in (None, torch.int8):
-            raise ValueError(
-                f"precision.gather must be torch.int8 or None, got {self.gather!r}; parameters else move in "
-                "the dtype that they compute in, precision.param"
-            )
 
     def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
         """Return the dtype of ``param``, held by ``holder``, while its unit computes."""
@@ -71,20 +70,10 @@ class Precision:
         return self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients computed in ``compute`` are sent (int8 apart) and summed."""
-        if self.reduce is None or self.reduce is torch.int8 or not compute.is_floating_point:
+        """Return the dtype in which gradients computed in ``compute`` are sent and summed."""
+        if self.reduce is None or not compute.is_floating_point:
             return compute
         return self.reduce
-
-    @property
-    def quantises(self) -> bool:
-        """Whether anything is sent as int8."""
-        return torch.int8 in (self.gather, self.reduce)
-
-    def quantised(self, param: torch.Tensor, holder: nn.Module) -> bool:
-        """Return whether ``param`` is sent as int8: matrices and filters, but not in modules of ``keep``."""
-        wide = param.ndim < 2 or isinstance(holder, self.keep) or not param.is_floating_point()
-        return self.quantises and not wide
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
         """Return whether ``module``'s inputs are cast to its parameters' dtype, and its outputs back."""
@@ -94,7 +83,7 @@ class Precision:
 def leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of nested arguments or outputs of a module: pytrees, mappings, dataclasses.
 
-    Of a tensor inside jvp or vmap yield what autograd tracks: its plain value and tangent.
+    Of a tensor inside vmap, or a dual number, yield what autograd tracks: its plain value and tangent.
     """
     if isinstance(value, torch.Tensor):
         yield from tracked(value)

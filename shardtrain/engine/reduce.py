@@ -202,7 +202,7 @@ class FlatGradient:
         self.sent.append((own, there))
         mean = segment.local.dtype if self._holds_own else None
         self._sums.clear()
-        return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean, virtual)
+        return Gradient(full, own, segment.layout, segment.pieces, mean, virtual)
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""

@@ -7,9 +7,9 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
     end       wait for the last reduction; every parameter shows its local piece again
 
 The root and the last two units stay gathered until backward, and so do units that return objects, since no
-hook tells when backward needs them. On hosts that share memory inside all do. Where all stay, all are
-prefetched at once. Elsewhere at most two others are gathered: the one that computes and the next. Reductions
-under way hold at most as many bytes as the largest one, unless all stay and the host waits for messages.
+hook tells when backward needs them. Where all stay, all are prefetched at once. Elsewhere at most two others
+are gathered: the one that computes and the next. Reductions under way hold at most as many bytes as the
+largest one, unless all stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
 are called, and records the calls. Backward descends through them (see ``calls.py``): a hook on the node of
@@ -44,16 +44,12 @@ class Schedule:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        # On hosts that share memory inside a release frees nothing, and another gather is sent.
-        if self.root.transport.in_place and self.root.transport.sends:
-            for unit in units:
-                unit.options.reshard_after_forward = False
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.reductions = {unit: Reduction(unit) for unit in units}
         # Bytes of full gradients whose reductions may be under way.
         sizes = [reduction.full_bytes for reduction in self.reductions.values()]
-        waits = self.root.transport.sends and all(unit.device.type == "cpu" for unit in units)
+        waits = not self.root.transport.in_place and all(unit.device.type == "cpu" for unit in units)
         self._room = sum(sizes) if waits and self._all_stay else max(sizes)
         self._moment = 0
         self.calls: dict[Unit, Call] = {}  # calls under way
@@ -139,7 +135,8 @@ class Schedule:
                 unit.open_full(for_forward=True)
             elif unit.state is State.GATHERING or failed:
                 unit.release()
-            unit.end_reading(failed)
+            if not failed:
+                unit.refuse_edits_inside_forward()
         if not failed:  # an exception must not wait for other ranks
             self.forget_nodes()
             self._fence(LEAVE)
@@ -149,12 +146,10 @@ class Schedule:
         if unit in self.calls:
             self.calls[unit].depth += 1
             return
-        # Called by itself, perhaps after an update; or changed in this forward, as a momentum encoder is.
-        if not self._backward:
-            unit.end_reading()
-            if not self._forward or unit.adopt_edits(self.before_conversion):
-                self.refresh([unit])
-            unit.is_read = True
+        if self._forward and not self._backward:
+            unit.refuse_edits_inside_forward()
+        elif not self._backward:  # called by itself, perhaps after an update
+            self.refresh([unit])
         unit.open_full(for_forward=True)
         self._moment += 1
         self.calls[unit] = Call(unit, self._moment)
@@ -205,10 +200,8 @@ class Schedule:
             self._record.append(call)
             if call.marked:
                 self._pending_since.setdefault(unit, call.began)
-        else:
-            unit.is_read = False
-            if not failed:
-                self._fence(LEAVE)
+        elif not failed:
+            self._fence(LEAVE)
         unit.refuse_edits()
         if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self.kept[unit] = None

@@ -7,8 +7,7 @@ never enter a reduction. A segment has two or three storages:
 ``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
 ``full``   the full flat vector in that dtype; a gather fills it from ``wire``, a release empties it
 
-With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device. If
-int8 is gathered, ``wire`` is ``local``, and this rank's interval of ``full`` is rounded like all others.
+With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device.
 
 At rest each parameter shows its piece of ``local``, with the piece's gradient. While its unit computes it
 shows its shaped view of ``full``. Its ``.grad`` is None in forward, and while autograd accumulates into it.
@@ -21,9 +20,8 @@ the view with stale memory.
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +35,11 @@ from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout
 
 ALIGN_BYTES = 64  # of each parameter: as torch aligns CPU tensors, so that kernels compute the same bits
+
+
+def plain_name(name: str) -> str:
+    """Return ``name`` as state dicts have it, without the part that torch's ``checkpoint_wrapper`` adds."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 class ParamInfo(NamedTuple):
@@ -162,8 +165,7 @@ class Segment:
 
     The constructor is collective: all ranks get rank 0's values.
 
-    ``like_gradient``: an empty tensor of the dtype in which gradients are summed. ``reduces_int8``: whether
-    they are sent as int8.
+    ``like_gradient``: an empty tensor of the dtype in which gradients are summed.
     """
 
     def __init__(
@@ -175,11 +177,9 @@ class Segment:
         initial: InitialValues,
     ) -> None:
         params = [info.parameter for info in infos]
-        kind = params[0], infos[0].holder
-        self._precision, quantised = precision, precision.quantised(*kind) and transport.sends
-        self._gathers_int8 = quantised and precision.gather is torch.int8
-        self.reduces_int8 = quantised and precision.reduce is torch.int8
-        narrowest = min(params[0].element_size(), precision.of_parameter(*kind).itemsize)
+        self._precision = precision
+        compute = precision.of_parameter(params[0], infos[0].holder)
+        narrowest = min(params[0].element_size(), compute.itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in params], align)
         self.pieces = self.layout.pieces(transport.rank)
@@ -220,16 +220,15 @@ class Segment:
             reduced = torch.promote_types(reduced, local.dtype)
         like = local.new_empty(0, dtype=compute)
         self.full, wire = self.transport.allocate(self.layout, like, reduced)
-        shares = compute == local.dtype and not self._gathers_int8
-        self.local = wire if shares else torch.empty_like(local, device=wire.device)
-        self.wire = self.local if self.transport.uploads or self._gathers_int8 else wire  # each gather casts
+        self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
+        self.wire = self.local if self.transport.uploads else wire  # each upload casts
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         another = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
         self._of_another_dtype = self.local.new_empty(0, dtype=another)
         # If dtype or device differ, `show_full` already makes autograd forget the node.
         self._shows_alike = self.full.dtype == local.dtype and self.full.device == self.local.device
-        self.flat = Flat(self.full, self.wire, self.layout, self._gathers_int8)
+        self.flat = Flat(self.full, self.wire, self.layout)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
         self._releases = not (self.transport.in_place or self.full.is_meta)
@@ -298,19 +297,6 @@ class Segment:
         self.local.copy_(held)
         for member in self.members:
             member.show_local()
-
-    def copied(self, memo: Mapping[int, Any]) -> Segment:
-        """Return a segment for copies of its modules, whose parameters hold copied pieces. Collective.
-
-        ``memo`` maps ids of modules to their copies, as ``copy.deepcopy`` leaves it.
-        """
-        twin = copy.copy(self)
-        twin.members = []
-        for member in self.members:
-            holders = tuple((memo[id(module)], attribute) for module, attribute in member.info.holders)
-            twin.members.append(ShardedParam(ParamInfo(member.name, holders), member.part, member.offset))
-        twin._allocate(twin.shown_pieces())  # allocates its own storages
-        return twin
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.shard import Segment
+from shardtrain.engine.shard import Segment, plain_name
 from shardtrain.engine.unit import Unit
 
 
@@ -219,7 +219,7 @@ def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple
 def uncut(engine: Engine) -> list[tuple[str, Tensor]]:
     """Return the state that is not sharded, by name: ignored parameters and persistent buffers."""
     cut = {member.param for member in engine.members}
-    ignored = [(name, p.data) for name, p in engine.module.named_parameters() if p not in cut]
+    ignored = [(plain_name(name), p.data) for name, p in engine.module.named_parameters() if p not in cut]
     return [*ignored, *persistent_buffers(engine.module)]
 
 
@@ -270,4 +270,5 @@ def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[Tensor, Ten
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers that are in the module's ``state_dict()``, by name."""
     persistent = module.state_dict(keep_vars=True)
-    return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+    named = [(plain_name(name), buffer) for name, buffer in module.named_buffers()]
+    return [(name, buffer) for name, buffer in named if name in persistent]

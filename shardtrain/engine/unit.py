@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -65,7 +64,6 @@ class Unit:
 
     ``title``: the unit's name in messages. ``pinned``: `unsharded` keeps it gathered, so `release` does
     nothing. ``account``: shared by all units of a model. ``trains``: whether any of its parameters does.
-    ``is_read``: whether the unit has run in the forward under way, so other ranks may still read its pieces.
     ``is_open``: whether it gets gradients in the backward under way.
     """
 
@@ -85,15 +83,12 @@ class Unit:
         self.transport, self.options = transport, options
         self.state = State.SHARDED
         self.moving = Pending()
-        self.pinned = self.shows_full = self.trains = self.is_read = self.is_open = False
+        self.pinned = False
+        self.shows_full = False
+        self.trains = False
+        self.is_open = False
         self.account = Account()
         self._seen: dict[bool, list[tuple[int, int]]] = {}  # `_look` by `shows_full`
-
-    def copied(self, memo: dict[int, Any]) -> Unit:
-        """Return a unit for copies of its modules; see `Segment.copied`. Collective."""
-        segments = [segment.copied(memo) for segment in self.segments]
-        module, options = memo[id(self.module)], copy.deepcopy(self.options, memo)
-        return Unit(self.name, module, segments, self.transport, options)
 
     @property
     def device(self) -> torch.device:
@@ -145,38 +140,29 @@ class Unit:
         """Return what tells that users change a parameter: autograd's version of it, and where it lies."""
         return [(member.param._version, member.param.data_ptr()) for member in self.members]
 
-    def edited(self, in_place: bool = False) -> list[str]:
-        """Return the names of parameters that users have changed, or only of those changed in place."""
-        now, seen = self._look(), self._seen.get(self.shows_full)
-        if now == seen or seen is None:
+    def _edited(self) -> list[str]:
+        """Return the names of parameters that users have changed."""
+        new = self._look()
+        seen = self._seen.get(self.shows_full, new)
+        if new == seen:
             return []
-        rows = zip(self.members, now, seen, strict=True)
-        return [m.name for m, new, old in rows if new != old and not (in_place and new[1] != old[1])]
-
-    def adopt_edits(self, before_conversion: Callable[[], None]) -> bool:
-        """Adopt users' changes to local pieces since `refresh`; return whether there were any."""
-        if changed := not self.shows_full and bool(self.edited()):
-            self.adopt(before_conversion)
-        return changed
+        return [m.name for m, state, old in zip(self.members, new, seen, strict=True) if state != old]
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost."""
-        if self.shows_full and (edited := self.edited()):
+        if self.shows_full and (edited := self._edited()):
             raise ValueError(
                 f"{', '.join(edited)} changed while {self.title} was whole, which would be lost or done once "
                 "per rank; change parameters between steps, inside shardtrain.unsharded(model). After a "
                 "forward with gradients, the root is whole until its backward: evaluate under torch.no_grad()"
             )
 
-    def end_reading(self, failed: bool = False) -> None:
-        """Raise ValueError if local pieces were changed while other ranks may still compute with them."""
-        shared = self.transport.in_place and self.transport.world > 1 and not (self.shows_full or failed)
-        was_read, self.is_read = self.is_read, False
-        if was_read and shared and (edited := self.edited(in_place=True)):
+    def refuse_edits_inside_forward(self) -> None:
+        """Raise ValueError if local pieces were changed since forward began: other ranks may read them."""
+        if not self.shows_full and (edited := self._edited()):
             raise ValueError(
-                f"forward changed {', '.join(edited)} after {self.title} had run, while ranks that share its "
-                "memory may still compute with it; change it before the unit runs, or between steps, or "
-                "use transport='process_group'"
+                f"forward changed {', '.join(edited)} of {self.title}, with which other ranks may compute "
+                "now; change parameters between steps (a momentum encoder after optimizer.step())"
             )
 
     def launch(self) -> None:

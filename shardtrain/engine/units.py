@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dis
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
-from types import CodeType
 from typing import Literal
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-from shardtrain.engine.shard import ParamInfo
+from shardtrain.engine.shard import ParamInfo, plain_name
 from shardtrain.engine.unit import Unit, UnitOptions
 
 UnitChoice = (
@@ -24,7 +21,9 @@ UnitChoice = (
 )
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_HARMLESS = ("dtype", "device", "requires_grad")  # what a piece has in common with the whole
+_LAYERS = (nn.Linear, _ConvNd)  # single layers that are units of their own
+_READ = "If forward read a parameter of a module that it did not call, it read this rank's shard"
+_LISTED = 12  # names of parameters in a note
 _SMALL = 1 << 16  # bytes; smaller units are not worth collectives of their own
 _TINY = 2 << 20  # bytes of a model that is not worth several
 
@@ -77,6 +76,14 @@ def _named(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, nn.Module
     return {names[module]: module for module in modules}
 
 
+def blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of ``module`` by name, of which ``shard(units="blocks")`` makes units.
+
+    What runs inside blocks is changed before `shard`, as by ``block.compile()`` or activation checkpointing.
+    """
+    return choose_units(module, every_block=True)
+
+
 def infos_by_unit(
     root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, list[ParamInfo]]:
@@ -103,7 +110,8 @@ def infos_by_unit(
             home = innermost[home.rpartition(".")[0]]
         first, _, attribute = used[0]
         holders = dict.fromkeys((module, attribute) for _, module, attribute in used)
-        infos[home].append(ParamInfo(f"{first}.{attribute}".removeprefix("."), tuple(holders)))
+        name = plain_name(f"{first}.{attribute}".removeprefix("."))
+        infos[home].append(ParamInfo(name, tuple(holders)))
     return {name: members for name, members in infos.items() if members or name == ""}
 
 
@@ -115,8 +123,8 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
     - a container (``Sequential``, or a module without ``forward``): its children are considered;
     - more than half of the model (an "encoder" that is nearly everything): its children are considered, but
       not those of ``nn.MultiheadAttention``, which reads its children's weights without calling them;
-    - a single layer whose parameters a module around it reads (``F.linear(x, self.embedding.weight)``): it
-      belongs to that module's unit;
+    - a single layer other than a linear one or a convolution: it belongs to the unit around it. Models use
+      weights of embeddings elsewhere (``F.linear(x, self.embedding.weight)``);
     - small, at most 64 KiB: it belongs to the root, which is gathered during the entire step. So does all of
       a model of at most 2 MiB. A unit costs 0.2 to 1 ms per step, in which 1 MiB is copied several times.
       With ``every_block`` it is at most 1/64 of the model, too, which may be of any size.
@@ -131,9 +139,9 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
         small = min(_SMALL, sizes[""] // 64)
     chosen: dict[str, nn.Module] = {}
 
-    def visit(name: str, module: nn.Module, around: tuple[nn.Module, ...] = ()) -> None:
+    def visit(name: str, module: nn.Module) -> None:
         layer = next(module.children(), None) is None
-        if sizes[name] <= small or (layer and _is_read(name, module, around)):
+        if sizes[name] <= small or (layer and not isinstance(module, _LAYERS)):
             return
         divisible = not (layer or isinstance(module, nn.MultiheadAttention))
         container = isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward
@@ -143,54 +151,34 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
         for child_name, child in module.named_children():
             full_name = f"{name}.{child_name}" if name else child_name
             if full_name in sizes:  # a module reachable by two names is listed under its first
-                visit(full_name, child, (*around, module))
+                visit(full_name, child)
 
     visit("", root)
     return chosen
 
 
-def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
-    """Return whether code of a module ``around`` reads a parameter of ``layer`` outside of initialization.
+def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
+    """Add a note to ``error``, which leaves a call, on the parameters that show shards there.
 
-    Such code has both names in a row, as ``self.embedding.weight`` does.
+    The innermost call sees the error first, while its unit is whole.
     """
-    methods = [method for module in around for method in vars(type(module)).values()]
-    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
-    wanted = {(name.rpartition(".")[2], attribute) for attribute in layer._parameters}
-    return any(not wanted.isdisjoint(_reads(code)) for code in codes if "init" not in code.co_name)
-
-
-def _reads(code: CodeType) -> set[tuple[str, str]]:
-    """Return what ``code`` reads through two attributes, as ``(embedding, weight)`` of the above."""
-    names = [step.argval for step in dis.get_instructions(code)]
-    return {pair for pair, use in zip(pairwise(names), names[2:], strict=False) if use not in _HARMLESS}
-
-
-def note_pieces(error: BaseException, units: Iterable[Unit], wrapper: CodeType) -> None:
-    """Add a note to ``error``, raised in a call, on the parameter that shows a piece where the code reads it.
-
-    ``wrapper``: the code around each call of a unit. What was raised inside another call has been looked at
-    there, while that unit was whole.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not isinstance(error, RuntimeError | IndexError) or any(f.f_code is wrapper for f in frames[1:]):
+    notes = [str(error), *getattr(error, "__notes__", ())]
+    if type(error) not in (RuntimeError, IndexError) or any(_READ in note for note in notes):
         return
-    shown = [(m.info, unit) for unit in units if not unit.shows_full for m in unit.members]
-    for frame in frames:
-        module = frame.f_locals.get("self")
-        if not isinstance(module, nn.Module):
-            continue
-        names, reads = frame.f_code.co_names, _reads(frame.f_code)
-        for info, unit in shown:
-            *_, layer, attribute = ("", *info.name.split("."))
-            if (layer, attribute) in reads or (module is info.holder and attribute in names):
-                note = (
-                    f"{info.name} is this rank's piece while {unit.title} does not run, and the "
-                    f"forward of {type(module).__name__} reads it: call {unit.title} as a module, choose "
-                    "units so that both are in one, or read it inside shardtrain.unsharded(model)"
-                )
-                if sys.version_info >= (3, 11):
-                    error.add_note(note)
-                else:
-                    error.args = (f"{error}. {note}",)
-                return
+    names = list[str]()
+    for unit in units:
+        if not unit.shows_full:
+            names += [member.name for member in unit.members]
+    if not names:
+        return
+    listed = ", ".join(names[:_LISTED])
+    if len(names) > _LISTED:
+        listed += f" and {len(names) - _LISTED} more"
+    note = (
+        f"{_READ}: call the module, choose units so that both are in one, or read it inside "
+        f"shardtrain.unsharded(model). Shards were shown by {listed}"
+    )
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}. {note}",)

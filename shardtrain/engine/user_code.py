@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _functorch as functorch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
-from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 
 Hook = Callable[..., None]
@@ -59,9 +57,8 @@ def call_postponed(params: Iterable[nn.Parameter]) -> None:
 def undisturbed(hook: Hook) -> Hook:
     """Return ``hook`` so that ``torch.compile`` breaks the graph there and runs it uncompiled, untransformed.
 
-    Inside ``torch.func``'s jvp and vmap the tensors that it makes are plain. Raises ValueError inside grad,
-    vjp and others that call backward themselves, which would not find the units gathered. Uses Dynamo only
-    while it compiles or runs compiled code: importing Dynamo takes seconds.
+    Raises ValueError inside ``torch.func``'s grad, jvp and others that wrap all that is computed inside. Uses
+    Dynamo only while it compiles or runs compiled code: importing Dynamo takes seconds.
     """
     broken = _disable_dynamo(hook)
 
@@ -69,31 +66,26 @@ def undisturbed(hook: Hook) -> Hook:
     def either(*args: Any) -> None:
         if torch.compiler.is_compiling() or get_eval_frame_callback():
             broken(*args)
-        elif functorch.peek_interpreter_stack() is None:
-            hook(*args)
-        else:
-            stack = pyfunctorch.retrieve_all_functorch_interpreters()
-            if any(each.key() == functorch.TransformType.Grad for each in stack):
-                raise ValueError(
-                    "a sharded model cannot run inside grad, vjp or jacrev of torch.func: use jvp, or "
-                    "transform an unsharded copy of it, with the weights of full_state_dict(model)"
-                )
-            with pyfunctorch.temporarily_clear_interpreter_stack():
-                hook(*args)
+            return
+        probe = torch.empty(0, device="cpu")
+        if torch.func.debug_unwrap(probe) is not probe:
+            raise ValueError(
+                "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func: compute "
+                "with torch.autograd.forward_ad, or transform an unsharded copy of it, with the weights of "
+                "full_state_dict(model)"
+            )
+        hook(*args)
 
     return either
 
 
 def tracked(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what autograd tracks of ``tensor``: itself, and inside jvp and vmap its value and tangent."""
-    if forward_ad._current_level >= 0 and not functorch.is_batchedtensor(tensor):
-        tangent = forward_ad.unpack_dual(tensor, level=0).tangent
-        if tangent is not None:
-            yield from tracked(tangent)
-    if functorch.is_functorch_wrapped_tensor(tensor):
-        yield from tracked(functorch.get_unwrapped(tensor))
-    else:
-        yield tensor
+    """Yield what autograd tracks of ``tensor``, or of what vmap wraps, and the tangent of a dual number."""
+    tensor = torch.func.debug_unwrap(tensor)
+    yield tensor
+    tangent = forward_ad.unpack_dual(tensor).tangent
+    if tangent is not None:
+        yield tangent
 
 
 def modules_unless_wrapped(module: nn.Module, *args: Any, **options: Any) -> Any:

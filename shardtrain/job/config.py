@@ -266,7 +266,7 @@ class Parallel:
     reshard_after_forward: bool = marked(Mark.CHANGES)
     transport: str = one_of(*TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")
-    traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
+    reduce: str | None = one_of("bf16")
     sync_batchnorm: bool
     layout: str | None = one_of("even", "whole", mark=Mark.CHANGES)
     virtual_ranks: int = at_least(0, at_most=1024, mark=Mark.CHANGES)
@@ -275,16 +275,11 @@ class Parallel:
     offload: bool = marked(Mark.CHANGES)
 
     def __post_init__(self) -> None:
-        if self.traffic is not None and self.replicate > 1:
-            raise UserError(
-                f"parallel.traffic={self.traffic} is for one shard group: choose parallel.replicate=1, or "
-                "parallel.traffic=null"
-            )
         if self.virtual_ranks & (self.virtual_ranks - 1):
             raise UserError(f"parallel.virtual_ranks={self.virtual_ranks}: expected a power of two")
-        if self.virtual_ranks and self.traffic is not None:
+        if self.virtual_ranks and self.reduce is not None:
             raise UserError(
-                f"parallel.traffic={self.traffic} rounds what is sent, and parallel.virtual_ranks must not: "
+                f"parallel.reduce={self.reduce} rounds what is sent, and parallel.virtual_ranks must not: "
                 "choose one of them"
             )
 

@@ -23,13 +23,14 @@ from shardtrain import Precision, comm
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
+from shardtrain.job.blocks import checkpoint_blocks, compile_blocks
 from shardtrain.job.config import Config, Optim
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import typed
-from shardtrain.job.target import instantiate
-from shardtrain.optim import Ema, muon_groups
+from shardtrain.job.target import find_target, instantiate
+from shardtrain.optim import Ema
 
 # Logits, and so the loss, are always fp32.
 PRECISIONS = {
@@ -115,18 +116,22 @@ def shard_with_optimizer(
     model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
     """Shard ``model`` in place, over ``transport`` and on ``device`` if given; return its optimizer."""
-    groups, parallel, mesh = parameter_groups(model, config.optim), config.parallel, None
+    groups = parameter_groups(model, config.optim, config.allow)
+    parallel = config.parallel
+    mesh = None
     if parallel.replicate > 1 and transport is None:  # consecutive ranks, so that a host holds whole groups
         sizes = (parallel.replicate, comm.world_size() // parallel.replicate)
         names = ("replicate", "shard")
         mesh = init_device_mesh((device or torch.device("cpu")).type, sizes, mesh_dim_names=names)
-    precision = dataclasses.replace(
-        PRECISIONS[parallel.precision] or Precision(),
-        gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
-        reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
-    )
+    precision = PRECISIONS[parallel.precision] or Precision()
+    if parallel.reduce == "bf16":
+        precision = dataclasses.replace(precision, reduce=torch.bfloat16)
     layout: Any = parallel.layout or config.optim.layout
-    inside = parallel.compile or parallel.activation_checkpoint  # both change units besides the root
+    inside = parallel.compile or parallel.activation_checkpoint  # both change blocks, which become units
+    if parallel.compile:
+        compile_blocks(model, device or torch.device("cpu"))
+    if parallel.activation_checkpoint:
+        checkpoint_blocks(model)
     shardtrain.shard(
         model,
         units="blocks" if inside else None,
@@ -139,17 +144,17 @@ def shard_with_optimizer(
         mesh=mesh,
         virtual_ranks=config.virtual_ranks(transport.all_ranks.world if transport else comm.world_size()),
     )
-    with reading("parallel", "the model cannot be sharded with these settings", ValueError):
-        if parallel.compile:
-            shardtrain.compile_units(model)
-        if parallel.activation_checkpoint:
-            shardtrain.checkpoint_activations(model)
     return config.optim.make(groups, config.allow)
 
 
-def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """Return groups by weight decay (of biases and norms: ``optim.decay_all``) and, for Muon, by kind."""
-    kinds = muon_groups(model) if optim.name == "muon" else [{"params": [*model.parameters()]}]
+def parameter_groups(model: nn.Module, optim: Optim, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return groups by weight decay (of biases and norms: ``optim.decay_all``), and as the class has them.
+
+    A class with a function ``groups`` of a model, as Muon's, makes its own, which are divided further.
+    """
+    kind = find_target(optim._target_, "optim", torch.optim.Optimizer, allow)
+    groups_of = getattr(kind, "groups", None)
+    kinds = [{"params": [*model.parameters()]}] if groups_of is None else groups_of(model)
     groups = []
     for decays, kind in itertools.product((True, False), kinds):
         params = [param for param in kind["params"] if (optim.decay_all or param.ndim > 1) == decays]

@@ -21,7 +21,7 @@ RECIPES = "shardtrain.recipes"
 PACKAGES = {
     "model": (RECIPES, "torchvision.models"),
     "augment": (RECIPES,),
-    "optim": ("torch.optim", "shardtrain.optim"),
+    "optim": ("torch.optim", RECIPES),
     "train.loss": (RECIPES, "torch.nn"),
     "data": (RECIPES,),
     "monitor.metrics": (RECIPES,),

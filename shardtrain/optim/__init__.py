@@ -1,11 +1,18 @@
-"""Clip gradients, scale losses, average weights, and Muon. Optimizers of ``torch.optim`` work as they are."""
+"""Clip gradients, scale losses and average weights. Optimizers of ``torch.optim`` work as they are."""
 
 from shardtrain.engine.hooks import check_optimizers
-from shardtrain.optim.clip import GradScaler, clip_grad_norm_, mean_over_samples
+from shardtrain.optim.clip import GradScaler, clip_grad_norm_
 from shardtrain.optim.ema import Ema
-from shardtrain.optim.muon import Muon, muon_groups
 from shardtrain.optim.trial import refuse_unless_right_on_pieces
 
-__all__ = ["Ema", "GradScaler", "Muon", "clip_grad_norm_", "mean_over_samples", "muon_groups"]
+__all__ = ["Ema", "GradScaler", "clip_grad_norm_"]
 
 check_optimizers(refuse_unless_right_on_pieces)  # `shard` raises without; whoever uses it has imported this
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Muon", "muon_groups"):
+        raise ValueError(
+            f"shardtrain.optim.{name} was moved; use shardtrain.recipes.muon.Muon and its groups()"
+        )
+    raise AttributeError(f"module 'shardtrain.optim' has no attribute {name!r}")

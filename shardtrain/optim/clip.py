@@ -47,38 +47,6 @@ def clip_grad_norm_(
     return norm
 
 
-def mean_over_samples(
-    loss: Tensor, count: int | Tensor, module: nn.Module, *, of: int | Tensor | None = None
-) -> Tensor:
-    """Scale ``loss`` so that gradients become the mean over all samples (or tokens), not over ranks.
-
-    Gradients are the mean over ranks. If a rank has three images and another one, an image of the first
-    weighs a third. Two ranks::
-
-        mean loss of rank 0, 3 images   times 3 * 2 / 4 = 1.5
-        mean loss of rank 1, 1 image    times 1 * 2 / 4 = 0.5
-
-    Collective: one all-reduce of one number.
-
-    Args:
-        loss: the mean over this rank's samples.
-        count: how many these are. A rank without any gives a loss of 0 with a graph: ``output.sum() * 0``.
-        module: what `shard` returned.
-        of: with several micro-batches per step, this rank's samples in all of them.
-
-    Raises ValueError if no rank has samples, and for a model with virtual ranks.
-    """
-    engine = engine_of(module)
-    if engine.virtual:
-        raise ValueError("mean_over_samples() of a model with virtual ranks: give each as many samples")
-    ranks = engine.transport.all_ranks
-    total = torch.as_tensor(count if of is None else of, dtype=torch.float64, device=loss.device).clone()
-    ranks.all_reduce(total)
-    if not total > 0:
-        raise ValueError(f"mean_over_samples() expected samples on some rank, found {total.item():g} in all")
-    return loss * (count * ranks.world / total).to(loss.dtype)
-
-
 class GradScaler(torch.amp.GradScaler):
     """Scale losses as `torch.amp.GradScaler` does, for sharded gradients, over the default process group.
 

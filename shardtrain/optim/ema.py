@@ -29,8 +29,8 @@ class Ema:
             after: up to this step an update copies the weights.
         """
         if not (0 <= decay < 1 and every >= 1 and after >= 0):
-            given = f"decay={decay}, every={every}, after={after}"
-            raise ValueError(f"{given}: expected [0, 1), at least 1 and 0")
+            options = f"decay={decay}, every={every}, after={after}"
+            raise ValueError(f"{options}: expected [0, 1), at least 1 and 0")
         self.decay, self.every, self.after = decay, every, after
         self._engine = engine_of(module)
         self._all_ranks = self._engine.transport.all_ranks
@@ -44,9 +44,9 @@ class Ema:
         """Average the weights after step number ``step``, counted from 1."""
         if step % self.every == 0:
             weight = 1.0 if step <= self.after else 1.0 - self.decay
-            pairs = [(average, now) for average, now in self._pairs() if now.numel()]
+            pairs = [(average, value) for average, value in self._pairs() if value.numel()]
             if pairs:  # with layout="whole" a rank may hold no element
-                torch._foreach_lerp_([average for average, _ in pairs], [now for _, now in pairs], weight)
+                torch._foreach_lerp_([average for average, _ in pairs], [value for _, value in pairs], weight)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:

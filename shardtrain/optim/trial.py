@@ -61,15 +61,16 @@ def _why_not(
 ) -> str:
     """Return how steps on pieces differ from the ``expected`` values; an empty text if they do not."""
     cut = cut_of(layout, world=2)([whole.numel() for whole in wholes], 1)
-    held, pieces = cut.pieces(0 if cut.whole else 1), []
-    for whole, (start, stop, _) in zip(wholes, held, strict=True):
+    intervals = cut.pieces(0 if cut.whole else 1)
+    pieces = []
+    for whole, (start, stop, _) in zip(wholes, intervals, strict=True):
         part = whole.flatten()[start:stop]
         pieces.append(part.view_as(whole) if part.numel() == whole.numel() else part.view(-1, 1))
     try:
         results = _three_steps(optimizer, pieces)
     except Exception as error:
         return f"it refuses a piece of a parameter ({error})"
-    for result, after, whole, (start, stop, _) in zip(results, expected, cycle(wholes), cycle(held)):
+    for result, after, whole, (start, stop, _) in zip(results, expected, cycle(wholes), cycle(intervals)):
         before, wanted = (tensor.flatten()[start:stop] for tensor in (whole, after))
         rounding = 1e-3 * (after - whole).abs().max() + 1e-6 * before.abs()
         if not ((result.flatten() - wanted).abs() <= rounding).all():
@@ -92,11 +93,11 @@ def _three_steps(optimizer: torch.optim.Optimizer, values: list[Tensor]) -> list
         for param, value in zip(params, cycle(values)):
             if value.numel():  # an empty piece gets no gradient, as in training
                 param.grad = scale * value.square() + 0.1
-        step_unhooked(trial)
+        _step_unhooked(trial)
     return [param.detach() for param in params]
 
 
-def step_unhooked(trial: torch.optim.Optimizer) -> None:
+def _step_unhooked(trial: torch.optim.Optimizer) -> None:
     """Make a step without the hooks that torch calls for every optimizer, which are users'."""
     step: Any = type(trial).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # see Optimizer.profile_hook_step

@@ -47,7 +47,7 @@ def headline(config: Config, plan: Plan) -> str:
     parts = question.world_size * plan.accumulate
     images = question.micro_batch * parts
     options = {
-        f" ({parallel.traffic})": parallel.traffic,
+        f" (gradients in {parallel.reduce})": parallel.reduce,
         ", kept whole after forward": not parallel.reshard_after_forward,
         ", whole parameters": config.optim.layout == "whole",
         ", activations computed again in backward": parallel.activation_checkpoint,

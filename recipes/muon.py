@@ -29,15 +29,26 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.adamw import adamw
 
 # Repeating a·x + b·x³ + c·x⁵ (Jordan et al.) drives singular values towards 1, small ones fast.
-COEFFICIENTS, STEPS, SMALLEST = (3.4445, -4.7750, 2.0315), 5, 1e-7
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+SMALLEST = 1e-7
 AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class Muon(torch.optim.Optimizer):
     """Update groups with ``use_muon`` (the default) by Muon, and others by AdamW.
 
-    `muon_groups` makes the groups of a model. On matrices it equals torch's Muon with ``match_rms_adamw``.
+    `groups` makes those of a model. On matrices it equals torch's Muon with ``match_rms_adamw``.
     """
+
+    @staticmethod
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        """Return the `hidden_matrices` of ``module`` as one group, and the rest for AdamW as another."""
+        hidden = set(hidden_matrices(module))
+        params = list(module.parameters())
+        rest = [param for param in params if param not in hidden]
+        groups = {True: [param for param in params if param in hidden], False: rest}
+        return [{"params": group, "use_muon": use} for use, group in groups.items() if group]
 
     def __init__(
         self,
@@ -74,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         if group["use_muon"] and odd:
             raise ValueError(
                 f"Muon steps on matrices and filters, found a parameter of shape {odd[0]}: put it into a "
-                "group with use_muon=False (see muon_groups), or if it is a piece of a matrix, "
+                "group with use_muon=False (see Muon.groups), or if it is a piece of a matrix, "
                 "shard(..., layout='whole')"
             )
 
@@ -95,7 +106,8 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_matrix(self, param: Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[param], param.grad
+        state = self.state[param]
+        grad = param.grad
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
         assert grad is not None
@@ -111,19 +123,15 @@ class Muon(torch.optim.Optimizer):
             if not self.state[param]:
                 step = torch.zeros((), dtype=torch.float32, device=param.device)
                 self.state[param].update({key: torch.zeros_like(param) for key in AVERAGES}, step=step)
-        averages, squares, steps = ([self.state[p][key] for p in params] for key in (*AVERAGES, "step"))
+        states = [self.state[param] for param in params]
+        averages = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        steps = [state["step"] for state in states]
         grads = [param.grad for param in params if param.grad is not None]
         options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         options["fused"] = True  # one pass, and no wait of the host for step counts
         adamw(params, grads, averages, squares, [], steps, amsgrad=False, maximize=False, **options)
-
-
-def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Return groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
-    hidden, params = set(hidden_matrices(module)), list(module.parameters())
-    split = {use: [param for param in params if (param in hidden) == use] for use in (True, False)}
-    return [{"params": group, "use_muon": use} for use, group in split.items() if group]
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -134,6 +142,8 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     """
     embedded = {m.weight for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | _ConvNd | nn.MultiheadAttention)]
-    named = (pair for layer in layers for pair in layer.named_parameters(recurse=False))
-    weights = dict.fromkeys(param for name, param in named if name.endswith("weight"))
+    weights = dict[nn.Parameter, None]()
+    for layer in layers:
+        named = layer.named_parameters(recurse=False)
+        weights.update(dict.fromkeys(param for name, param in named if name.endswith("weight")))
     return [param for param in [*weights][1:-1] if param not in embedded]

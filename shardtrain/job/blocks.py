@@ -1,0 +1,107 @@
+"""Compile the blocks of a model, or have them compute activations again in backward, before it is sharded.
+
+Its own file: `model.py` reads the configuration. Both replace a block's ``forward``, inside of the hooks that
+`shard` adds later. So recomputation gathers nothing more, and the compiler sees full parameters alone::
+
+    hooks before     gather, cast inputs
+      checkpoint       run now, keep the inputs alone; run again in backward, once the unit is gathered
+        compiled         the block's own forward
+    hooks after      announce backward, release
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from shardtrain import blocks
+from shardtrain.job.errors import UserError
+
+
+def compile_blocks(
+    model: nn.Module, device: torch.device, backend: str | Callable[..., Any] = "inductor"
+) -> None:
+    """Apply ``torch.compile`` to each block of ``model``; UserError if inductor lacks its compiler."""
+    chosen = _blocks(model, "compile")
+    if backend == "inductor":
+        require_inductor(device)
+    # Blocks of one class share the code that torch compiles, once per size, in training and in evaluation.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(chosen))
+    for block in chosen.values():
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Keep only each block's inputs for backward and compute the rest again: the same bits in less memory.
+
+    Random draws (dropout) repeat, and BatchNorm counts each batch once. Raises ValueError in backward if a
+    block's inputs or a buffer other than a BatchNorm's have changed in place, since results would differ.
+    """
+    for name, block in _blocks(model, "activation_checkpoint").items():
+        block.forward = partial(_checkpointed, name, block, block.forward)
+
+
+def _blocks(model: nn.Module, key: str) -> dict[str, nn.Module]:
+    chosen = blocks(model)
+    if not chosen:
+        raise UserError(f"parallel.{key}=true: the model has no block; leave the key out")
+    return chosen
+
+
+def _checkpointed(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    statistics = set[Tensor]()
+    for norm in norms:
+        statistics.update(norm.buffers(recurse=False))
+    needed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    needed += [buffer for buffer in block.buffers() if buffer not in statistics]
+    versions = [(tensor, tensor._version) for tensor in needed if not tensor.is_inference()]
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        if any(tensor._version != version for tensor, version in versions):
+            raise ValueError(
+                f"inputs or buffers of block {name} changed in place after it began to compute, so that "
+                "computing it again would begin elsewhere; make that operation not in place, or leave "
+                "parallel.activation_checkpoint out"
+            )
+        kept_by = [(norm, dict(norm._buffers)) for norm in norms]
+        for norm, buffers in kept_by:  # update copies
+            norm._buffers = {key: value if value is None else value.clone() for key, value in buffers.items()}
+        try:
+            yield
+        finally:
+            for norm, buffers in kept_by:
+                norm._buffers = buffers
+
+    # Inputs are arguments, since torch saves the random states of the devices that it finds in arguments.
+    contexts = lambda: (nullcontext(), again())  # noqa: E731
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def require_inductor(device: torch.device) -> None:
+    """Raise UserError if inductor lacks its compiler: a C++ compiler for the CPU, Triton for a GPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    try:
+        if device.type == "cpu":
+            get_cpp_compiler()
+        elif not has_triton():
+            raise UserError(f"parallel.compile=true for {device.type} needs Triton, which does not work here")
+    except InvalidCxxCompiler:
+        raise UserError(
+            "parallel.compile=true for the CPU needs a C++ compiler, and there is none: install g++, or name "
+            "one in CXX"
+        ) from None

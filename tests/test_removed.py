@@ -1,0 +1,34 @@
+"""Names that were removed: each says what to use instead."""
+
+import pytest
+
+import shardtrain
+
+REMOVED = {
+    "compile_units": r"for block in shardtrain.blocks\(model\).values\(\): block.compile\(\)",
+    "checkpoint_activations": "torch's apply_activation_checkpointing or checkpoint_wrapper",
+    "mean_over_samples": "this rank's samples times the ranks over all samples",
+    "load_weights": r"storage_reader=HuggingFaceStorageReader\(directory\)\) reads .safetensors",
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
+    message = rf"^shardtrain\.{name} was removed; .*{REMOVED[name]}"
+    with pytest.raises(ValueError, match=message):
+        getattr(shardtrain, name)
+    with pytest.raises(ValueError, match=message):
+        exec(f"from shardtrain import {name}")
+
+
+@pytest.mark.parametrize("name", ["Muon", "muon_groups"])
+def test_what_moved_says_where_it_is(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^shardtrain\.optim\.{name} was moved; use shardtrain.recipes.muon"
+    ):
+        getattr(shardtrain.optim, name)
+
+
+def test_other_names_are_unknown() -> None:
+    assert not hasattr(shardtrain, "compile_unit")
+    assert not hasattr(shardtrain.optim, "Muons")
