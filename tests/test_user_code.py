@@ -24,17 +24,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shardtrain
 from shardtrain import comm
 from shardtrain.engine.calls import Call
-from shardtrain.recipes.behaviours import (
-    Net,
-    Outer,
-    Unit,
-    batch,
-    sgd,
-    squares,
-    two_forwards,
-)
-from shardtrain.recipes.behaviours_of_calls import CALLS
 
+from behaviours.calls import CALLS
+from behaviours.rows import Net, Outer, Unit, batch, squares
+from behaviours.training import two_forwards
 from pool import each_rank
 from small import (
     Block,
@@ -43,6 +36,7 @@ from small import (
     classify,
     like_a_replica,
     raised_soon,
+    sgd,
     shard,
     sharded_and_replica,
     train,
