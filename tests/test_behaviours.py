@@ -20,7 +20,7 @@ from behaviours.rows import ROWS, Outcome, outcome
 from behaviours.test_rows import REFUSED
 from behaviours.verdicts import VERDICTS, outcome_here, outcomes, summary
 from behaviours.wrappers import with_verbs
-from pool import Pool, Ranks, each_rank
+from pool import TIMEOUT_S, Pool, Ranks, each_rank
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs/behaviours.md").read_text()
@@ -50,7 +50,7 @@ def test_peers_train_as_a_replica_does(wrapper: str, on_ranks: Ranks) -> None:
 
 def shard_and_hang(model: nn.Module) -> nn.Module:
     if dist.get_rank() == 1:
-        time.sleep(60)
+        time.sleep(600)
     return model
 
 
@@ -62,15 +62,16 @@ def shard_and_die(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "expected"),
+    ("wrapper", "limit_s", "expected"),
     [
-        (shard_and_hang, Outcome("hangs", "still after 5 s")),
-        (shard_and_die, Outcome("ends", "exit code -9")),
+        (shard_and_hang, 5.0, Outcome("hangs", "still after 5 s")),
+        (shard_and_die, TIMEOUT_S, Outcome("ends", "exit code -9")),
     ],
 )
-def test_a_rank_that_hangs_or_ends_costs_one_row(wrapper: Any, expected: Outcome) -> None:
-    pool = Pool(5.0, fresh=True)
+def test_a_rank_that_hangs_or_ends_costs_one_row(wrapper: Any, limit_s: float, expected: Outcome) -> None:
+    pool = Pool(limit_s, fresh=True)
     assert outcomes(pool, "auto", f"{__name__}.{wrapper.__name__}", "BatchNorm") == [expected]
+    pool.limit_s = TIMEOUT_S
     assert outcomes(pool, "auto", "ddp", "BatchNorm") == [Outcome("equal")] * 2
 
 
