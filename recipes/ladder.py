@@ -21,8 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._pytree import tree_leaves
 
-from shardtrain.recipes.behaviours import average_gradients
-
 BLOCKS, WIDTH = 4, 7
 COLLECTIVES = r"(all_gather|all_reduce|all_to_all|reduce_scatter)(?!_obj)"
 
@@ -124,7 +122,9 @@ def train(module: ModuleType | None) -> tuple[list[float], list[str], int]:
         optimizer.zero_grad()
         loss.backward()
         if not module:
-            average_gradients(model)
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
         optimizer.step()
         losses.append(loss.item())
     return losses, events, whole

@@ -45,8 +45,18 @@ def forkserver() -> Any:
     return context
 
 
+class LostRanks(AssertionError):
+    """Ranks died or did not answer; ``codes``: the exit code of each, None of one that runs."""
+
+    codes: list[int | None]
+
+
 class Pool:
-    def __init__(self) -> None:
+    """Ranks that wait for calls. Those of a ``fresh`` pool end after one call, with all that it leaves."""
+
+    def __init__(self, limit_s: float = TIMEOUT_S, fresh: bool = False) -> None:
+        self.limit_s = limit_s
+        self.fresh = fresh
         self._ranks: list[tuple[Any, Connection]] = []
         self._count = 0  # of tests
 
@@ -64,7 +74,7 @@ class Pool:
         if not self._ranks:
             # Of stores, which must outlive what tests leave to the garbage collector: else a rank aborts.
             self._folder = tempfile.TemporaryDirectory()
-            self._ranks = [self._start(rank) for rank in range(LARGEST)]
+            self._ranks = [self._start(rank) for rank in range(world if self.fresh else LARGEST)]
         self._count += 1
         store = f"{self._folder.name}/{self._count}"
         for rank, (_, pipe) in enumerate(self._ranks[:world]):
@@ -72,9 +82,14 @@ class Pool:
         answers = self._answers(world)
         failed = [f"--- rank {rank}\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
         if len(answers) < world:
-            self.stop()
             silent = sorted(set(range(world)) - set(answers))
-            failed.insert(0, f"ranks {silent} died or did not answer in {TIMEOUT_S} s")
+            failed.insert(0, f"ranks {silent} died or did not answer in {self.limit_s} s")
+            lost = LostRanks("\n".join(failed))
+            lost.codes = [process.exitcode for process, _ in self._ranks[:world]]
+            self.stop()
+            raise lost
+        if self.fresh:
+            self.stop()
         if failed:
             raise AssertionError("\n".join(failed))
         return [answers[rank][1] for rank in range(world)]
@@ -82,7 +97,7 @@ class Pool:
     def _answers(self, world: int) -> dict[int, tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:world])}
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self.limit_s
         while pipes and time.monotonic() < deadline:
             for ready in wait(list(pipes), timeout=max(0.0, deadline - time.monotonic())):
                 rank = pipes.pop(ready)
@@ -94,7 +109,7 @@ class Pool:
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
         ours, theirs = forkserver().Pipe()
-        process = forkserver().Process(target=_serve, args=(theirs, sys.path), daemon=True)
+        process = forkserver().Process(target=_serve, args=(theirs, sys.path, self.fresh), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -149,7 +164,7 @@ def once(body: Callable[..., Any], name: str = "", *args: Any) -> Any:
     return path
 
 
-def _serve(pipe: Connection, path: list[str]) -> None:
+def _serve(pipe: Connection, path: list[str], fresh: bool) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
@@ -163,6 +178,8 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         body = getattr(body, "on_rank", body)  # of a test made by `each_rank`
         os.environ["SHARDTRAIN_TEST_TRANSPORT"] = transport
         pipe.send(_call(functools.partial(body, *args, **keywords), rank, world, store))
+        if fresh:
+            os._exit(0)  # so that connections end that something still holds
 
 
 def _call(body: Callable[..., Any], rank: int, world: int, store: str) -> tuple[bool, Any]:

@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer
 
 import shardtrain
-from shardtrain.recipes.behaviours import Parts as Parts
-from shardtrain.recipes.behaviours import average_gradients, sgd, three_steps
 
 
 class Block(nn.Module):
@@ -78,6 +76,19 @@ class TwoPaths(nn.Module):
             self(torch.randn(2, 9), order).sum().backward()
 
 
+class Parts(nn.Module):
+    """A module of parts by name; ``forward`` gets it and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.does = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.does(self, *args)
+
+
 def images(
     step: int, rank: int | None = None, n: int = 6, size: int = 5
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +111,39 @@ def sharded_and_replica(
     torch.manual_seed(0)
     plain = make()
     return shard(copy.deepcopy(plain), **{"units": [Block], **options}), DistributedDataParallel(plain)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def average(params: Sequence[torch.Tensor]) -> None:
+    """Do what replicas do by hand: the mean over ranks, and None only where no rank has a gradient."""
+    for param in params:
+        has = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has)
+        if has:
+            total = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(total)
+            param.grad = total / dist.get_world_size()
+
+
+def average_gradients(model: nn.Module) -> None:
+    average(list(model.parameters()))
+
+
+def three_steps(
+    net: nn.Module,
+    optimizer: Any,
+    step: Callable[[Any, int], object],
+    after: Callable[[Any], object] = id,
+) -> None:
+    """Train ``net`` for three steps; ``after`` is done to it between backward and update."""
+    for number in range(3):
+        optimizer.zero_grad()
+        step(net, number)
+        after(net)
+        optimizer.step()
 
 
 def train(

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import UnitOptions
-from shardtrain.recipes.behaviours import average_gradients
 
-from small import Block, assert_same_parameters, images, mesh, shard
+from small import Block, assert_same_parameters, average_gradients, images, mesh, shard
 
 
 class Adapted(Block):

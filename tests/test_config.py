@@ -121,7 +121,7 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         assert ("epochs" in said) == (flags[-1] not in ("model", "optim=muon"))
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export", "judge"])
+@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
 def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     """Of every choice of every group; one odd file of the user's changes nothing."""
     (own / "notes.yaml").write_text("- a\n\t- b")

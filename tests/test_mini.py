@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from shardtrain.judge.rows import ROWS, outcome
-from shardtrain.judge.wrappers import with_verbs
-from shardtrain.recipes import behaviours_of_calls, ladder, mini, walk
+from shardtrain.recipes import ladder, mini, walk
 
+from behaviours.rows import outcome
+from behaviours.verdicts import ROWS
+from behaviours.wrappers import with_verbs
 from pool import each_rank
 from small import images, shard
 from test_documents import ROOT, blocks
@@ -76,8 +77,7 @@ def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
 
 
 @each_rank(2, transport="auto")
-def test_mini_passes_the_judge_s_rows_of_training() -> None:
-    assert behaviours_of_calls.CALLS  # registers rows
+def test_mini_passes_the_rows_of_training() -> None:
     judged = types.ModuleType("judged")
     exec(next(block for block in blocks("python", ENGINE) if block.startswith("# judged")), vars(judged))
     rows = ["A parameter used on one rank only", "A parameter used nowhere, in a unit that ran", "AdamW"]

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import shardtrain
-from shardtrain.recipes.behaviours import Sam
 
+from behaviours.training import Sam
 from pool import WILD, each_rank
 from small import Parts, average_gradients, shard
 

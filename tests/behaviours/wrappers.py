@@ -1,4 +1,4 @@
-"""The wrappers that come with the judge, and how those of others are found.
+"""The wrappers that the rows know, and how those of others are found.
 
 A wrapper is a function from a model to a model. What else it offers are functions beside it, in its module or
 class: the methods of `Verbs`, which has torch's own for most of them.
@@ -7,6 +7,8 @@ class: the methods of `Verbs`, which has torch's own for most of them.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import pkgutil
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +29,8 @@ import shardtrain
 from shardtrain import comm
 from shardtrain import fsdp as own_names
 
+import small
+
 Wrapper = Any  # has the function `shard`, and `Verbs`
 WHOLE = states.StateDictOptions(full_state_dict=True)
 
@@ -37,8 +41,10 @@ class NotOffered(Exception):
 
 def units(model: nn.Module) -> list[nn.Module]:
     """Return what the adapters wrap one by one, inner modules first: the members of containers."""
-    containers = [m for m in model.modules() if isinstance(m, nn.Sequential | nn.ModuleList)]
-    members = dict.fromkeys(member for container in containers for member in container)
+    members: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            members.update(module)
     return [m for m in reversed(list(model.modules())) if m in members and [*m.parameters()]]
 
 
@@ -99,9 +105,7 @@ class Shardtrain:
     @staticmethod
     def shard(model: nn.Module, **options: Any) -> nn.Module:
         chosen = units(model)
-        # By messages, as its peers.
-        defaults = {"units": lambda _, module: module in chosen, "transport": "process_group"}
-        return shardtrain.shard(model, **{**defaults, **options})
+        return small.shard(model, units=lambda _, module: module in chosen, **options)
 
     def shard_in_bf16(self, model: nn.Module) -> nn.Module:
         return self.shard(model, precision=shardtrain.Precision(param=torch.bfloat16))
@@ -130,10 +134,13 @@ class Fsdp2:
         return self.shard(model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-class Fully_Shard(Fsdp2, Shardtrain):  # type: ignore[misc]  # FSDP2's verbs come first
+class FullyShard(Fsdp2, Shardtrain):  # FSDP2's verbs come first
     """FSDP2's names for wrapping, as shardtrain has them."""
 
     names: Any = own_names
+
+    def shard(self, model: nn.Module, **options: Any) -> nn.Module:
+        return super().shard(model, transport=os.environ["SHARDTRAIN_TEST_TRANSPORT"], **options)
 
 
 class Fsdp1:
@@ -164,18 +171,41 @@ class Replica(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-SHORT = {
-    each.__name__.lower(): f"{__name__}.{each.__name__}.shard"
-    for each in (Shardtrain, Fully_Shard, Fsdp2, Fsdp1, Ddp)
-}
-SHORT |= {name: f"shardtrain.recipes.adapters.{name.title()}.shard" for name in ("accelerate", "deepspeed")}
+class Accelerate:
+    """Hugging Face's. On CPUs it wraps in DDP, and does so, too, if it is given an FSDP plugin."""
+
+    def __init__(self) -> None:
+        self.library = importlib.import_module("accelerate")
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        rank = str(dist.get_rank())
+        world = str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        options = self.library.DistributedDataParallelKwargs(find_unused_parameters=True)
+        self.accelerator = self.library.Accelerator(cpu=True, kwargs_handlers=[options])
+        wrapped: nn.Module = self.accelerator.prepare(model)
+        wrapped.__class__ = Replica  # has the attributes of the model inside
+        return wrapped
+
+    def prepare(self, model: nn.Module, optimizer: Any) -> Any:
+        return self.accelerator.prepare(optimizer)
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self.accelerator.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+
+    def no_sync(self, model: nn.Module) -> Any:
+        return self.accelerator.no_sync(model)
 
 
-def wrapper(path: str) -> Wrapper:
+OWN = {"shardtrain.shard": Shardtrain, "shardtrain.fsdp.fully_shard": FullyShard}
+KNOWN = {**OWN, "fsdp2": Fsdp2, "fsdp1": Fsdp1, "ddp": Ddp, "accelerate": Accelerate}
+
+
+def find(path: str) -> Wrapper:
     """Return the wrapper ``PACKAGE.FUNCTION``, whose verbs are beside it in the package, class or object."""
-    owner_path, _, name = SHORT.get(path, path).rpartition(".")
-    owner = pkgutil.resolve_name(owner_path)
-    return with_verbs(owner() if isinstance(owner, type) else owner, name)
+    owner_path, _, name = path.rpartition(".")
+    owner = KNOWN[path] if path in KNOWN else pkgutil.resolve_name(owner_path)
+    return with_verbs(owner() if isinstance(owner, type) else owner, "shard" if path in KNOWN else name)
 
 
 def with_verbs(owner: object, name: str = "shard") -> Wrapper:

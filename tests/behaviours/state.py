@@ -1,4 +1,4 @@
-"""The judge's rows of state, memory and failures."""
+"""Rows of state, memory and failures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardtrain.judge.rows import Wrong
-from shardtrain.judge.wrappers import Wrapper
-from shardtrain.recipes.behaviours import (
+from behaviours.rows import (
     Net,
+    Wrong,
     advance,
-    average_gradients,
     batch,
     conv_net,
     pair,
@@ -34,11 +32,11 @@ from shardtrain.recipes.behaviours import (
     row,
     same,
     scene,
-    sgd,
     squares,
-    three_steps,
     two_layers,
 )
+from behaviours.wrappers import Wrapper
+from small import average_gradients, sgd, three_steps
 
 # state
 
@@ -212,7 +210,7 @@ swapped = lambda self, x: self.head(self.through(x, *orders[dist.get_rank() > 0]
 row("Failures", "Ranks that run units in another order", r"\branks?\b.*block", root=swapped)
 
 
-@scene("Failures", "rank 1")
+@scene("Failures", "rank [12]")
 def unequal_steps(api: Wrapper) -> None:
     """Unequal numbers of steps"""
     model, _ = pair(api)
@@ -239,5 +237,5 @@ def busy(api: Wrapper) -> None:
     model, _ = pair(api)
     squares(model, 0)
     api.set_time_out(timedelta(seconds=1.5))
-    time.sleep(4.0 * dist.get_rank())
+    time.sleep(4.0 if dist.get_rank() == 1 else 0.0)
     squares(model, 1)

@@ -1,4 +1,4 @@
-"""The judge's rows of what models return, call and edit."""
+"""Rows of what models return, call and edit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.judge.rows import NAMED
-from shardtrain.judge.wrappers import Wrapper
-from shardtrain.recipes.behaviours import (
+from behaviours.rows import (
+    NAMED,
     Net,
     Outer,
-    Parts,
     advance,
     batch,
     conv_net,
@@ -32,8 +30,10 @@ from shardtrain.recipes.behaviours import (
     same,
     scene,
     squares,
-    two_forwards,
 )
+from behaviours.training import two_forwards
+from behaviours.wrappers import Wrapper
+from small import Parts
 
 KIND = "Outputs, calls, edits"
 

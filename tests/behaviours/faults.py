@@ -1,24 +1,25 @@
-"""Register an honest wrapper, and twelve faults of it: as they happened in releases, where nothing raised."""
+"""An honest wrapper, and twelve faults of it: as they happened in releases, where nothing raised."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardtrain.judge.rows import FAULTS, HONEST
-from shardtrain.recipes.behaviours import average
+from small import average
 
 
 class Honest:
     """Keep the whole model on every rank, and average gradients when backward ends."""
 
     def shard(self, model: nn.Module) -> nn.Module:
-        self.params, self.reduces, self.reducing = list(model.parameters()), True, False
+        self.params = list(model.parameters())
+        self.reduces = True
+        self.reducing = False
         self.names = [param for _, param in model.named_parameters(remove_duplicate=False)]
         for tensor in [*self.params, *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
@@ -97,28 +98,48 @@ def tied_tail(self: Honest, params: Sequence[Tensor]) -> None:
             param.grad[len(param) // 2 :] = 0
 
 
-# Where a fault was reported and what it was: the methods that have it.
-FAULTY: dict[str, dict[str, Any]] = {
-    "verl#7493: gradients are never averaged": {"reduce": lambda self, params: None},
-    "Megatron-LM#3023: the sum over ranks, not the mean": {
-        "leave": lambda self, params: scale(params, dist.get_world_size())
-    },
-    "DeepSpeed#4879: the last bucket is never reduced": {"reduce": lambda self, params: average(params[:-2])},
-    "DeepSpeed#7718: a part of the gradients is lost": {"leave": lambda self, params: scale(params[1::2], 0)},
-    "Megatron-LM#6660: each micro-batch doubles what was there": {
-        "enter": lambda self, params: scale(params, 2)
-    },
-    "open-instruct#1498: only the last micro-batch counts": {"enter": lambda self, params: scale(params, 0)},
-    "Megatron-LM#5974: the step that makes state counts": {"prepare": counted_step},
-    "pytorch#170862: clips by the norm of what this rank holds": {"clip_grad_norm_": local_norm},
-    "transformers#46113: clips nothing": {
-        "clip_grad_norm_": lambda self, model, max_norm, norm_type=2.0: norm_of(self.params, norm_type)
-    },
-    "pytorch#148334: no gradient on ranks that did not use a parameter": {"reduce": only_where_used},
-    "pytorch#176076: a part of tied weights is never updated": {"leave": tied_tail},
-    "pytorch#117421: a state dict is loaded without effect": {"load_full_state_dict": lambda *_: None},
+TRAINING = "Training equals a replica's"
+MICRO_BATCHES = "Two micro-batches, the first in `no_sync`"
+CLIPPING = "Clipping by the norm: the norms, and what follows"
+# By where a fault was reported and what it was: the row that notices it, and the methods that have it.
+FAULTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
+    "verl#7493: gradients are never averaged": (TRAINING, {"reduce": lambda self, params: None}),
+    "Megatron-LM#3023: the sum over ranks, not the mean": (
+        TRAINING,
+        {"leave": lambda self, params: scale(params, dist.get_world_size())},
+    ),
+    "DeepSpeed#4879: the last bucket is never reduced": (
+        TRAINING,
+        {"reduce": lambda self, params: average(params[:-2])},
+    ),
+    "DeepSpeed#7718: a part of the gradients is lost": (
+        TRAINING,
+        {"leave": lambda self, params: scale(params[1::2], 0)},
+    ),
+    "Megatron-LM#6660: each micro-batch doubles what was there": (
+        MICRO_BATCHES,
+        {"enter": lambda self, params: scale(params, 2)},
+    ),
+    "open-instruct#1498: only the last micro-batch counts": (
+        MICRO_BATCHES,
+        {"enter": lambda self, params: scale(params, 0)},
+    ),
+    "Megatron-LM#5974: the step that makes state counts": ("AdamW", {"prepare": counted_step}),
+    "pytorch#170862: clips by the norm of what this rank holds": (CLIPPING, {"clip_grad_norm_": local_norm}),
+    "transformers#46113: clips nothing": (
+        CLIPPING,
+        {"clip_grad_norm_": lambda self, model, max_norm, norm_type=2.0: norm_of(self.params, norm_type)},
+    ),
+    "pytorch#148334: no gradient on ranks that did not use a parameter": (
+        "A parameter used on one rank only",
+        {"reduce": only_where_used},
+    ),
+    "pytorch#176076: a part of tied weights is never updated": (
+        "Weights tied across units",
+        {"leave": tied_tail},
+    ),
+    "pytorch#117421: a state dict is loaded without effect": (
+        "A full state dict, loaded",
+        {"load_full_state_dict": lambda *_: None},
+    ),
 }
-
-
-FAULTS[HONEST] = Honest
-FAULTS |= {name: type("Mutant", (Honest,), methods) for name, methods in FAULTY.items()}

@@ -1,1 +1,0 @@
-"""Judge a sharding wrapper by what users' code does to it."""
