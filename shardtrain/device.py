@@ -93,7 +93,8 @@ def choose_deterministic_kernels() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory
+    # Otherwise torch fills all new memory, which costs a pass over it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def is_deterministic(device: torch.device) -> bool:

@@ -2,40 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-from dataclasses import asdict
-from typing import Any
-
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.errors import path_of, writing
 from shardtrain.job.format import MIB, aligned, counted
 from shardtrain.plan.simulate import Plan
-
-
-class Output:
-    """Write a program's results to the directory ``out``; or one named after ``title`` and the time.
-
-    Collective: a UserError is raised on all ranks, at the start rather than after the measurement.
-    """
-
-    def __init__(self, program: str, out: str | None, title: str) -> None:
-        started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        self.folder = path_of("out", out or f"outputs/{program}/{title}-{started}")
-        self._json, self._text = (self.folder / f"{program}.{suffix}" for suffix in ("json", "txt"))
-        on_rank_0(self._prepare)
-
-    def _prepare(self) -> None:
-        with writing("out", self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._json.touch()
-
-    def write(self, text: str, facts: dict[str, Any]) -> None:
-        """Print ``text``, and write it beside ``facts`` (JSON values and dataclasses). Called on rank 0."""
-        self._json.write_text(json.dumps(facts, indent=2, default=asdict) + "\n")
-        self._text.write_text(text + "\n")
-        print(f"\n{text}\n\nwritten to {self.folder}", flush=True)
 
 
 def headline(config: Config, plan: Plan) -> str:
