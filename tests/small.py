@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import VisionTransformer
 
 import shardtrain
@@ -264,10 +264,30 @@ def mean_in_a_tree(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return future
 
 
-def allocated(step: Any) -> int:
-    """The most that the CPU's allocator gave out during ``step()``, above what it had given before."""
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+class _EndsOfOperations(TorchDispatchMode):
+    """Mark in a profile where each operation ends."""
+
+    NAME = "an operation ends"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        with torch.autograd.profiler.record_function(self.NAME):
+            return result
+
+
+def allocated(step: Callable[[], object]) -> int:
+    """Return the most that the CPU's allocator had given out at the end of an operation of ``step()``.
+
+    Counted above what it had given out before. Scratch memory of kernels, which depends on the processor, is
+    not counted: it is free again at the end of the operation.
+    """
+    with torch.autograd.profiler.profile(profile_memory=True) as profile, _EndsOfOperations():
         step()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
+    events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
+    most = held = 0
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+        elif event.name() == _EndsOfOperations.NAME:
+            most = max(most, held)
+    return most
