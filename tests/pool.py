@@ -88,8 +88,8 @@ class Pool:
                 rank = pipes.pop(ready)
                 try:
                     answers[rank] = ready.recv()
-                except EOFError:  # it died: the others have a moment to say what they saw of that
-                    deadline = min(deadline, time.monotonic() + 12)
+                except EOFError:  # it died: the others have time to say what they saw of that
+                    deadline = min(deadline, time.monotonic() + 100)
         return answers
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
