@@ -201,7 +201,7 @@ def ended(
     world: int,
     *command: str,
     folder: Path,
-    timeout: float = 100.0,
+    timeout: float = 300.0,
     signal: tuple[str, int] = ("", 0),
     **environment: str,
 ) -> Ended:

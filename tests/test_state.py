@@ -677,7 +677,9 @@ def test_a_gibibyte_is_loaded_into_its_share_of_memory(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         text = json.dumps(head).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(file, 8 + len(text) + count * size)  # a sparse file of zeros
+        os.truncate(file, 8 + len(text) + count * size - 4)  # a sparse file of zeros, but for the last value
+        with file.open("ab") as values:
+            values.write(torch.ones(1).numpy().tobytes())
     dist.barrier()
     cpu = torch.device("cpu")
     reset_peak_memory(cpu)
@@ -686,5 +688,6 @@ def test_a_gibibyte_is_loaded_into_its_share_of_memory(tmp_path: Path) -> None:
     model.to_empty(device="cpu")
     shardtrain.load_weights(model, file)
     mib = (peak_memory(cpu) - before) / 2**20
-    assert 512 < mib < 512 + 64 + 64, mib
+    assert mib < 512 + 64 + 64, mib  # the kernel's count is off by up to a MiB per core
     assert not model[3].weight.any()
+    assert model[-1].weight.count_nonzero() == dist.get_rank()
