@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -126,9 +125,7 @@ def opened_among_strangers(starts: int, told: list[Path]) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="nobody else can start another user's processes")
 @pytest.mark.parametrize("starts", [1, pytest.param(50, marks=pytest.mark.long)])
-def test_other_users_learn_nothing_and_disturb_nobody(
-    on_ranks: Ranks, tmp_path: Path, starts: int
-) -> None:
+def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, tmp_path: Path, starts: int) -> None:
     told = [tmp_path / "first", tmp_path / "second"]
     for file in told:
         file.touch()
