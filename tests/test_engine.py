@@ -26,8 +26,8 @@ from torchvision import models
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm.reports import Reports
+from shardtrain.engine.driver import Driver
 from shardtrain.engine.reduce import Reduction
-from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ALIGN_BYTES
 
 from naive_twin import NaiveTwin
@@ -116,7 +116,7 @@ def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
         original = getattr(Reduction, name)
 
         def counted(reduction: Reduction) -> None:
-            sizes.append(sizes[-1] + sign * reduction.full_bytes // 4)
+            sizes.append(sizes[-1] + sign * reduction.unit.gradient_bytes // 4)
             original(reduction)
 
         return mock.patch.object(Reduction, name, counted)
@@ -553,8 +553,8 @@ def test_the_only_unit_trains_as_a_replica() -> None:
         (kept[0].square().mean() if number % 2 == dist.get_rank() else loss).backward()
 
     model = like_a_replica(step=step, units=[])
-    wrapped = mock.Mock(side_effect=Schedule.pre_forward)
-    with mock.patch.object(Schedule, "pre_forward", lambda *each: wrapped(*each)):
+    wrapped = mock.Mock(side_effect=Driver.begin_call)
+    with mock.patch.object(Driver, "begin_call", lambda *each: wrapped(*each)):
         model(images(0)[0])
     assert wrapped.call_count == 1
 

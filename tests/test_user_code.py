@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.engine.calls import Call
+from shardtrain.engine.schedule import Call
 
 from behaviours.calls import CALLS
 from behaviours.rows import Net, Outer, Unit, batch, squares
