@@ -492,7 +492,6 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
     out = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
     for attempt in (
         lambda: torch.save(state, io.BytesIO()),
-        lambda: torch.save(optimizer.state_dict(), io.BytesIO()),
         lambda: state["fc.weight"].clone(),
         lambda: state["fc.weight"].data,
         lambda: state["fc.weight"].numpy(),
@@ -522,6 +521,12 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
     assert state["fc.weight"].shape == model.fc.weight.shape
     assert "of fc.weight (" in repr(state["fc.weight"])
     optimizer.load_state_dict(optimizer.state_dict())
+    stored = io.BytesIO()
+    torch.save({"mine": optimizer.state_dict()}, stored)  # this rank's, for the same number of ranks
+    loaded = torch.load(io.BytesIO(stored.getvalue()), weights_only=True)["mine"]
+    assert {type(value) for items in loaded["state"].values() for value in items.values()} == {torch.Tensor}
+    optimizer.load_state_dict(loaded)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 @each_rank(3)

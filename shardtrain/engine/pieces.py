@@ -14,6 +14,7 @@ stores tensors would store this rank's part under the parameter's name, and is r
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -153,12 +154,27 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
     return [module.register_state_dict_post_hook(give), module.register_load_state_dict_pre_hook(take)]
 
 
+class LocalState(dict[Any, Any]):
+    """Hold an optimizer's state by parameter, whose tensors are pieces. Pickled, it is plain tensors.
+
+    So what ``optimizer.state_dict()`` returns can be saved per rank, as always. What torch's
+    ``get_optimizer_state_dict`` makes of it, by parameter names, cannot.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: OrderedDict[Any, Any] = OrderedDict()  # which `torch.load` reads with weights_only
+        for key, items in self.items():
+            plain[key] = {name: getattr(value, "held", value) for name, value in items.items()}
+        return plain.__reduce_ex__(protocol)
+
+
 def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
     """Have torch's ``get_optimizer_state_dict`` return pieces of the optimizer's state, and load them."""
     held = WeakSet(members)  # so that the optimizer does not keep the model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        return _changed(_given, held, optimizer, saved)
+        described = _changed(_given, held, optimizer, saved)
+        return {**described, "state": LocalState(described["state"])}
 
     optimizer.register_state_dict_post_hook(give)
     optimizer.register_load_state_dict_pre_hook(partial(_changed, _taken, held))
