@@ -34,7 +34,7 @@ from shardtrain.comm.transport import Transport
 from shardtrain.engine.api import check
 from shardtrain.engine.deferred_init import become
 from shardtrain.engine.hooks import Engine, engine_of, is_inside, refuse_copy
-from shardtrain.engine.unit import Unit
+from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import unit_modules
 
 _MARK = "_shardtrain_mark"
@@ -136,21 +136,20 @@ class FSDPModule(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit and show full parameters until `reshard`. They must not be changed."""
         engine, unit = _sharded(self)
-        if unit is not None and not unit.shows_full:
+        if unit is not None and unit.shown is Shown.SHARD:
             engine.adopt_changes()
-            if engine.schedule.is_idle:
-                engine.schedule.refresh([unit])
-            unit.open_full(for_forward=True)
-            engine.schedule.kept[unit] = None  # until the next forward or update
+            if engine.driver.is_idle:
+                engine.driver.refresh(unit)
+            engine.driver.schedule.keep(unit)  # until the next forward or update
         return UnshardHandle() if async_op else None  # its `wait` has nothing to wait for
 
     def reshard(self) -> None:
         """Release this unit."""
         engine, unit = _sharded(self)
-        if unit is not None and unit.shows_full:
+        if unit is not None and unit.shown is Shown.FULL:
             unit.refuse_edits()
-            engine.schedule.kept.pop(unit, None)
-            engine.schedule.refresh([unit])
+            engine.driver.schedule.kept.pop(unit, None)
+            engine.driver.refresh(unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or (False) let them wait on each rank."""

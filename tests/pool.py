@@ -103,8 +103,8 @@ class Pool:
                 rank = pipes.pop(ready)
                 try:
                     answers[rank] = ready.recv()
-                except EOFError:  # it died: the others have a moment to say what they saw of that
-                    deadline = min(deadline, time.monotonic() + 12)
+                except EOFError:  # it died: the others have time to say what they saw of that
+                    deadline = min(deadline, time.monotonic() + 100)
         return answers
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
@@ -218,7 +218,7 @@ def ended(
     world: int,
     *command: str,
     folder: Path,
-    timeout: float = 100.0,
+    timeout: float = 300.0,
     signal: tuple[str, int] = ("", 0),
     **environment: str,
 ) -> Ended:

@@ -263,7 +263,7 @@ def _hosts(two: TwoHosts, folder: Path, count: int, choice: random.Random) -> li
         side = choice.choice((0, 1))
         time.sleep(choice.uniform(0, 1.5))
         since = time.time()
-        two.hosts[side].start("sh", "-c", "kill -9 -1").wait()
+        two.hosts[side].end_all()
         two.hosts[side].start("sh", "-c", "rm -rf /dev/shm/shardtrain-*").wait()
         times.wait_for(alive(1 - side), since + 0.5, world=1)
         restarts.append(times.restart(since))
@@ -271,7 +271,7 @@ def _hosts(two: TwoHosts, folder: Path, count: int, choice: random.Random) -> li
         start(side)
         if choice.random() < 0.25:
             time.sleep(choice.uniform(0, 12))
-            two.hosts[side].start("sh", "-c", "kill -9 -1").wait()
+            two.hosts[side].end_all()
             print("killed again while it joined", flush=True)
             start(side)
         times.wait_for(alive(side), time.time(), world=2)

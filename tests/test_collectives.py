@@ -4,6 +4,7 @@ import random
 import time
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from shardtrain import comm as dist
 from shardtrain.comm import messages, native, public
 
 from pool import each_rank
-from small import tree_sum
+from small import tree_sum, until
 
 
 def equal(found: torch.Tensor, expected: Any) -> None:
@@ -207,15 +208,15 @@ def test_calls_under_way_together_keep_apart() -> None:
 
 
 @each_rank(2, transport="auto")
-def test_asynchronous_work_completes_by_itself() -> None:
+def test_asynchronous_work_completes_by_itself(tmp_path: Path) -> None:
     if comm.rank() == 1:
-        time.sleep(0.2)
+        until((tmp_path / "asked").exists)
     output = torch.empty(comm.world_size())
     work = comm.all_gather_into_tensor(output, torch.ones(1), async_op=True)
-    assert comm.rank() == 1 or not work.is_completed()
-    deadline = time.monotonic() + 10
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    if comm.rank() == 0:
+        assert not work.is_completed()
+        (tmp_path / "asked").touch()
+    until(work.is_completed)
     assert output.eq(1).all()
     finish(work, True)
 

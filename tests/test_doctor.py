@@ -73,8 +73,8 @@ FAULTS: dict[str, Callable[[Job], object]] = {
     r"step 1, parameter of 1\.0\.weight in unit 1\.0: Mismatched": (
         lambda job: job.optimizer.register_step_post_hook(lambda *_: weight(job).data[-1].add_(1.0))
     ),
-    r"rank 1: step 1, output of 1\.1 in unit 1\.1: Mismatched": (
-        lambda job: job.model.get_submodule("1.1").register_forward_hook(lambda *found: found[2] * 1.0001)
+    r"rank 1: step 1, output of 1\.0 in unit 1\.0: Mismatched": (
+        lambda job: job.model.get_submodule("1.0").register_forward_hook(lambda *call: call[2] * 1.0001)
     ),
     r"step 0, initial value of 1\.0\.weight in unit 1\.0: Mismatched ": (
         lambda job: weight(job).data[5].fill_(0.25)

@@ -63,7 +63,7 @@ class Run:
 
     def wait_for(self, pattern: str, after: int = 0) -> int:
         """Wait until host 0 has said this after a position; return the position of its end."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while (match := re.compile(pattern, re.MULTILINE).search(self.said(), after)) is None:
             if time.monotonic() > deadline:
                 for host in self.two.hosts:  # every thread says where it is
@@ -74,7 +74,7 @@ class Run:
         return match.end()
 
     def codes(self) -> list[int]:
-        return [self.running[side].wait(90) for side in (0, 1)]
+        return [self.running[side].wait(300) for side in (0, 1)]
 
     def assert_learnt_as_one_host(self, *arguments: str, steps: int = 0, tolerance: float = 0.0) -> None:
         """Compare losses with those of two ranks of one host that nobody disturbs."""
@@ -128,7 +128,7 @@ def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) 
     run.two.link("down")
     assert run.codes() == [1, 1]
     for side, lost in enumerate(("(2|3|2 and 3)", "(0|1|0 and 1)")):
-        told = rf"PeerLost: ranks? {lost} do(es)? not answer: rank \d has waited 1\d s"
+        told = rf"PeerLost: ranks? {lost} do(es)? not answer: rank \d has waited \d\d s"
         assert re.search(told, run.said(side))
     run.assert_learnt_as_one_host(*ENDLESS, tolerance=2e-3)
 
@@ -138,7 +138,7 @@ def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run:
     run.start_both(1, "impatient.py", *ENDLESS)
     run.wait_for("^step +5/")
     run.two.hosts[0].kill()
-    assert run.running[1].wait(60) == 1
+    assert run.running[1].wait(300) == 1
     assert re.search("PeerLost: rank 0 (has ended|does not answer): rank 1 ", run.said(1))
 
 
@@ -149,7 +149,7 @@ def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
     command = (*MEET.split(), "steady.py", *endless)
     run.start_both(1, *command)
     run.wait_for("^step +20/")
-    run.two.hosts[1].start("sh", "-c", "kill -9 -1").wait()
+    run.two.hosts[1].end_all()
     position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ")
     position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\nstep", position)
     run.start(1, 1, *command)

@@ -16,7 +16,7 @@ import yaml
 from PIL import Image
 from torchvision.models import VisionTransformer
 
-from shardtrain import comm
+from shardtrain import comm, introspect
 from shardtrain.job import build
 from shardtrain.job.config import Config, Reference
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
@@ -124,7 +124,7 @@ ELSEWHERE = {
         "data.name optim.name sched.name augment._target_"
     ),
     "test_transports.py::test_replicas_that_do_not_fit_are_refused": "parallel.shard",
-    "test_plan.py::test_a_plan_is_kept": "parallel.transport",
+    "test_keys.py::test_the_transport_is_the_one_that_is_asked_for": "parallel.transport",
     "test_virtual.py::test_a_run_moves_between_numbers_of_ranks": "parallel.virtual_ranks",
     "test_replay.py::test_a_run_stops_before_the_update_where_a_rank_computes_wrong": "train.replay_every",
     "test_config.py::test_mistakes_are_named": "parallel.sync_batchnorm parallel.offload",
@@ -247,6 +247,15 @@ def test_all_other_keys_act(tmp_path: Path) -> None:
 @each_rank(2, transport="auto")
 def test_all_other_keys_of_several_ranks_act(tmp_path: Path) -> None:
     require_acting(tmp_path, chosen(first=False, ranks=2))
+
+
+@each_rank(2, transport="auto")
+def test_the_transport_is_the_one_that_is_asked_for() -> None:
+    kinds = {"process_group": comm.ProcessGroupTransport, "shared_memory": comm.SharedMemoryTransport}
+    for name, kind in kinds.items():
+        config = composed(*VIT, *FOUR_STEPS, f"parallel.transport={name}")
+        job, _ = build.build(config, comm.rank(), comm.world_size(), CPU)
+        assert type(introspect(job.model).transport) is kind
 
 
 # what no key changes

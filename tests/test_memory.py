@@ -9,10 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +31,7 @@ from shardtrain.train import saving
 
 import pool
 from pool import Ranks, each_rank, once
+from small import until
 from test_checkpoint import files_of, fresh, train, values
 from test_cli import PROGRAM, in_a_shell
 from test_hosts import MEET, Run, run  # noqa: F401, `run` is a fixture
@@ -131,7 +132,7 @@ def test_a_copy_that_does_not_fit_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def run_in(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
-    place = patch.multiple(memory, MEMORY=Path(folder).parent, KEPT_S=30.0)
+    place = patch.multiple(memory, MEMORY=Path(folder).parent, KEPT_S=300.0)
     with place:
         return train_in(folder, EVERY_STEP, "checkpoint.every_steps=100", *arguments, at=at)
 
@@ -316,13 +317,6 @@ def test_memory_that_is_removed_while_it_is_taken_is_made_again(place: Path, at:
     memory.release(made, lock, keep=False)
 
 
-def gone(path: Path, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not path.exists()
-
-
 def watchers(directory: Path) -> list[int]:
     """The processes that watch a directory."""
     found = []
@@ -334,25 +328,62 @@ def watchers(directory: Path) -> list[int]:
 
 
 def test_what_no_rank_holds_is_removed_after_a_while(place: Path) -> None:
-    """By one process, which leaves with the directory, and takes no restarted run's."""
+    """By one process, which leaves with the directory."""
     made, lock = memory.claim(place / "run")
     memory.watch(made)
     memory.watch(made)
-    time.sleep(1.0)
-    assert len(watchers(made)) == 1
+    until(lambda: len(watchers(made)) == 1)
     assert made.exists(), "a rank holds it"
     memory.release(made, lock, keep=True)
-    time.sleep(0.2)
-    _, lock = memory.claim(place / "run")
-    time.sleep(1.0)
-    assert made.exists(), "a rank holds it again"
-    memory.release(made, lock, keep=True)
-    assert gone(made)
-    made, lock = memory.claim(place / "run")
-    time.sleep(1.0)
+    until(lambda: not made.exists())
+    until(lambda: not watchers(made))
+
+
+def watched(made: Path, at: dict[int, Callable[[], object]]) -> int:
+    """Return after how many seconds what removes ``made`` ends, by a clock of its own: kept for 400 s.
+
+    ``at``: by seconds, what ranks do meanwhile. Until then the directory stays.
+    """
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        assert now < 10_000
+        if act := at.pop(round(now), None):
+            assert made.exists()
+            act()
+
+    with patch.object(cleanup, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)):
+        cleanup.watch(str(made), 400.0)
+    assert not at
+    return round(now)
+
+
+def test_what_is_removed_belongs_to_no_run_that_was_started_again(place: Path) -> None:
+    """A rank holds it for longer than it is kept; then none, but not for long enough; then none."""
+    made, first = memory.claim(place / "run")
+    again: list[int] = []
+    ranks = {
+        1000: lambda: memory.release(made, first, keep=True),
+        1399: lambda: again.append(memory.claim(place / "run")[1]),
+        3000: lambda: memory.release(made, again[0], keep=True),
+    }
+    assert 3400 <= watched(made, ranks) <= 3402
+    assert not made.exists()
+
+
+def test_a_directory_that_was_made_again_is_another_run_s(place: Path) -> None:
+    made, first = memory.claim(place / "run")
+    again: list[int] = []
+
+    def start_again() -> None:
+        memory.release(made, first, keep=False)
+        again.append(memory.claim(place / "run")[1])
+
+    assert watched(made, {10: start_again}) == 10
     assert made.exists()
-    assert not watchers(made)
-    memory.release(made, lock, keep=False)
+    memory.release(made, again[0], keep=False)
 
 
 def test_what_the_cleanup_left_the_next_run_removes(place: Path) -> None:
@@ -373,7 +404,7 @@ def test_what_the_cleanup_left_the_next_run_removes(place: Path) -> None:
     assert [path.exists() for path in (old, new, used, other, made)] == [False, True, True, True, True]
     memory.release(made, own, keep=False)
     os.close(lock)
-    assert gone(made)
+    until(lambda: not made.exists())
 
 
 # the program
@@ -432,7 +463,7 @@ def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
     place = memory_of(tmp_path)
     assert f"continuing after step 6 of 10 ({place}/step-00000006)" in killed.stdout
     assert not place.exists()
-    assert gone(Path(f"/proc/{(watchers(place) or [0])[0]}/cmdline"))
+    until(lambda: not watchers(place))
     done = pool.ended(2, *PROGRAM, *RUN[:-1], "run.dir=undisturbed", folder=tmp_path)
     assert done.codes == [0, 0], done.errors
     last = [files_of(tmp_path / name / "checkpoints" / step_name(10)) for name in ("run", "undisturbed")]
@@ -457,7 +488,7 @@ ENDLESS = ("train.epochs=4000", "sched=constant", "checkpoint.every_steps=100000
 
 def lose(run: Run, side: int, memory_too: bool) -> None:  # noqa: F811
     """Kill all processes of a host, the one that would free its memory, too."""
-    run.two.hosts[side].start("sh", "-c", "kill -9 -1").wait()
+    run.two.hosts[side].end_all()
     if memory_too:
         run.two.hosts[side].start("sh", "-c", "rm -r /dev/shm/shardtrain-*").wait()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.watch import Watch
 
 from pool import each_rank, ended, once
-from small import Block, OddNet, sgd, shard
+from small import Block, OddNet, clock, sgd, shard
 from small import train as steps_of
 from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
@@ -174,21 +174,23 @@ def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> N
 
 def test_metrics_are_of_the_steps_between_reports() -> None:
     job, _ = built()
-    metrics = StepMetrics(job)
-    metrics.since = metrics.spent.since = time.perf_counter() - 1000  # start-up, which is no part of them
-    metrics.start()
-    with metrics.step(), metrics.phase("data"):
-        time.sleep(0.02)
-    with metrics.paused("evaluation"):  # no part of them, either
-        time.sleep(0.2)
-    step_of(metrics, TWO, TWO, loss=1.5)
-    scalars = metrics.report(2, 3 * ONE).scalars
+    with clock() as let_pass:
+        metrics = StepMetrics(job)
+        let_pass(1e6)  # start-up, which is no part of them
+        metrics.start()
+        with metrics.step(), metrics.phase("data"):
+            let_pass(1000)
+        with metrics.paused("evaluation"):  # no part of them, either
+            let_pass(1e6)
+        step_of(metrics, TWO, TWO, loss=1.5)
+        scalars = metrics.report(2, 3 * ONE).scalars
+        assert 1000 < time.perf_counter() - metrics.spent.since - 1e6 < 2000
     assert (scalars["train/loss"], scalars["train/acc1"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
     assert scalars["perf/img_per_s"] == pytest.approx(2 / scalars["time/step_s"])
+    assert 500 < scalars["time/step_s"] < 1000
     assert 50 < scalars["time/data_pct"] < 100
     assert scalars["time/forward_pct"] == 0 < scalars["time/optimizer_pct"]
     assert scalars["time/exposed_comm_pct"] == 0
-    assert scalars["time/step_s"] < 100 > time.perf_counter() - metrics.spent.since
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
     assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
     step_of(metrics, TWO, loss=float("nan"))
@@ -212,7 +214,7 @@ def test_traffic_is_that_of_the_steps_that_were_metered(ranks: int) -> None:
 def test_the_peak_is_that_of_the_run() -> None:
     """Jobs of a sweep share a process."""
     job, _ = built()
-    large = torch.ones(400 * MIB, dtype=torch.uint8)
+    large = torch.ones(400 * MIB, dtype=torch.uint8)  # the kernel's count is off by up to a MiB per core
     del large
     first = StepMetrics(job)
     second = StepMetrics(job)
@@ -220,15 +222,16 @@ def test_the_peak_is_that_of_the_run() -> None:
     peak = first.report(1, ONE).scalars["memory/peak_mib"]
     second.start()
     step_of(second, TWO)
-    assert second.report(1, ONE).scalars["memory/peak_mib"] < peak - 300
+    assert second.report(1, ONE).scalars["memory/peak_mib"] < peak - 100
 
 
 def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
-    spent = Spent(since=time.perf_counter() - 10, steps=50, images=600)
-    spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
-    found = judge(spent)
-    assert found["run_img_per_s"] == pytest.approx(60, rel=0.1)
-    assert sum(found["spent_s"].values()) == pytest.approx(10, rel=0.1)
+    with patch("time.perf_counter", lambda: 110.0):
+        spent = Spent(since=100.0, steps=50, images=600)
+        spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
+        found = judge(spent)
+    assert found["run_img_per_s"] == 60
+    assert sum(found["spent_s"].values()) == 10
     assert found["time"] == "data 60 %, forward 10 %, exposed communication 10 %, the rest 20 %"
     table = end_table({"status": "finished", "step": 50, "seconds": 10.0, "run_dir": "there", **found})
     assert "speed     60 img/s over all" in table
@@ -265,8 +268,8 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
 def test_a_planted_slow_rank_is_found_with_its_phase() -> None:
     job, _ = build(configure(*SHORT), comm.rank(), comm.world_size(), CPU)
     metrics = StepMetrics(job)
-    with metrics.step(), metrics.phase("data"):
-        time.sleep(0.6 * comm.rank())
+    with clock() as let_pass, metrics.step(), metrics.phase("data"):
+        let_pass(1000.0 * comm.rank())
     step_of(metrics, TWO)
     slow = metrics.report(2, ONE).slow
     assert slow[:2] == (1, "data")
@@ -475,13 +478,19 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     metrics = StepMetrics(job)
     batches = iter(job.train)
     step = Step.of(job, None)
+    around: list[float] = []  # seconds of steps with the measuring
+    inside: list[float] = []  # and without
 
     def steps(count: int) -> None:
         for _ in range(count):
             job.optimizer.zero_grad()
+            begun = time.perf_counter()
             with metrics.step():
+                entered = time.perf_counter()
                 step.gradients(batches, 2, metrics.phase, metrics.add)
                 step.update()
+                inside.append(time.perf_counter() - entered)
+            around.append(time.perf_counter() - begun)
 
     steps(1)
     before = time.perf_counter()
@@ -500,12 +509,15 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
         "optimizer": sum(v.nbytes for v in state),
     }
     shares = [value for tag, value in scalars.items() if tag.startswith("time/") and tag.endswith("_pct")]
-    assert end - start < 4 * 12 / scalars["perf/img_per_s"] < after - before
+    elapsed = 4 * 12 / scalars["perf/img_per_s"]
+    assert end - start < elapsed < after - before
     for kind in ("all_gather", "reduce_scatter"):
         assert scalars[f"comm/{kind}_mib_per_step"] * 4 * 2**20 == pytest.approx(meter.bytes[kind])
     for kind, size in sizes.items():
         assert scalars[f"memory/{kind}_mib"] * 2**20 == pytest.approx(size), kind
-    assert 80 < sum(shares) < 101
+    told = comm.gather_texts(f"{sum(inside[1:])} {sum(around[1:])}", comm.plain_transport())
+    least, most = torch.tensor([[*map(float, text.split())] for text in told]).double().mean(0).tolist()
+    assert 0.999 * least < sum(shares) * elapsed / 100 < 1.001 * most
     assert scalars["perf/img_per_s_per_rank"] == pytest.approx(scalars["perf/img_per_s"] / 2)
     assert (metrics.spent.steps, metrics.spent.images) == (5, 60)
-    assert metrics.spent.seconds["backward"] > metrics.spent.seconds["data"]
+    assert min(metrics.spent.seconds[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0

@@ -1,6 +1,7 @@
 """Plans against what real ranks measure; worlds that nobody has; the planner's command line."""
 
 import cProfile
+import gc
 import itertools
 import pstats
 import re
@@ -48,7 +49,10 @@ def planned(*arguments: str) -> Plan:
 
 
 def measured(*arguments: str) -> dict[str, Any]:
-    """The second step of a real run: memory by the tracker and by the allocator, traffic by the meter."""
+    """The second step of a real run: memory by the tracker and by the allocator, traffic by the meter.
+
+    The allocator is read between operations: what kernels take for a moment depends on the processor.
+    """
     job, config = build(composed(*FAKE, *arguments), comm.rank(), comm.world_size(), CPU)
     step = Step.of(job, config.train.clip_grad_norm)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
@@ -100,8 +104,7 @@ def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None
     plan = planned(*arguments, f"world_size={world}")
     found = on_ranks(world, measured, *arguments)[plan.question.rank]
     assert_kept(plan, found)
-    # torch 2.14's convolutions take scratch memory, a tenth of a ResNet-18's peak, which no plan counts.
-    assert plan.peak == pytest.approx(found["allocated"], rel=0.12 if RESNET[0] in arguments else 0.1)
+    assert plan.peak == pytest.approx(found["allocated"], rel=0.1)
 
 
 def test_the_batch_is_a_whole_one() -> None:
@@ -233,9 +236,14 @@ def test_what_1024_ranks_hold_beyond_an_even_share(name: str, flat: float) -> No
 
 
 def calls_of(work: Any) -> int:
-    """Python and C functions that ``work()`` calls."""
+    """Python and C functions that ``work()`` calls, without those of the garbage collector's finalizers."""
     profile = cProfile.Profile()
-    profile.runcall(work)
+    gc.collect()
+    gc.disable()
+    try:
+        profile.runcall(work)
+    finally:
+        gc.enable()
     return int(pstats.Stats(profile).total_calls)
 
 

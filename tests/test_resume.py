@@ -349,10 +349,10 @@ def test_a_step_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     calls = []
     prepare = feed.Prepare.__call__
 
-    def spoil(self: feed.Prepare, images: torch.Tensor, side: int | None = None) -> torch.Tensor:
+    def spoil(self: feed.Prepare, images: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         spoiled = comm.rank() == 1 and len(calls) in (3, 4)  # and when the step is computed again
-        return prepare(self, images, side) * (float("nan") if spoiled else 1.0)
+        return prepare(self, images) * (float("nan") if spoiled else 1.0)
 
     with patch.object(feed.Prepare, "__call__", spoil):
         ending = run(str(tmp_path), QUIET, "train.log_every=1")

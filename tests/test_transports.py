@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +27,7 @@ from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import signals
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.native import Backend
+from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.trace import GATHER, REDUCE
 from shardtrain.job.build import require_equal_groups
@@ -57,6 +57,7 @@ from small import (
     train,
     train_alike,
     train_in_micro_batches,
+    until,
     whole_state,
 )
 from test_engine import adamw, freeze
@@ -73,9 +74,11 @@ def sharded(of_ranks: list[int], **options: Any) -> nn.Module:
 
 
 # Another user's process. It connects to whatever ranks listen on, and is silent, sends garbage, or poses as
-# rank 1, until it is told to end. Then it prints how often it connected, and how many bytes it was sent.
+# rank 1, until it is told to end; it adds a byte to a file each time. Then it prints how often it connected,
+# and how many bytes it was sent.
 STRANGER = """
 import os, select, socket, sys, time
+told = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
 os.setgid(65534)
 os.setuid(65534)
 links, made, heard = [], 0, 0
@@ -89,6 +92,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
         try:
             links[-1].connect(chr(0) + line.split("@")[1].strip())
             made += 1
+            os.write(told, b".")
             if made % 3:
                 links[-1].send([bytes(99), (1).to_bytes(8, "big")][made % 2])
         except OSError:
@@ -104,10 +108,13 @@ print(made, heard)
 """
 
 
-def opened_among_strangers(starts: int, pause_s: float) -> None:
-    def slowly(*arguments: Any) -> list[str]:
-        time.sleep(pause_s)
-        return gather_texts(*arguments)
+def opened_among_strangers(starts: int, told: list[Path]) -> None:
+    def slowly(text: str, *arguments: Any) -> list[str]:
+        """Wait until each stranger has connected once more to those that listen, as this rank does."""
+        before = [file.stat().st_size for file in told]
+        if text.startswith("shardtrain-"):
+            until(lambda: all(file.stat().st_size > size for file, size in zip(told, before, strict=True)))
+        return gather_texts(text, *arguments)
 
     with patch.object(signals, "gather_texts", slowly):
         for _ in range(starts):
@@ -120,13 +127,16 @@ def opened_among_strangers(starts: int, pause_s: float) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="nobody else can start another user's processes")
 @pytest.mark.parametrize("starts", [1, pytest.param(50, marks=pytest.mark.long)])
-def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, starts: int) -> None:
+def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, tmp_path: Path, starts: int) -> None:
+    told = [tmp_path / "first", tmp_path / "second"]
+    for file in told:
+        file.touch()
     command, pipes = [sys.executable, "-c", STRANGER], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    strangers = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    strangers = [subprocess.Popen([*command, file], text=True, **pipes) for file in told]
     try:
         assert [next(stranger.stdout) for stranger in strangers] == ["ready\n"] * 2
-        on_ranks(3, opened_among_strangers, starts, 0.3 if starts == 1 else 0.05)
-        counts = [stranger.communicate("end", timeout=20)[0].split() for stranger in strangers]
+        on_ranks(3, opened_among_strangers, starts, told)
+        counts = [stranger.communicate("end", timeout=100)[0].split() for stranger in strangers]
     finally:
         for stranger in strangers:
             with stranger:
@@ -394,15 +404,27 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
 )
 @each_rank(4)
 def test_a_rank_or_replica_on_another_path_is_named(
-    sizes: tuple[int, int], odd: list[int], order: str
+    tmp_path: Path, sizes: tuple[int, int], odd: list[int], order: str
 ) -> None:
     """Some ranks take another path when rank 1 already waits for rank 0."""
     model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
-    rank, usual = dist.get_rank(), "first second"
+    rank, usual, waits = dist.get_rank(), "first second", tmp_path / "rank 1 waits"
     model.take(usual)
-    late_s = [0.4, 0.0, 0.2, 0.2][rank]
-    model.first.register_forward_hook(lambda *a: a[2].register_hook(lambda _: time.sleep(late_s)) and None)
-    text = raised_soon(comm.Diverged, lambda: model.take(order if rank in odd else usual, usual))
+    waiting, begun = Reports.waiting, list[bool]()
+
+    def wait_and_tell(of: Reports, position: int) -> Any:
+        if begun and rank == 1:
+            waits.touch()
+        return waiting(of, position)
+
+    def come_late(_: torch.Tensor) -> None:
+        begun.append(True)
+        if rank != 1:
+            until(waits.exists)
+
+    model.first.register_forward_hook(lambda *a: a[2].register_hook(come_late) and None)
+    with patch.object(Reports, "waiting", wait_and_tell):
+        text = raised_soon(comm.Diverged, lambda: model.take(order if rank in odd else usual, usual))
     assert text.startswith("step 2: "), text
     if len(odd) == 1:
         # Of two ranks in a group, neither is odd; that is known once another has come as far.

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.engine.calls import Call
+from shardtrain.engine.schedule import Call
 
 from behaviours.calls import CALLS
 from behaviours.rows import Net, Outer, Unit, batch, squares
@@ -258,7 +258,7 @@ def test_edits_of_whole_parameters_between_forward_and_backward_are_refused() ->
 @pytest.mark.parametrize("replaced", [False, True])
 @each_rank(2)
 def test_edits_inside_forward_are_refused(replaced: bool) -> None:
-    """A momentum encoder that is updated after it has run; the row of the judge has one before."""
+    """A momentum encoder that is updated after it has run; a row of tests/behaviours has one before."""
 
     def run_then_update(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)

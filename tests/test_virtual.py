@@ -112,7 +112,7 @@ def test_the_mean_is_that_of_one_large_batch() -> None:
     shardtrain.load_full_state_dict(model, plain.state_dict())
     x = torch.randn(16, 3)
     plain(x).square().mean().backward()
-    flat = next(f for r in engine_of(model).schedule.reductions.values() for f in r.flats)
+    flat = next(f for r in engine_of(model).driver.reductions.values() for f in r.flats)
     waiting, drawn = [], set()
     for number, part in enumerate(x.split(2)):
         with shardtrain.virtual_rank(model, number, seed=5):

@@ -56,6 +56,18 @@ class Host:
         for each in self._started:
             each.wait()
 
+    def end_all(self) -> None:
+        """Kill all processes of the host but its first.
+
+        Raises OSError if they would be those of this machine.
+        """
+        names = [os.readlink(f"/proc/{process}/ns/pid") for process in ("self", self.process)]
+        if names[0] == names[1]:
+            raise OSError("the host has no process namespace of its own")
+        # Once more inside: the shell that kills, not the one that was asked for, must be in the namespace.
+        command = f'[ "$(readlink /proc/self/ns/pid)" = "{names[1]}" ] && kill -9 -1'
+        self.start("sh", "-c", command).wait()
+
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Start a command on the host. ``options``: those of `Popen`."""
         inside = ["nsenter", "--target", str(self.process), *NAMESPACES, "--wd=."]

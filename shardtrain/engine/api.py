@@ -184,14 +184,14 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         ValueError: another virtual rank is to be computed now, or `shard` was given no ``virtual_ranks``.
     """
     engine = engine_of(module)
-    virtual, schedule = engine.virtual, engine.schedule
+    virtual, driver = engine.virtual, engine.driver
     if virtual is None:
         raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
     if not all(unit.options.reduces for unit in engine.units):
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
-    before = schedule.micro_batch
+    before = driver.micro_batch
     virtual.begin(number)
-    schedule.micro_batch, last = virtual.place(number)
+    driver.micro_batch, last = virtual.place(number)
     if seed is not None:
         seed_random_numbers(engine.device, seed, step, number)
     try:
@@ -199,12 +199,12 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
             yield
     except BaseException:
         virtual.end(failed=True)
-        schedule.drop_backward()
+        driver.drop_backward()
         raise
     else:
         virtual.end(failed=False)
     finally:
-        schedule.micro_batch = before
+        driver.micro_batch = before
 
 
 def forward_method(module: nn.Module, *names: str) -> None:

@@ -24,10 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import pieces, user_code
+from shardtrain.engine.driver import Driver
 from shardtrain.engine.precision import cast, leaves, tensors_in
-from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
-from shardtrain.engine.unit import Unit
+from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards
 from shardtrain.engine.virtual import Virtual
 from shardtrain.layout import Policy
@@ -47,10 +47,10 @@ class Engine:
         self.segments = [segment for unit in units for segment in unit.segments]
         self.members = [member for unit in units for member in unit.members]
         self.transport = units[0].transport
-        self.schedule = Schedule(units)
+        self.driver = Driver(units)
         self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
         if self.virtual and len(self.virtual.ranks) > 1:
-            self.schedule.micro_batch = None
+            self.driver.micro_batch = None
         for unit in units:
             unit.account = units[0].account
         self._ignored = set(module.parameters()).difference(member.param for member in self.members)
@@ -92,7 +92,7 @@ class Engine:
                 if callable(getattr(type(module), name, None)):
                     self._wrap_reset(unit, module, name)
         self._hook_casts()
-        refuse = self.module.register_state_dict_pre_hook(lambda *_: self.schedule.refuse_edits())
+        refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._set(self.module, _ENGINE, self)
         # `copy` and `pickle` look up these.
@@ -134,27 +134,27 @@ class Engine:
         """
         is_root = module is self.module
         is_only = len(self.units) == 1
-        schedule = self.schedule
+        driver = self.driver
         run = module._compiled_call_impl or module._call_impl
 
         @user_code.undisturbed
         def before() -> None:
             self.adopt_changes()
             if is_root:
-                schedule.begin_forward()
-            schedule.pre_forward(unit)
+                driver.begin_forward()
+            driver.begin_call(unit)
 
         @user_code.undisturbed
         def after(outputs: Sequence[Any], error: BaseException | None) -> None:
-            if error is not None and schedule.under_way[0] != "backward":
+            if error is not None and driver.under_way[0] != "backward":
                 note_shards(error, self.units)
-            schedule.post_forward(unit, outputs, error is not None)
+            driver.end_call(unit, outputs, error is not None)
             if is_root:
-                schedule.end_forward(error is not None)
+                driver.end_forward(error is not None)
 
         def call(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
-            if unit.pinned or (is_only and unit in schedule.calls):
+            if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
                 return run(*args, **kwargs)
             try:
                 before()
@@ -180,26 +180,25 @@ class Engine:
         def whole(called: nn.Module, *args: Any, **kwargs: Any) -> None:
             below = set(module.modules())
             members = [m for m in unit.members if not below.isdisjoint(h for h, _ in m.info.holders)]
-            if unit.shows_full or any(m.info.parameter.is_meta for m in members):
+            if unit.shown is not Shown.SHARD or any(m.info.parameter.is_meta for m in members):
                 reset(called, *args, **kwargs)
                 return
             self.adopt_changes()
-            unit.shows_full = True
-            for member in members:
-                member.param.data = member.part.padded(member.local_view)
+            self.driver.schedule.release(unit)
+            unit.show_private({member: member.part.padded(member.local_view) for member in members})
             try:
                 reset(module, *args, **kwargs)
                 for member in members:
                     member.local_view.copy_(member.piece_of_whole(member.param.data))
             finally:
-                unit.show_local()
+                unit.hide()
 
         self._set(module, name, MethodType(whole, module))
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():
-                self.schedule.mark(unit, tensors_in(output))
+                self.driver.mark(unit, tensors_in(output))
 
         self._handles.append(module.register_forward_hook(after))
 
@@ -220,13 +219,13 @@ class Engine:
         if inputs is not None:
 
             def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-                return (args, kwargs) if unit.pinned else cast((args, kwargs), inputs)
+                return (args, kwargs) if unit.shown is Shown.PRIVATE else cast((args, kwargs), inputs)
 
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if output is not None:
 
             def after(_: nn.Module, args: Any, result: Any) -> Any:
-                return result if unit.pinned else cast(result, output)
+                return result if unit.shown is Shown.PRIVATE else cast(result, output)
 
             self._handles.append(module.register_forward_hook(after))
 
@@ -240,7 +239,7 @@ class Engine:
                 if (hooked is None or hooked[0] is not param) and param.requires_grad:
                     if hooked:
                         hooked[1].remove()
-                    handle = param.register_hook(_gradient_hook(self.schedule, unit, member))
+                    handle = param.register_hook(_gradient_hook(self.driver, unit, member))
                     self._hooked[member] = param, handle
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
@@ -261,17 +260,17 @@ class Engine:
             self._optimizers[optimizer] = state, steps
         if not steps:
             return
-        self.schedule.reset_failed_backward()
-        self.schedule.require_reduced("an optimizer's step()")
-        self.schedule.show_pieces()
-        if self.schedule.awaits_backward and all(member.param.grad is None for member in self.members):
+        self.driver.reset_failed_backward()
+        self.driver.require_reduced("an optimizer's step()")
+        self.driver.show_shards()
+        if self.driver.awaits_backward and all(member.param.grad is None for member in self.members):
             warnings.warn(
                 "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
                 "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
                 stacklevel=3,
             )
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
-        self.schedule.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
+        self.driver.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
 
     def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
@@ -283,10 +282,10 @@ class Engine:
 
     def require_rest(self, refusal: str) -> None:
         """Call `adopt_changes`. Raises ValueError, with ``refusal`` first, inside a step or `unsharded`."""
-        self.schedule.reset_failed_backward()
-        if not self.schedule.is_idle:
+        self.driver.reset_failed_backward()
+        if not self.driver.is_idle:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
-        self.schedule.show_pieces()
+        self.driver.show_shards()
         self.adopt_changes()
 
     def adopt_changes(self) -> None:
@@ -294,11 +293,11 @@ class Engine:
 
         Raises ValueError if a piece no longer fits or is on the meta device, or a parameter was attached.
         """
-        self.schedule.reset_failed_backward()
-        if not self.schedule.is_idle:
+        self.driver.reset_failed_backward()
+        if not self.driver.is_idle:
             return
         for unit in self.units:
-            unit.adopt(self.schedule.before_conversion)
+            unit.adopt(self.driver.before_conversion)
         self._hook_parameters()
         if any(
             len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
@@ -352,20 +351,23 @@ def is_entrance(module: nn.Module) -> bool:
     return "_call_impl" in module.__dict__
 
 
-def _gradient_hook(schedule: Schedule, unit: Unit, member: ShardedParam) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable[[torch.Tensor], None]:
     """Return the hook of a parameter, which sees each gradient before autograd keeps it.
 
     The parameter holds the hook where Python's garbage collector cannot see it. A hook that held the
     parameter in turn would keep the whole model alive for ever.
     """
-    known, reduces = weakref.ref(schedule), weakref.ref(schedule.reductions[unit])
+    known, reduces = weakref.ref(driver), weakref.ref(driver.reductions[unit])
     name, shape = member.name, member.part.shape
 
     def hook(grad: torch.Tensor) -> None:
-        if reduction := reduces():
-            reduction.arrived.add(name)
-            if (not reduction.unit.is_open or grad.shape != shape) and (drives := known()):
-                drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
+        reduction = reduces()
+        drives = known()
+        if reduction is None or drives is None:
+            return
+        reduction.arrived.add(name)
+        if reduction.unit not in drives.schedule.opened or grad.shape != shape:
+            drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 
     return hook
 

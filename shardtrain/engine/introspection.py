@@ -77,7 +77,7 @@ class Introspection:
     @property
     def under_way(self) -> tuple[str, str]:
         """The phase of the step (``forward``, ``backward`` or ``rest``) and the unit that computes."""
-        phase, unit = self._engine.schedule.under_way
+        phase, unit = self._engine.driver.under_way
         return phase, unit.title if unit is not None else "the root"
 
     @property

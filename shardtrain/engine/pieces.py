@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine.part import Index, Part
 from shardtrain.engine.shard import ShardedParam
-from shardtrain.engine.unit import Unit
+from shardtrain.engine.unit import Shown, Unit
 
 if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -125,16 +125,16 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
 
     def give(called: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         value = state.get(prefix + attribute)
-        if unit.pinned or value is None or isinstance(value, nn.Parameter):
+        if unit.shown is Shown.PRIVATE or value is None or isinstance(value, nn.Parameter):
             return  # full inside `unsharded`; the parameter itself with keep_vars=True
-        if unit.shows_full and called is module:
+        if unit.shown is not Shown.SHARD and called is module:
             value = member.local_view
         if value.shape == own.local_shape:
             state[prefix + attribute] = LocalPiece.of(value, own)
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         value = state.get(prefix + attribute)
-        cut = own.shape != own.local_shape and not unit.pinned
+        cut = own.shape != own.local_shape and unit.shown is not Shown.PRIVATE
         if cut and value is not None and value.shape == own.shape:
             raise ValueError(
                 f"load_state_dict() was given the whole {own.name}, of which a rank has a piece; "

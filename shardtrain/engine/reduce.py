@@ -223,7 +223,6 @@ class Reduction:
         self.unit = unit
         self.flats = [FlatGradient(segment) for segment in unit.segments]
         self._flat_of = {member: flat for flat in self.flats for member in flat.members}
-        self.full_bytes = sum(s.layout.padded * s.like_gradient.itemsize for s in unit.segments)
         self.arrived: set[str] = set()
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
         self._moving = Pending()
@@ -238,7 +237,6 @@ class Reduction:
         self.arrived.clear()
         for flat in self.flats:
             flat.expected = any(member.param.requires_grad for member in flat.members)
-        self.unit.trains = any(flat.expected for flat in self.flats)
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
             if now is grad and now._version == version:

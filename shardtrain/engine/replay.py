@@ -188,7 +188,7 @@ def replay(module: nn.Module, compute: Callable[[int], Tensor], *, step: int | N
             number, when = rank * len(own), "" if step is None else f"step {step}: "
             pair = comm.gather_texts(mine, all_ranks)[rank], comm.gather_texts(theirs, all_ranks)[checker]
             thirds = comm.gather_texts(_again(engine, compute, number, buffers), all_ranks)
-            engine.schedule.drop_backward()
+            engine.driver.drop_backward()
             _refuse(f"{when}virtual rank {number} has other bits", (rank, checker), pair, thirds)
     return losses
 
@@ -216,7 +216,7 @@ def _again(
             return _lines(engine, record, compute(number))
     finally:
         engine.virtual.again = None
-        engine.schedule.drop_backward()
+        engine.driver.drop_backward()
         for param, grad in before:
             param.grad = grad
         for (buffer, _), value in zip(buffers, now, strict=True):

@@ -1,393 +1,448 @@
-"""Schedule gathers, prefetches, releases and reductions of units.
+"""Decide when units are gathered, shown, released and reduced. No tensors: events in, calls of verbs out.
 
 One step over units ``A B C`` and the root ``R`` (the parameters of no other unit)::
 
-    forward   gather R | gather A, prefetch B, compute A, release A | prefetch C, compute B | compute C
-    backward  compute C, reduce C, release C | prefetch A, compute B, ... | ..., release A | reduce R
-    end       wait for the last reduction; every parameter shows its local piece again
+    event                  verbs
+    begin                  release all
+    enter R                gather R, show R
+    enter A                gather A, show A, gather B     B followed A in the last forward
+    leave A                release A
+    enter B, leave B       show B, gather C, hide B       backward begins with the last two calls
+    enter C, leave C       show C, hide C
+    leave R, end_forward                                  a loss may use the root's parameters
+    begin_backward
+    reach (in C)           show C, gather B
+    reach (in B)           take C, release C, reduce C, show B, gather A
+    ...
+    end_backward           ..., take R, release R, reduce R, finish all
 
-The root and the last two units stay gathered until backward, and so do units that return objects, since no
-hook tells when backward needs them. Where all stay, all are prefetched at once. Elsewhere at most two others
-are gathered: the one that computes and the next. Reductions under way hold at most as many bytes as the
-largest one, unless all stay and the host waits for messages.
+All ranks must start the same movements in the same order, so what is started depends on calls alone, never on
+which outputs have a gradient on this rank. Forward gathers units in the order in which they are called, and
+records the calls. Moments count the begins and ends of all calls. Two calls inside the root's::
 
-All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
-are called, and records the calls. Backward descends through them (see ``calls.py``): a hook on the node of
-each call's output tells how far autograd has come. A unit is gathered where a call of it ended, whether or
-not its output has a gradient on this rank, since another rank's loss may depend on it. Where its first call
-began, its gradients are taken and reduced, and it is released. This holds for nested and repeated calls.
+    moment    1            2         3          4            5
+              root begins  A begins  A ends     B begins     B ends
 
-Reductions start in the reverse of the order in which forward first entered the units.
+What B computes is computed after moment 4 and before 5. Autograd runs the node that was made last first. So
+when it runs a node that was made after moment m and before m + 1, it is done with all that was made later,
+and backward *descends* to m. A unit is gathered where a call of it ended, and released where that call
+began. Where its first call began, its gradients are complete: they are taken and reduced. This holds for
+nested and repeated calls.
+
+Besides the root and units whose call is under way, in forward or backward, at most two units are gathered:
+the last two that forward called, or the next one. The root stays gathered from forward to backward, and so do
+units that return objects, since no node announces their backward. Where units keep their full vectors after
+forward, all are gathered at once. Reductions under way hold at most ``room`` bytes, or one reduction.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any
-
-import torch
-
-from shardtrain.comm import trace
-from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
-from shardtrain.engine.calls import Backward, Call, Record
-from shardtrain.engine.reduce import Reduction, give
-from shardtrain.engine.unit import State, Unit
-from shardtrain.engine.user_code import call_postponed, postpone
-from shardtrain.engine.virtual import OUTSIDE
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
-class Schedule:
-    """Drive all units of one sharded module. Only `Engine` calls it."""
+class Facts(Hashable, Protocol):
+    """What the schedule knows of a unit. ``keeps``: its full vector stays gathered after forward."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    @property
+    def gradient_bytes(self) -> int: ...
+
+    @property
+    def keeps(self) -> bool: ...
+
+
+U = TypeVar("U", bound=Facts)
+U_contra = TypeVar("U_contra", bound=Facts, contravariant=True)
+
+
+class Actor(Protocol[U_contra]):
+    """Does what the schedule decides. Each verb is called only when it changes something."""
+
+    def gather(self, unit: U_contra) -> None:
+        """Start gathering the full vector."""
+
+    def show(self, unit: U_contra) -> None:
+        """Wait for the gather, and let parameters show full values."""
+
+    def hide(self, unit: U_contra) -> None:
+        """Let parameters show local shards. The full vector stays."""
+
+    def release(self, unit: U_contra) -> None:
+        """Free the full vector, whose parameters show local shards."""
+
+    def take(self, unit: U_contra) -> None:
+        """Take the gradients that autograd has made."""
+
+    def reduce(self, unit: U_contra) -> None:
+        """Start reducing the gradients that have been taken."""
+
+    def finish(self, unit: U_contra) -> None:
+        """Wait for the reduction."""
+
+
+@dataclass(eq=False, slots=True)
+class Call(Generic[U]):
+    """Record an outermost call of a unit.
+
+    ``announced``: on some rank autograd may run a node that made one of the call's outputs. All ranks then
+    gather the unit in backward.
+    """
+
+    unit: U
+    began: int
+    ended: int = sys.maxsize
+    depth: int = 1  # how many calls of the unit are nested
+    announced: bool = False
+
+
+class Edge(NamedTuple):
+    """Mark the end or the beginning of a call. No two edges have one moment."""
+
+    moment: int
+    call: Call[Any]
+    is_end: bool
+
+
+@dataclass(eq=False)
+class Forward(Generic[U]):
+    """Hold the announced calls of one forward of the root, in the order in which they ended."""
+
+    calls: list[Call[U]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Backward(Generic[U]):
+    """Hold the progress of one backward.
+
+    ``forward``: the one that it descends through. ``moment``: it is done with all that was computed later.
+    ``edges``: ends and begins of calls that are not reached, the next one last. ``first``: when the first
+    call of each unit began.
+    """
+
+    forward: Forward[U] = field(default_factory=Forward)
+    moment: int = sys.maxsize
+    edges: list[Edge] = field(default_factory=list)
+    first: dict[U, int] = field(default_factory=dict)
+    entered: dict[U, None] = field(default_factory=dict)  # units that have been opened, in order
+    reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
+    late: dict[U, None] = field(default_factory=dict)  # units completed again after that
+    under_way: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
+
+
+class Schedule(Generic[U]):
+    """Decide for the ``units`` of one model, the root first; ``act`` does what is decided.
+
+    ``room``: bytes of full gradients whose reductions may be under way. ``trains``: units with a parameter
+    that requires a gradient. ``accumulates``: units whose gradients are not reduced now (`no_sync`).
+    """
+
+    def __init__(self, units: Sequence[U], act: Actor[U], room: int) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
-        self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
-        self.reductions = {unit: Reduction(unit) for unit in units}
-        # Bytes of full gradients whose reductions may be under way.
-        sizes = [reduction.full_bytes for reduction in self.reductions.values()]
-        waits = not self.root.transport.in_place and all(unit.device.type == "cpu" for unit in units)
-        self._room = sum(sizes) if waits and self._all_stay else max(sizes)
+        self.act = act
+        self.room = room
+        self.trains: Collection[U] = self.units
+        self.accumulates: Collection[U] = ()
+        self.calls: dict[U, Call[U]] = {}  # calls under way
+        self.gathered: set[U] = set()  # or being gathered
+        self.shown: set[U] = set()
+        self.prefetched: dict[U, None] = {}  # gathered, and not shown since
+        self.opened: set[U] = set()  # units whose call is under way in backward: they may get gradients
+        self.kept: dict[U, None] = {}  # units that stay whole until backward: perhaps no node announces it
+        self.unreduced: set[U] = set()  # units whose gradients have been taken, and not reduced
+        self.forward: Forward[U] = Forward()  # the latest of the root
+        self.in_forward = False
+        self.backward: Backward[U] | None = None
         self._moment = 0
-        self.calls: dict[Unit, Call] = {}  # calls under way
-        self._record: Record = []  # ended calls of the root's forward; a unit called by itself adds none
-        self._entries: list[Unit] = []  # units in the order in which this forward has called them
-        self._expected: list[Unit] = []  # `_entries` of the last forward
-        self._forward = False  # whether the root module's call is under way
-        self._backward: Backward | None = None
-        self.kept: dict[Unit, None] = {}  # units kept whole: perhaps nothing announces their backward
-        self._waiting: set[Unit] = set()  # units whose gradients wait under `no_sync`
-        self.before_conversion = partial(self.require_reduced, "parameters were converted")
-        self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
+        self._order: list[U] = []  # units in the order in which this forward has called them
+        self._expected: list[U] = []  # `_order` of the last forward
+        self._alike = False  # whether this forward is like the last one until now
+        self._ends: list[U] = []  # units of this forward's announced calls, in the order in which they ended
+        self._expected_ends: list[U] = []  # `_ends` of the last forward that announced any
+        self._awaiting: dict[U, int] = {}  # when a unit's first call began whose backward has not come
 
     @property
-    def _all_stay(self) -> bool:
-        return not any(unit.options.reshard_after_forward for unit in self.units[1:])
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no step is under way: every parameter shows its local piece."""
-        return not (self._forward or self._backward or self.root.pinned)
-
-    @property
-    def under_way(self) -> tuple[str, Unit | None]:
-        """The phase of the step, and the unit that computes if it is known."""
-        if self._backward:
-            return "backward", next(reversed(self._backward.entered), None)
-        if self._forward:
-            return "forward", next((unit for unit in reversed(self.units) if unit in self.calls), None)
-        return "rest", None
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether the last forward prepared for a backward that has not come."""
-        return any(call.marked for call in self._record)
-
-    def _fence(self, what: Movement) -> None:
-        if what is ENTER and self.stepped:
-            self.root.transport.fence(STEP)
-            self.stepped = False
-        with waiting(what, "the model", self.root.device):
-            self.root.transport.fence(what)
+    def moment(self) -> int:
+        """The latest moment at which a call began or ended."""
+        return self._moment
 
     # forward
 
-    def begin_forward(self) -> None:
-        """Release all units as the root module is called, since gathered values may be from before an update.
-
-        Raises ValueError if a parameter was changed while it showed its full value.
-        """
-        if self._backward:
-            return
-        self.show_pieces()
-        self.refresh(self.units)
-        self.forget_nodes()
-        self._entries, self._expected = [], self._entries
-        self._record, self._forward = [], True
-
-    def refresh(self, units: Sequence[Unit]) -> None:
-        """Release ``units``, and let their next gathers include changes to local pieces."""
-        for unit in units:
-            unit.refresh()
-        self._fence(ENTER)
-
-    def forget_nodes(self) -> None:
-        """Give computations on full parameters and users' computations on pieces different nodes."""
-        for unit in self.units if torch.is_grad_enabled() else ():
-            for segment in () if unit.shows_full else unit.segments:
-                segment.forget_nodes()
-
-    def end_forward(self, failed: bool) -> None:
-        """Release units that are still being gathered, as the root module returns or (``failed``) raises.
-
-        Raises ValueError if a local piece was changed that other ranks may still read.
-        """
-        if self._backward:
-            return
-        self._forward = False
-        if failed:
-            self.calls.clear()
+    def begin_forward(self, trains: Collection[U]) -> None:
+        """Release all units as the root is called: gathered values may be from before an update."""
+        assert self.backward is None, "a backward computes again: its calls are not recorded"
+        self.trains = trains
         for unit in self.units:
-            if unit in self.kept and not failed:  # of an earlier forward
-                unit.open_full(for_forward=True)
-            elif unit.state is State.GATHERING or failed:
-                unit.release()
-            if not failed:
-                unit.refuse_edits_inside_forward()
-        if not failed:  # an exception must not wait for other ranks
-            self.forget_nodes()
-            self._fence(LEAVE)
+            self.release(unit)
+        self._expected = self._order
+        self._order = []
+        if self._ends:  # an evaluation announces nothing
+            self._expected_ends = self._ends
+        self._ends = []
+        self._alike = True
+        self.forward = Forward()
+        self.in_forward = True
 
-    def pre_forward(self, unit: Unit) -> None:
-        """Gather ``unit`` as one of its modules is called."""
+    def enter(self, unit: U) -> None:
+        """Gather ``unit`` as a call of it begins."""
         if unit in self.calls:
             self.calls[unit].depth += 1
             return
-        if self._forward and not self._backward:
-            unit.refuse_edits_inside_forward()
-        elif not self._backward:  # called by itself, perhaps after an update
-            self.refresh([unit])
-        unit.open_full(for_forward=True)
         self._moment += 1
         self.calls[unit] = Call(unit, self._moment)
-        if self._backward:  # which computes something again
-            self._pre_backward(self._backward, unit)
-        elif self._forward:
-            self._entries.append(unit)
-            at = len(self._entries)
-            if self._expected[at - 1 : at] == [unit]:  # as in the last forward
-                end = at + 1 if at > 1 or not self._all_stay else None
-                for following in self._expected[at:end]:
-                    following.prefetch()
-        trace.begin("forward", unit.title)
-
-    def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
-        """Have backward tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
-
-        In backward, which only computes again, and without gradients, nothing is marked.
-        """
-        call = self.calls.get(unit)
-        if call is not None and not self._backward and torch.is_grad_enabled():
-            call.mark(tensors, partial(self._reach, self._record, unit, self._moment))
-
-    def post_forward(self, unit: Unit, found: Sequence[Any], failed: bool) -> None:
-        """Release ``unit`` as one of its modules returns, if this was its outermost call.
-
-        ``found``: the `leaves` of the output. The unit stays through backward if that may need it
-        unannounced, or if the output shows parameters.
-        """
-        call = self.calls.get(unit)
-        if call is None:  # an error prevented its begin
+        if self.backward is not None:  # which computes something again
+            self._open(self.backward, unit)
             return
-        learns = torch.is_grad_enabled() and not (failed or self._backward)
-        stays = False
-        if learns:
-            self.mark(unit, (leaf for leaf in found if isinstance(leaf, torch.Tensor)))
-            call.marked |= unit.trains  # on another rank an output may have a gradient
-            stays = call.hides(found)
+        if self.in_forward:
+            self._compare(self._order, self._expected, unit)
+        self._show(unit)
+        if self.in_forward and self._alike:
+            self._prefetch()
+
+    def _compare(self, units: list[U], expected: Sequence[U], unit: U) -> None:
+        """Append ``unit`` to ``units``. If ``expected`` has another one there, release what waits for it."""
+        position = len(units)
+        units.append(unit)
+        if self._alike and expected[position : position + 1] != [unit]:
+            self._alike = False
+            for other in self._in_advance() - {unit}:
+                self.release(other)
+
+    def _prefetch(self) -> None:
+        """Gather what followed in the last forward; where all units keep their full vectors, all of them."""
+        position = len(self._order)
+        following = self._expected[position : position + 1]
+        if position == 1 and all(unit.keeps for unit in self.units[1:]):
+            following = self._expected[position:]
+        for unit in following:
+            if unit.keeps or len(self._in_advance()) < 2:
+                self._gather(unit)
+
+    def _in_advance(self) -> set[U]:
+        """Return the units that are gathered for what follows, but for those that keep their full vectors."""
+        return {unit for unit in self.gathered - self.shown if not unit.keeps}
+
+    def announce(self, unit: U) -> None:
+        """Note that autograd may run a node that made an output of ``unit``'s call under way."""
+        if unit in self.calls:
+            self.calls[unit].announced = True
+
+    def leave(self, unit: U, learns: bool, stays: bool = False) -> None:
+        """Release ``unit`` as a call of it ends, if it is the outermost one.
+
+        ``learns``: a backward may follow. ``stays``: it may need the unit without a node that announces it.
+        """
+        call = self.calls[unit]
+        learns = learns and self.backward is None
+        if learns and unit in self.trains:  # on another rank an output may have a gradient
+            call.announced = True
         call.depth -= 1
         if call.depth:
             return
         del self.calls[unit]
-        trace.end("forward", unit.title)
-        self._moment = call.ended = self._moment + 1
-        if self._backward:
+        self._moment += 1
+        call.ended = self._moment
+        if self.backward is not None:
             return
-        if self._forward:
-            self._record.append(call)
-            if call.marked:
-                self._pending_since.setdefault(unit, call.began)
-        elif not failed:
-            self._fence(LEAVE)
-        unit.refuse_edits()
+        begins_backward = False
+        if self.in_forward and call.announced:
+            self.forward.calls.append(call)
+            self._compare(self._ends, self._expected_ends, unit)
+            # Backward begins with the last two calls before the root's.
+            begins_backward = self._alike and len(self._ends) >= len(self._expected_ends) - 2
+        if call.announced:
+            self._awaiting.setdefault(unit, call.began)
         if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self.kept[unit] = None
         if unit in self.kept:
             return
-        if learns:
-            # Backward begins with the last two calls, if this forward is like the one before.
-            at_end = self._forward and len(self._expected) - len(self._entries) in (0, 1)
-            stays = (at_end and unit in self._entries[-2:]) or not unit.options.reshard_after_forward
-        unit.show_local()
-        if not stays:
-            unit.release()
+        if learns and (unit.keeps or begins_backward):
+            self._hide(unit)
+        else:
+            self.release(unit)
 
-    def refuse_edits(self) -> None:
-        """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
+    def end_forward(self, failed: bool) -> None:
+        """Release what was gathered and not used, as the root returns or (``failed``) raises."""
+        self.in_forward = False
+        if failed:
+            self.calls.clear()
+            self._order = self._expected  # the next forward is compared with the last complete one
+            self._ends = self._expected_ends
+        for unit in self.units:
+            if unit in self.kept and not failed:  # of an earlier forward
+                self._show(unit)
+            elif failed or unit in self.prefetched:
+                self.release(unit)
+
+    def keep(self, unit: U) -> None:
+        """Gather ``unit``, and keep it whole until its backward."""
+        self._show(unit)
+        self.kept[unit] = None
+
+    def hide_kept(self) -> None:
+        """Let the parameters of units that are kept show local shards."""
         for unit in self.kept:
-            unit.refuse_edits()
-
-    def show_pieces(self) -> None:
-        """Show local pieces where a forward without a backward has left full parameters shown.
-
-        Raises ValueError if one of these was changed.
-        """
-        try:
-            self.refuse_edits()
-        finally:
-            for unit in self.kept:
-                unit.show_local()
+            self._hide(unit)
 
     # backward
 
-    def _reach(self, record: Record, unit: Unit, moment: int, _: object) -> None:
-        """Descend to ``moment``: autograd runs a node that ``unit`` made then, in ``record``'s forward."""
-        backward = self._backward or self._begin_backward(record)
-        if moment >= backward.descent.moment:  # a tensor that only passed through the call
+    def begin_backward(self, forward: Forward[U], trains: Collection[U]) -> None:
+        """Begin a backward, whose first node was made in ``forward``."""
+        self.trains = trains
+        self.backward = Backward()
+        self._descend_into(self.backward, forward)
+
+    def reach(self, forward: Forward[U], unit: U, moment: int) -> None:
+        """Descend to ``moment``: autograd runs a node that ``unit`` made then, in ``forward``."""
+        backward = self.backward
+        assert backward is not None
+        if moment > backward.moment:  # a tensor that only passed through the call
             return
         self._descend(backward, moment)
-        if record is not backward.descent.record:  # two forwards, one backward
-            backward.descent.enter(record, [each for each in self.units if each not in backward.launched])
+        if forward is not backward.forward:  # two forwards, one backward
+            self._descend_into(backward, forward)
             self._descend(backward, moment)
         if unit not in backward.entered:  # called by itself
-            self._pre_backward(backward, unit)
+            self._open(backward, unit)
 
-    def _descend(self, backward: Backward, moment: int) -> None:
-        for unit, reached, opens in backward.descent.to(moment):
-            if opens:
-                self._pre_backward(backward, unit)
-                if (following := backward.descent.following) is not None:
-                    following.prefetch()
-            elif unit.is_open:
-                self._post_backward(backward, unit, reached)
+    def arrive(self, unit: U) -> None:
+        """Gather ``unit`` for a gradient that no output has announced."""
+        assert self.backward is not None
+        self._open(self.backward, unit)
 
-    def _pre_backward(self, backward: Backward, unit: Unit) -> None:
-        """Gather ``unit``, whose parameters may get gradients from now on."""
-        unit.open_full()
-        if not unit.is_open:
-            unit.is_open, backward.entered[unit] = True, None
-            trace.begin("backward", unit.title)
+    def end_backward(self) -> list[U]:
+        """Complete all units, start and finish all reductions; return the units that were reduced, in order.
 
-    def _post_backward(self, backward: Backward, unit: Unit, moment: int) -> None:
-        """Take the gradients of ``unit``, start to reduce them, and release it.
-
-        If it awaits the backward of another forward, which called it by ``moment``, it is reduced after that.
+        A unit that got gradients again after its reduction had started is reduced twice, and returned once.
         """
-        unit.is_open = False
-        trace.end("backward", unit.title)
-        self.reductions[unit].take(self.micro_batch or 0, backward.captured)
-        awaits = self._pending_since.get(unit, sys.maxsize) <= moment
-        if unit not in self.calls and not (awaits and unit in self.kept):
-            unit.release()
-        if unit.trains and unit.options.reduces and not awaits:
-            self._launch(backward, unit)
-
-    def _begin_backward(self, record: Record) -> Backward:
-        """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
-        if self.root.pinned:
-            raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
-        if self.micro_batch is None:
-            raise ValueError(OUTSIDE)
-        if torch.is_grad_enabled():
-            raise ValueError(
-                "double backward (create_graph=True) is not supported: the graph would need parameters that "
-                "are released when this backward ends; compute gradients of gradients on an unsharded model"
-            )
-        self.refuse_edits()
-        backward = Backward()
-        for unit in self.units:
-            self.reductions[unit].begin_backward()
-            for member in unit.members:
-                postpone(member.param)
-                if (grad := member.param.grad) is not None:
-                    backward.before.append((member, grad))
-                    member.param.grad = None
-        backward.descent.enter(record, self.units)
-        self._backward = backward
-        end = partial(self._end_backward, backward)
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
-        return backward
-
-    def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
-        """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
-
-        Raises ValueError if the gradient is of a local piece; ``fits``: it has the parameter's shape.
-        """
-        if not fits or not (unit.shows_full or unit in self.kept):
-            raise ValueError(
-                f"the gradient of {name} comes from its piece, which code outside of the forward of "
-                f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
-                "backward; for a penalty on weights use the optimizer's weight_decay"
-            )
-        # The root's, used after forward; or shown as a piece since (`show_pieces`).
-        self._pre_backward(self._backward or self._begin_backward(self._record), unit)
-
-    def _launch(self, backward: Backward, unit: Unit) -> None:
-        reduction, under_way = self.reductions[unit], backward.under_way
-        room = self._room - reduction.full_bytes
-        while reduction in under_way or sum(each.full_bytes for each in under_way) > room:
-            under_way.popleft().finish()
-        reduction.launch()
-        under_way.append(reduction)
-        backward.launched[unit] = None
-
-    def _end_backward(self, backward: Backward) -> None:
-        """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
+        backward = self.backward
+        assert backward is not None
         self._descend(backward, -1)
         for unit in reversed(self.units):
-            if unit.is_open:
-                self._post_backward(backward, unit, -1)
-        if backward.captured:
-            names = ", ".join(backward.captured)
-            self.drop_backward()
-            raise ValueError(
-                f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
-                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
-            )
-        self._waiting.update(unit for unit in backward.entered if unit.trains)
-        ready = [unit for unit in reversed(self.units) if unit in self._waiting and unit.options.reduces]
-        late = [unit for unit in ready if unit not in backward.launched]
-        again = [unit for unit in backward.launched if self.reductions[unit].waiting]
-        for unit in [*late, *again]:
-            self._launch(backward, unit)
-        for reduction in backward.under_way:
-            reduction.finish()
-        self._waiting.difference_update(ready)
-        self._finish_backward(backward)
-        self._fence(LEAVE)
-        given = give(self.reductions[unit] for unit in backward.launched)
-        for unit in self._waiting:
-            self.reductions[unit].show_waiting()
-        call_postponed(given)
+            if unit in self.opened:
+                self._complete(backward, unit, awaits=False)
+        self.unreduced.update(unit for unit in backward.entered if unit in self.trains)
+        ready = [u for u in reversed(self.units) if u in self.unreduced and u not in self.accumulates]
+        for unit in ready:
+            if unit not in backward.reduced:
+                self._reduce(backward, unit)
+        for unit in backward.late:
+            self._reduce(backward, unit)
+        while backward.under_way:
+            self.act.finish(backward.under_way.popleft())
+        self.unreduced.difference_update(ready)
+        self._end()
+        return [*backward.reduced]
 
-    def require_reduced(self, what: str) -> None:
-        """Raise ValueError, naming ``what``, if gradients wait under `no_sync` or for more virtual ranks."""
-        if self._waiting:
-            raise ValueError(
-                f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
-                "no_sync first, or clear them with zero_grad() and run another one"
-            )
+    def drop(self) -> None:
+        """End a backward that has failed, and forget the gradients that wait."""
+        self.opened.clear()
+        self.unreduced.clear()
+        self._end()
 
-    # after errors
-
-    def reset_failed_backward(self) -> None:
-        """Reset the state of a backward that an exception ended, and drop all gradients.
-
-        Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
-        """
-        if self._backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
-            self.drop_backward()
-
-    def drop_backward(self) -> None:
-        """End a backward under way, and drop the gradients that wait."""
-        for unit in self.units:
-            unit.is_open = False
-            self.reductions[unit].drop()
-        self._waiting.clear()
-        self._finish_backward(Backward())
-
-    def _finish_backward(self, backward: Backward) -> None:
-        """End ``backward``, and release all units that no forward under way computes with."""
-        self._backward = None
-        if not self._forward:
+    def _end(self) -> None:
+        self.backward = None
+        if not self.in_forward:
             self.kept.clear()
-            self._pending_since.clear()
-            self._record = []
+            self._awaiting.clear()
+            self.forward = Forward()
         for unit in self.units:
             if unit not in self.calls:
-                unit.release()
-        for member, grad in backward.before:
-            member.set_grad(grad)
+                self.release(unit)
+
+    def _descend_into(self, backward: Backward[U], forward: Forward[U]) -> None:
+        """Continue at the end of ``forward``."""
+        ends = [Edge(call.ended, call, True) for call in forward.calls]
+        begins = [Edge(call.began, call, False) for call in forward.calls]
+        backward.edges = sorted(ends + begins)
+        backward.first = {}
+        for edge in begins:
+            backward.first[edge.call.unit] = min(edge.moment, backward.first.get(edge.call.unit, edge.moment))
+        backward.forward = forward
+        backward.moment = sys.maxsize
+
+    def _descend(self, backward: Backward[U], moment: int) -> None:
+        """Open units where a call of theirs ended after ``moment``, and close them where it began."""
+        edges = backward.edges
+        while edges and edges[-1].moment > moment:
+            edge = edges.pop()
+            unit = edge.call.unit
+            if edge.is_end:
+                self._open(backward, unit)
+                following = next((each.call.unit for each in reversed(edges) if each.is_end), None)
+                if following is not None:
+                    self._gather(following)
+            elif unit in self.opened:
+                if edge.moment == backward.first[unit]:
+                    self._complete(backward, unit, self._awaiting.get(unit, edge.moment) < edge.moment)
+                else:
+                    self._close(unit)
+        backward.moment = moment
+
+    def _open(self, backward: Backward[U], unit: U) -> None:
+        """Gather ``unit``, whose parameters may get gradients from now on."""
+        self._show(unit)
+        self.opened.add(unit)
+        backward.entered[unit] = None
+
+    def _close(self, unit: U) -> None:
+        """Release ``unit``, of which an earlier call will be reached: autograd sums the gradients of both."""
+        self.opened.discard(unit)
+        if unit not in self.calls:
+            self.release(unit)
+
+    def _complete(self, backward: Backward[U], unit: U, awaits: bool) -> None:
+        """Take the gradients of ``unit``, release it, and start to reduce them.
+
+        ``awaits``: it awaits the backward of an earlier call, of another forward; it is reduced after that.
+        """
+        self.opened.discard(unit)
+        self.act.take(unit)
+        if unit not in self.calls and not (awaits and unit in self.kept):
+            self.release(unit)
+        if unit not in self.trains or unit in self.accumulates or awaits:
+            return
+        if unit in backward.reduced:
+            backward.late[unit] = None
+        else:
+            self._reduce(backward, unit)
+
+    def _reduce(self, backward: Backward[U], unit: U) -> None:
+        under_way = backward.under_way
+        room = self.room - unit.gradient_bytes
+        while under_way and (unit in under_way or sum([u.gradient_bytes for u in under_way]) > room):
+            self.act.finish(under_way.popleft())
+        self.act.reduce(unit)
+        under_way.append(unit)
+        backward.reduced[unit] = None
+
+    # movements
+
+    def _gather(self, unit: U) -> None:
+        if unit not in self.gathered:
+            self.gathered.add(unit)
+            self.prefetched[unit] = None
+            self.act.gather(unit)
+
+    def _show(self, unit: U) -> None:
+        if unit not in self.shown:
+            self._gather(unit)
+            self.prefetched.pop(unit, None)
+            self.shown.add(unit)
+            self.act.show(unit)
+
+    def _hide(self, unit: U) -> None:
+        if unit in self.shown:
+            self.shown.remove(unit)
+            self.act.hide(unit)
+
+    def release(self, unit: U) -> None:
+        """Release ``unit``: its local shards may have changed."""
+        self._hide(unit)
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.prefetched.pop(unit, None)
+            self.act.release(unit)

@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.shard import Segment, plain_name
+from shardtrain.engine.shard import Segment, ShardedParam, plain_name
 from shardtrain.engine.unit import Unit
 
 
@@ -46,12 +46,12 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine = engine_of(module)
     engine.require_rest("unsharded() cannot be called")
     if grads:
-        engine.schedule.require_reduced("unsharded(grads=True)")
-    engine.schedule.forget_nodes()
+        engine.driver.require_reduced("unsharded(grads=True)")
     kept = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
-            _open(unit, grads)
+            engine.driver.schedule.release(unit)
+            _show_copies(unit, grads)
         try:
             yield
         finally:
@@ -63,27 +63,27 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
                         kept[member] = None if grad is None else member.piece_of_whole(grad).clone()
     finally:
         for unit in engine.units:
-            unit.pinned = False
-            unit.release()
+            unit.hide()
         for member, grad in kept.items():
             member.param.grad = None
             if grad is not None:
                 member.set_grad(grad)
-        engine.schedule.forget_nodes()
 
 
-def _open(unit: Unit, grads: bool) -> None:
+def _show_copies(unit: Unit, grads: bool) -> None:
     """Show full copies that are private to this rank: no other rank sees edits before they are kept."""
-    unit.release()
-    unit.shows_full = True
+    values: dict[ShardedParam, Tensor] = {}
+    gradients: dict[ShardedParam, Tensor | None] = {}
     for segment in unit.segments:
-        values = _whole(unit, segment, segment.local)
-        gradients = _whole_grads(unit, segment) if grads else [None] * len(values)
-        for member, value, grad in zip(segment.members, values, gradients, strict=True):
-            member.param.grad = None
-            member.param.data = value
-            member.param.grad = grad
-    unit.pinned = True
+        whole = _whole(unit, segment, segment.local)
+        whole_grads = _whole_grads(unit, segment) if grads else [None] * len(whole)
+        values.update(zip(segment.members, whole, strict=True))
+        gradients.update(zip(segment.members, whole_grads, strict=True))
+    for member in unit.members:
+        member.param.grad = None
+    unit.show_private(values)
+    for member, grad in gradients.items():
+        member.param.grad = grad
 
 
 def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
@@ -170,7 +170,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     if problems:
         raise ValueError("nothing was loaded: " + "; ".join(problems))
     for unit in engine.units:
-        unit.release()
+        engine.driver.schedule.release(unit)
         for segment in unit.segments:
             own = segment.from_rank_0([given.get(member.name) for member in segment.members], segment.local)
             for member in segment.members:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -14,13 +14,23 @@ from shardtrain.comm import trace
 from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.comm.transport import Pending, Transport
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import Segment
+from shardtrain.engine.shard import Segment, ShardedParam
 
 
 class State(Enum):
-    SHARDED = "full is empty, nothing is moving"  # --launch--> GATHERING
-    GATHERING = "a gather is filling full"  # --finish--> GATHERED
+    """Say where the full vector is."""
+
+    SHARDED = "full is empty, nothing is moving"  # --gather--> GATHERING
+    GATHERING = "a gather is filling full"  # --show--> GATHERED
     GATHERED = "full is valid"  # --release--> SHARDED
+
+
+class Shown(Enum):
+    """Say what the parameters show."""
+
+    SHARD = "local shards"  # --show--> FULL, --show_private--> PRIVATE
+    FULL = "views of the full vector"  # --hide--> SHARD
+    PRIVATE = "full tensors of this rank's own, inside unsharded()"  # --hide--> SHARD
 
 
 @dataclass(eq=False)
@@ -62,9 +72,8 @@ class Account:
 class Unit:
     """Gather and release parameters that are gathered and reduced together.
 
-    ``title``: the unit's name in messages. ``pinned``: `unsharded` keeps it gathered, so `release` does
-    nothing. ``account``: shared by all units of a model. ``trains``: whether any of its parameters does.
-    ``is_open``: whether it gets gradients in the backward under way.
+    ``title``: the unit's name in messages. ``state``, ``shown``: written here only. ``account``: shared by
+    all units of a model.
     """
 
     def __init__(
@@ -82,13 +91,10 @@ class Unit:
         self.members = tuple(member for segment in segments for member in segment.members)
         self.transport, self.options = transport, options
         self.state = State.SHARDED
-        self.moving = Pending()
-        self.pinned = False
-        self.shows_full = False
-        self.trains = False
-        self.is_open = False
+        self.shown = Shown.SHARD
         self.account = Account()
-        self._seen: dict[bool, list[tuple[int, int]]] = {}  # `_look` by `shows_full`
+        self._moving = Pending()
+        self._seen: dict[Shown, list[tuple[int, int]]] = {}  # `_look` by what was shown
 
     @property
     def device(self) -> torch.device:
@@ -100,21 +106,43 @@ class Unit:
         return sum([segment.full.nbytes for segment in self.segments])
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the unit's full gradient."""
+        return sum([segment.layout.padded * segment.like_gradient.itemsize for segment in self.segments])
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the full vector stays gathered from forward to backward."""
+        return not self.options.reshard_after_forward
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter requires a gradient now."""
+        return any(member.param.requires_grad for member in self.members)
+
+    @property
     def holders(self) -> dict[nn.Module, Segment]:
         """The modules that directly hold parameters of the unit, each with the segment of its last one."""
         return {m: s for s in self.segments for member in s.members for m, _ in member.info.holders}
 
-    def shows(self, tensor: torch.Tensor) -> bool:
+    def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in the unit's full vectors."""
         memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
         return any(segment.memory == memory for segment in self.segments)
 
-    def show_local(self) -> None:
-        """Let the parameters show their local pieces. The full vector stays allocated."""
-        if self.shows_full:
+    def hide(self) -> None:
+        """Let the parameters show their local shards. The full vector stays allocated."""
+        if self.shown is not Shown.SHARD:
             for member in self.members:
                 member.show_local()
-            self.shows_full = False
+            self.shown = Shown.SHARD
+
+    def show_private(self, values: Mapping[ShardedParam, torch.Tensor]) -> None:
+        """Let parameters show ``values``, full tensors that no other rank sees."""
+        assert self.state is State.SHARDED, f"{self.name}: {self.state}"
+        for member, value in values.items():
+            member.param.data = value
+        self.shown = Shown.PRIVATE
 
     def adopt(self, before_conversion: Callable[[], None]) -> None:
         """Adopt the pieces that users have replaced: all, or none and ValueError if one does not fit.
@@ -122,19 +150,23 @@ class Unit:
         ``before_conversion`` is called first if a piece has another dtype or device; it may raise.
         """
         replaced = [s for s in self.segments if any(m.was_replaced() for m in s.members)]
-        held = [(segment, segment.shown_pieces()) for segment in ([] if self.shows_full else replaced)]
+        held = [
+            (segment, segment.shown_pieces()) for segment in (replaced if self.shown is Shown.SHARD else [])
+        ]
         if any(segment.converts(local) for segment, local in held):
             before_conversion()
         for segment, local in held:
             segment.adopt(local)
 
     def refresh(self) -> None:
-        """Release the unit, and let its next gather include changes of its local pieces."""
-        self.release()
+        """Let the next gather include changes of the local shards."""
         for segment in self.segments:
             segment.cast()
-        self.trains = any(member.param.requires_grad for member in self.members)
-        self._seen[False] = self._look()
+        self.note_values()
+
+    def note_values(self) -> None:
+        """Note the values that parameters show now, to notice edits of them."""
+        self._seen[self.shown] = self._look()
 
     def _look(self) -> list[tuple[int, int]]:
         """Return what tells that users change a parameter: autograd's version of it, and where it lies."""
@@ -143,14 +175,14 @@ class Unit:
     def _edited(self) -> list[str]:
         """Return the names of parameters that users have changed."""
         new = self._look()
-        seen = self._seen.get(self.shows_full, new)
+        seen = self._seen.get(self.shown, new)
         if new == seen:
             return []
         return [m.name for m, state, old in zip(self.members, new, seen, strict=True) if state != old]
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost."""
-        if self.shows_full and (edited := self._edited()):
+        if self.shown is Shown.FULL and (edited := self._edited()):
             raise ValueError(
                 f"{', '.join(edited)} changed while {self.title} was whole, which would be lost or done once "
                 "per rank; change parameters between steps, inside shardtrain.unsharded(model). After a "
@@ -159,58 +191,44 @@ class Unit:
 
     def refuse_edits_inside_forward(self) -> None:
         """Raise ValueError if local pieces were changed since forward began: other ranks may read them."""
-        if not self.shows_full and (edited := self._edited()):
+        if self.shown is Shown.SHARD and (edited := self._edited()):
             raise ValueError(
                 f"forward changed {', '.join(edited)} of {self.title}, with which other ranks may compute "
                 "now; change parameters between steps (a momentum encoder after optimizer.step())"
             )
 
-    def launch(self) -> None:
-        """Start gathering the unit. Its full vector must not be read before `finish`."""
+    def gather(self) -> None:
+        """Start gathering the full vector. It must not be read before `show`."""
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
         trace.begin("gather", self.title)
         self.account.add(int(bool(self.segments)), self.full_bytes)
         for segment in self.segments:
             segment.hold_full(True)
         flats = [segment.flat for segment in self.segments]
-        self.moving = self.transport.gather(self.title, flats) if flats else Pending()
+        self._moving = self.transport.gather(self.title, flats) if flats else Pending()
         trace.end("gather", self.title)
         self.state = State.GATHERING
 
-    def prefetch(self) -> None:
-        """Start gathering the unit, unless it is gathered."""
-        if self.state is State.SHARDED:
-            self.launch()
-
-    def finish(self) -> None:
-        """Wait until the unit's full vector is valid."""
-        assert self.state is State.GATHERING, f"{self.name}: {self.state}"
+    def _finish_gather(self) -> None:
+        """Wait until the full vector is valid."""
         with waiting(GATHER, self.title, self.device):
-            self.moving.wait()
+            self._moving.wait()
         self.state = State.GATHERED
 
-    def open_full(self, for_forward: bool = False) -> None:
-        """Gather the unit unless it is gathered, and show full values; ``for_forward``: note any edit."""
-        if self.shows_full:
-            return
-        self.prefetch()
+    def show(self) -> None:
+        """Wait for the gather, and let the parameters show full values."""
+        assert self.state is not State.SHARDED, f"{self.name}: {self.state}"
         if self.state is State.GATHERING:
-            self.finish()
+            self._finish_gather()
         for member in self.members:
             member.param.data = member.full_view
-        self.shows_full = True
-        if for_forward:
-            self._seen[True] = self._look()
+        self.shown = Shown.FULL
 
     def release(self) -> None:
-        """Let the parameters show their local pieces, and free the full vector."""
-        if self.pinned:
-            return
-        self.show_local()
-        if self.state is State.SHARDED:
-            return
+        """Free the full vector, whose parameters show their local shards."""
+        assert self.shown is Shown.SHARD, f"{self.name}: {self.shown}"
         if self.state is State.GATHERING:
-            self.finish()
+            self._finish_gather()
         self.account.add(-int(bool(self.segments)), -self.full_bytes)
         for segment in self.segments:
             segment.hold_full(False)

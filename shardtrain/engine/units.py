@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from shardtrain.engine.shard import ParamInfo, plain_name
-from shardtrain.engine.unit import Unit, UnitOptions
+from shardtrain.engine.unit import Shown, Unit, UnitOptions
 
 UnitChoice = (
     Iterable[type[nn.Module]]
@@ -167,7 +167,7 @@ def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
         return
     names = list[str]()
     for unit in units:
-        if not unit.shows_full:
+        if unit.shown is Shown.SHARD:
             names += [member.name for member in unit.members]
     if not names:
         return

@@ -33,7 +33,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     engine = engine_of(module)
-    engine.schedule.require_reduced("clip_grad_norm_()")
+    engine.driver.require_reduced("clip_grad_norm_()")
     params = [param for param in module.parameters() if param.grad is not None]
     grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
     widest = functools.reduce(torch.promote_types, (s.local.dtype for s in engine.segments), torch.float32)

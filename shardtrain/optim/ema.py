@@ -87,6 +87,6 @@ class Ema:
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each average with the tensor that it averages."""
-        self._engine.schedule.show_pieces()  # a forward without a backward leaves full parameters shown
+        self._engine.driver.show_shards()  # a forward without a backward leaves full parameters shown
         pairs = [*self.averages.items(), *self._buffer_averages.items()]
         return [(average, now.data) for now, average in pairs]

@@ -1,0 +1,327 @@
+"""Carry out what the schedule decides, and tell it of calls, of autograd's progress, and of failures.
+
+`Engine` calls the events here. Each passes on to `Schedule` what it needs to decide, and does around it what
+is no decision: fences between ranks that share memory, refusals of edits, gradients that are put aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardtrain.comm import trace
+from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
+from shardtrain.engine.reduce import Reduction, give
+from shardtrain.engine.schedule import Forward, Schedule
+from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.unit import Shown, Unit
+from shardtrain.engine.user_code import call_postponed, postpone
+from shardtrain.engine.virtual import OUTSIDE
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
+
+
+class Driver:
+    """Drive all units of one sharded module. Only `Engine` calls its events."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.root = units[0]
+        self.reductions = {unit: Reduction(unit) for unit in units}
+        self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
+        self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
+        self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
+        self.before_conversion = partial(self.require_reduced, "parameters were converted")
+        self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
+        self._captured: list[str] = []  # parameters whose gradient autograd did not keep
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way: every parameter shows its local shard."""
+        schedule = self.schedule
+        return not (schedule.in_forward or schedule.backward or self.root.shown is Shown.PRIVATE)
+
+    @property
+    def under_way(self) -> tuple[str, Unit | None]:
+        """The phase of the step, and the unit that computes if it is known."""
+        schedule = self.schedule
+        if schedule.backward:
+            return "backward", next(reversed(schedule.backward.entered), None)
+        if schedule.in_forward:
+            return "forward", next((unit for unit in reversed(self.units) if unit in schedule.calls), None)
+        return "rest", None
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the last forward prepared for a backward that has not come."""
+        return bool(self.schedule.forward.calls)
+
+    def _fence(self, what: Movement) -> None:
+        if what is ENTER and self.stepped:
+            self.root.transport.fence(STEP)
+            self.stepped = False
+        with waiting(what, "the model", self.root.device):
+            self.root.transport.fence(what)
+
+    # verbs: what the schedule decides
+
+    def gather(self, unit: Unit) -> None:
+        unit.gather()
+
+    def show(self, unit: Unit) -> None:
+        unit.show()
+        if self.schedule.backward is None:
+            unit.note_values()
+        else:
+            trace.begin("backward", unit.title)
+
+    def hide(self, unit: Unit) -> None:
+        unit.hide()
+
+    def release(self, unit: Unit) -> None:
+        unit.release()
+        trace.end("backward", unit.title)  # if it is one
+
+    def take(self, unit: Unit) -> None:
+        self.reductions[unit].take(self.micro_batch or 0, self._captured)
+
+    def reduce(self, unit: Unit) -> None:
+        self.reductions[unit].launch()
+
+    def finish(self, unit: Unit) -> None:
+        self.reductions[unit].finish()
+
+    # forward
+
+    def begin_forward(self) -> None:
+        """Begin a forward as the root module is called.
+
+        Raises ValueError if a parameter was changed while it showed its full value.
+        """
+        if self.schedule.backward:
+            return
+        self.show_shards()
+        self.schedule.begin_forward(self._training())
+        for unit in self.units:
+            unit.refresh()
+        self._fence(ENTER)
+        self.forget_nodes()
+
+    def forget_nodes(self) -> None:
+        """Give computations on full parameters and users' computations on shards different nodes."""
+        for unit in self.units if torch.is_grad_enabled() else ():
+            for segment in unit.segments if unit.shown is Shown.SHARD else ():
+                segment.forget_nodes()
+
+    def _training(self) -> frozenset[Unit]:
+        return frozenset(unit for unit in self.units if unit.trains)
+
+    def refresh(self, unit: Unit) -> None:
+        """Release ``unit``, and let its next gather include changes of its local shards."""
+        self.schedule.release(unit)
+        self.schedule.trains = self._training()
+        unit.refresh()
+        self._fence(ENTER)
+
+    def end_forward(self, failed: bool) -> None:
+        """End the forward as the root module returns or (``failed``) raises.
+
+        Raises ValueError if a local shard was changed that other ranks may still read.
+        """
+        if self.schedule.backward:
+            return
+        self.schedule.end_forward(failed)
+        if failed:  # an exception must not wait for other ranks
+            return
+        for unit in self.units:
+            unit.refuse_edits_inside_forward()
+        self.forget_nodes()
+        self._fence(LEAVE)
+
+    def begin_call(self, unit: Unit) -> None:
+        """Gather ``unit`` as one of its modules is called."""
+        schedule = self.schedule
+        is_outermost = unit not in schedule.calls
+        if is_outermost and not schedule.backward:
+            if schedule.in_forward:
+                unit.refuse_edits_inside_forward()
+            else:  # called by itself, perhaps after an update
+                self.refresh(unit)
+        schedule.enter(unit)
+        if is_outermost:
+            trace.begin("forward", unit.title)
+
+    def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
+        """Have autograd tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
+
+        In backward, which only computes again, and without gradients, nothing is marked. Work in place on a
+        view gives it another node, and leaves its base's.
+        """
+        schedule = self.schedule
+        if unit not in schedule.calls or schedule.backward or not torch.is_grad_enabled():
+            return
+        reach = partial(self._reach, schedule.forward, unit, schedule.moment)
+        for tensor in tensors:
+            for made in (tensor, tensor._base):
+                if made is not None and (node := made.grad_fn) is not None:
+                    node.register_prehook(reach)
+                    schedule.announce(unit)
+
+    def end_call(self, unit: Unit, found: Sequence[Any], failed: bool) -> None:
+        """Release ``unit`` as one of its modules returns or (``failed``) raises.
+
+        ``found``: the `leaves` of the output. The unit stays through backward if that may need it
+        unannounced, or if the output shows parameters.
+        """
+        schedule = self.schedule
+        call = schedule.calls.get(unit)
+        if call is None:  # an error prevented its begin
+            return
+        learns = torch.is_grad_enabled() and not (failed or schedule.backward)
+        stays = False
+        if learns:
+            self.mark(unit, (leaf for leaf in found if isinstance(leaf, torch.Tensor)))
+            stays = _hides(unit, found)
+        if call.depth == 1:
+            trace.end("forward", unit.title)
+            if not (failed or schedule.backward):
+                if not schedule.in_forward:
+                    self._fence(LEAVE)
+                unit.refuse_edits()
+        schedule.leave(unit, learns, stays)
+
+    def refuse_edits(self) -> None:
+        """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
+        for unit in self.schedule.kept:
+            unit.refuse_edits()
+
+    def show_shards(self) -> None:
+        """Show local shards where a forward without a backward has left full parameters shown.
+
+        Raises ValueError if one of these was changed.
+        """
+        try:
+            self.refuse_edits()
+        finally:
+            self.schedule.hide_kept()
+
+    # backward
+
+    def _reach(self, forward: Forward[Unit], unit: Unit, moment: int, _: object) -> None:
+        """Autograd runs a node that ``unit`` made after ``moment``, in ``forward``."""
+        if self.schedule.backward is None:
+            self._begin_backward(forward)
+        self.schedule.reach(forward, unit, moment)
+
+    def _begin_backward(self, forward: Forward[Unit]) -> None:
+        """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
+        if self.root.shown is Shown.PRIVATE:
+            raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
+        if self.micro_batch is None:
+            raise ValueError(OUTSIDE)
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "double backward (create_graph=True) is not supported: the graph would need parameters that "
+                "are released when this backward ends; compute gradients of gradients on an unsharded model"
+            )
+        self.refuse_edits()
+        put_aside = []
+        for unit in self.units:
+            self.reductions[unit].begin_backward()
+            for member in unit.members:
+                postpone(member.param)
+                if (grad := member.param.grad) is not None:
+                    put_aside.append((member, grad))
+                    member.param.grad = None
+        self._put_aside = put_aside
+        self.schedule.accumulates = {unit for unit in self.units if not unit.options.reduces}
+        self.schedule.begin_backward(forward, self._training())
+        for unit in self.schedule.shown:
+            trace.begin("backward", unit.title)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
+        """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
+
+        Raises ValueError if the gradient is of a local shard; ``fits``: it has the parameter's shape.
+        """
+        schedule = self.schedule
+        if not fits or not (unit.shown is not Shown.SHARD or unit in schedule.kept):
+            raise ValueError(
+                f"the gradient of {name} comes from its piece, which code outside of the forward of "
+                f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
+                "backward; for a penalty on weights use the optimizer's weight_decay"
+            )
+        # The root's, used after forward; or shown as a shard since (`show_shards`).
+        if schedule.backward is None:
+            self._begin_backward(schedule.forward)
+        schedule.arrive(unit)
+
+    def _end_backward(self) -> None:
+        """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
+        reduced = self.schedule.end_backward()
+        if self._captured:
+            names = ", ".join(self._captured)
+            self.drop_backward()
+            raise ValueError(
+                f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
+                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
+            )
+        for member, grad in self._put_aside:
+            member.set_grad(grad)
+        self._put_aside = []
+        self._fence(LEAVE)
+        given = give(self.reductions[unit] for unit in reduced)
+        for unit in self.schedule.unreduced:
+            self.reductions[unit].show_waiting()
+        call_postponed(given)
+
+    def require_reduced(self, what: str) -> None:
+        """Raise ValueError, naming ``what``, if gradients wait under `no_sync` or for more virtual ranks."""
+        if self.schedule.unreduced:
+            raise ValueError(
+                f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
+                "no_sync first, or clear them with zero_grad() and run another one"
+            )
+
+    # after errors
+
+    def reset_failed_backward(self) -> None:
+        """Reset the state of a backward that an exception ended, and drop all gradients.
+
+        Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
+        """
+        if self.schedule.backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
+            self.drop_backward()
+
+    def drop_backward(self) -> None:
+        """End a backward under way, and drop the gradients that wait."""
+        for unit in self.units:
+            self.reductions[unit].drop()
+        self._put_aside = []
+        self._captured.clear()
+        self.schedule.drop()
+
+
+def _room(units: Sequence[Unit]) -> int:
+    """Return the bytes of full gradients whose reductions may be under way: as many as the largest one's.
+
+    Where all units keep their full vectors and the host waits for messages, all may be.
+    """
+    sizes = [unit.gradient_bytes for unit in units]
+    waits = not units[0].transport.in_place and all(unit.device.type == "cpu" for unit in units)
+    return sum(sizes) if waits and all(unit.keeps for unit in units[1:]) else max(sizes)
+
+
+def _hides(unit: Unit, found: Iterable[Any]) -> bool:
+    """Return whether ``unit`` must stay gathered through backward, which its output may not announce.
+
+    It must if the leaves ``found`` in the output may hide tensors in objects, or are views of parameters.
+    """
+    for leaf in found:
+        if unit.owns(leaf) if isinstance(leaf, torch.Tensor) else not isinstance(leaf, _PLAIN):
+            return True
+    return False
