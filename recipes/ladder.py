@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._pytree import tree_leaves
 
-BLOCKS, WIDTH = 4, 7
+BLOCKS = 4
+WIDTH = 7
 COLLECTIVES = r"(all_gather|all_reduce|all_to_all|reduce_scatter)(?!_obj)"
 
 
@@ -43,7 +44,8 @@ class Probe(torch.autograd.Function):
 class Block(nn.Module):
     def __init__(self, events: list[str]) -> None:
         super().__init__()
-        self.inside, self.events = nn.Linear(WIDTH, WIDTH), events
+        self.inside = nn.Linear(WIDTH, WIDTH)
+        self.events = events
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = Probe.apply(self.inside(x).tanh(), self.events)
@@ -54,7 +56,9 @@ class Work:
     """A collective under way, which tells when it is waited for."""
 
     def __init__(self, work: Any, name: str, events: list[str]) -> None:
-        self.work, self.name, self.events = work, name, events
+        self.work = work
+        self.name = name
+        self.events = events
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
@@ -68,7 +72,8 @@ class Recorded:
     """torch.distributed, with an event for every gathered element, every reduction, and its wait."""
 
     def __init__(self, events: list[str]) -> None:
-        self.events, self.reductions = events, 0
+        self.events = events
+        self.reductions = 0
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(dist, name)

@@ -28,10 +28,13 @@ class Unit:
     """Parameters that are gathered and reduced together: one flat vector, cut into equal intervals."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params, self.rank, self.world = params, dist.get_rank(), dist.get_world_size()
+        self.params = params
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         dtype = params[0].dtype if params else torch.float32
         step = ALIGNMENT // dtype.itemsize
-        self.slices, end = [], 0
+        self.slices = []
+        end = 0
         for param in params:
             self.slices.append(slice(end, end + param.numel()))
             end += -(-param.numel() // step) * step
@@ -51,7 +54,8 @@ class Unit:
 
     def pieces(self, interval: Tensor) -> list[Tensor]:
         """Return this rank's elements of each parameter, with its number of dimensions; some are empty."""
-        pieces, first = [], self.rank * len(interval)
+        pieces = []
+        first = self.rank * len(interval)
         for at, view in zip(self.slices, self.whole, strict=True):
             own = slice(*(min(max(edge - first, 0), len(interval)) for edge in (at.start, at.stop)))
             pieces.append(interval[own].view(-1, *[1] * (view.ndim - 1)))
@@ -122,7 +126,8 @@ class Schedule:
         self.reducing: Unit | None = None
 
     def begin(self) -> None:
-        self.order, self.calls = self.calls, []
+        self.order = self.calls
+        self.calls = []
         self.root.wait()
 
     def enter(self, unit: Unit) -> None:

@@ -84,7 +84,8 @@ class Files:
 
 
 def image_folder(config: ImageFolder) -> DataSet:
-    train = val = Files(config, "train")
+    train = Files(config, "train")
+    val = train
     if not config.validation or path_of("data.root", config.root).joinpath("val").exists():
         val = Files(config, "val")
     if train.classes != val.classes:

@@ -109,7 +109,8 @@ class Norm(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         momentum = float(self.momentum or 0)
-        bias, training = self.bias * BIAS_SCALE, self.training
+        bias = self.bias * BIAS_SCALE
+        training = self.training
         return F.batch_norm(
             input, self.running_mean, self.running_var, self.weight, bias, training, momentum, self.eps
         )

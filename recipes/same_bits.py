@@ -33,8 +33,13 @@ import shardtrain
 from shardtrain.job.launch import close_process_group
 from shardtrain.job.pictures import plot
 
-VIRTUAL, STEPS, BATCH = 4, 60, 64  # micro-batches per step, steps, images per step
-SAVED, KILLED = 20, 25  # steps after which the killed run saves, and ends
+# micro-batches per step, steps, images per step
+VIRTUAL = 4
+STEPS = 60
+BATCH = 64
+# steps after which the killed run saves, and ends
+SAVED = 20
+KILLED = 25
 # Wrapper, and for each run its name and the ranks of the processes that compute it, one after the other.
 RUNS = {
     "shardtrain": {
@@ -59,7 +64,8 @@ def micro_batch(images: Tensor, labels: Tensor, step: int, number: int) -> tuple
 
 def work(wrapper: str, run: str, folder: Path) -> None:
     """Train as one rank; rank 0 writes the mean loss of each step, and the digest of the weights."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if "hosts" in run:
         os.environ["SHARDTRAIN_HOST_KEY"] = f"host {2 * rank // world}"
     dist.init_process_group("gloo")
@@ -79,7 +85,9 @@ def work(wrapper: str, run: str, folder: Path) -> None:
     else:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    saved, first, losses = folder / "saved", 0, torch.zeros(STEPS, VIRTUAL)
+    saved = folder / "saved"
+    first = 0
+    losses = torch.zeros(STEPS, VIRTUAL)
     if saved.exists() and "killed" in run:
         extra = shardtrain.checkpoint.load(saved, model, optimizer)
         first = extra["step"]

@@ -89,7 +89,8 @@ def fully_shard(
     dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
     # FSDP2 casts BatchNorm, too, which then fails.
     precision = Precision(*dtypes, cast_inputs=policy.cast_forward_inputs, keep=(_NormBase,))
-    ignored, offload = set(ignored_params or ()), isinstance(offload_policy, CPUOffloadPolicy)
+    ignored = set(ignored_params or ())
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
     device = None if mesh is None else mesh.device_type
     shared = {"mesh": mesh, "offload": offload, "device": device, "transport": transport}
     for part in module if isinstance(module, list) else [module]:
@@ -172,9 +173,14 @@ class FSDPModule(nn.Module):
         self.__dict__[_MARK].options.divide_by = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
-    set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = reset_iter_state = _accept
-    set_is_last_backward = set_reshard_after_backward = set_unshard_in_backward = _accept
-    set_force_sum_reduction_for_comms = set_reduce_scatter_max_input_buffers = _accept
+    set_modules_to_forward_prefetch = _accept
+    set_modules_to_backward_prefetch = _accept
+    reset_iter_state = _accept
+    set_is_last_backward = _accept
+    set_reshard_after_backward = _accept
+    set_unshard_in_backward = _accept
+    set_force_sum_reduction_for_comms = _accept
+    set_reduce_scatter_max_input_buffers = _accept
     set_allocate_memory_from_process_group_for_comm = _accept
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,8 @@ class Layout:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return rank ``rank``'s piece of each parameter, in the order of ``sizes``."""
-        low, high = self.bounds[rank], self.bounds[rank + 1]
+        low = self.bounds[rank]
+        high = self.bounds[rank + 1]
         pieces = []
         for offset, size in zip(self.offsets, self.sizes, strict=True):
             start = min(max(low - offset, 0), size)
@@ -120,9 +121,11 @@ class Layout:
 
         Parts are in elements of the piece.
         """
-        at, parts = self.bounds[rank] + piece.offset, []
+        at = self.bounds[rank] + piece.offset
+        parts = []
         for virtual, (low, high) in enumerate(pairwise(self.cuts)):
-            start, stop = max(low - at, 0), min(high - at, piece.numel)
+            start = max(low - at, 0)
+            stop = min(high - at, piece.numel)
             if start < stop:
                 parts.append((virtual, slice(start, stop)))
         return parts
@@ -197,7 +200,8 @@ class WholeCut:
             rank = self.loads.index(min(self.loads))
             self.loads[rank] += sizes[index]
             owned[rank].append(index)
-        offsets, bounds = [0] * len(sizes), [0]
+        offsets = [0] * len(sizes)
+        bounds = [0]
         for indices in owned:
             at = bounds[-1]
             for index in sorted(indices):

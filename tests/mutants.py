@@ -34,7 +34,9 @@ class Mutant(NamedTuple):
 
 def mutants() -> list[Mutant]:
     """Read the list; SystemExit names each fault that cannot be planted."""
-    tests, listed, problems = "", list[Mutant](), []
+    tests = ""
+    listed = list[Mutant]()
+    problems = []
     for line in LIST.read_text().splitlines():
         if not line.startswith("  "):
             tests = line
@@ -80,7 +82,9 @@ def passes(tests: str, folder: Path) -> bool:
 
 def main() -> None:
     first, last = map(int, (*sys.argv[1:], "1", "1000000")[-2:] if len(sys.argv) < 3 else sys.argv[1:3])
-    chosen, survivors, known = [m for m in mutants() if first <= m.number <= last], [], set[str]()
+    chosen = [m for m in mutants() if first <= m.number <= last]
+    survivors = []
+    known = set[str]()
     with tempfile.TemporaryDirectory() as name:
         folder = copy(Path(name))
         for number, tests, file, before, after in chosen:

@@ -24,7 +24,8 @@ class NaiveTwin:
 
     def __init__(self, model: nn.Module, lr: float, momentum: float) -> None:
         self.model = model
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.params = list(model.parameters())
         self.numel = sum(p.numel() for p in self.params)
         self.length = -(-self.numel // self.world)  # elements per rank, rounded up

@@ -230,9 +230,12 @@ def ended(
 
     own = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
-    (line, number), processes, deadline = signal, [], time.monotonic() + timeout
+    line, number = signal
+    processes = []
+    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as said:
-        output, errors = Path(said) / "output", Path(said) / "errors"
+        output = Path(said) / "output"
+        errors = Path(said) / "errors"
         for file in (output, errors):
             file.touch()
         for rank in range(world):

@@ -39,7 +39,8 @@ from test_hosts import MEET
 from test_resume import curves
 from tiny import TINY
 
-LIMIT_S, MOST = 90.0, 1_000_000
+LIMIT_S = 90.0
+MOST = 1_000_000
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TIMED = """
 import json, os, runpy, time
@@ -146,7 +147,8 @@ def table(restarts: list[Restart]) -> str:
         ordered = sorted(column)
         high = ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))]
         rows.append(f"{name:12}{statistics.median(ordered):8.2f}{high:8.2f}{ordered[-1]:8.2f}")
-    lost, phases = Counter(each.lost for each in restarts), Counter(each.phase for each in restarts)
+    lost = Counter(each.lost for each in restarts)
+    phases = Counter(each.phase for each in restarts)
     return "\n".join([*rows, f"finished steps lost: {dict(lost)}", f"killed in: {dict(phases)}"])
 
 
@@ -192,9 +194,11 @@ def signals(folder: Path, count: int, choice: random.Random) -> list[Restart]:
     for trial in range(count):
         torchrun = started(MOST)
         time.sleep(choice.uniform(3, 20))
-        processes, (victim, name) = [torchrun.pid, *ranks_of(torchrun)], choice.choice(SIGNALS)
+        processes = [torchrun.pid, *ranks_of(torchrun)]
+        victim, name = choice.choice(SIGNALS)
         os.kill(processes[min(victim, len(processes) - 1)], getattr(signal, name))
-        code, deadline = torchrun.wait(LIMIT_S), time.monotonic() + LIMIT_S
+        code = torchrun.wait(LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
         while alive := [each for each in processes if is_alive(each)]:
             assert time.monotonic() < deadline, f"orphans: {alive}"
             time.sleep(0.1)
@@ -211,7 +215,8 @@ def ranks(folder: Path, count: int, choice: random.Random) -> list[Restart]:
     with (folder / "said").open("w") as said:
         program = [*LAUNCHER, "--max-restarts", "1000", f"{folder}/timed.py", *MEMORY]
         torchrun = subprocess.Popen(program + command(folder, MOST, "run"), stdout=said, stderr=said, env=own)
-    restarts, since = [], 0.0
+    restarts = []
+    since = 0.0
     for _ in range(count):
         times.wait_for(lambda: torchrun.poll() is None, since)
         time.sleep(choice.uniform(0, 1.5))

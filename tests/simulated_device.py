@@ -34,7 +34,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardtrain import device as devices
 
-DEVICE, HOST, PINNED = torch.device("cuda", 0), "host", "pinned"
+DEVICE = torch.device("cuda", 0)
+HOST = "host"
+PINNED = "pinned"
 
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_"}
 NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "is_pinned", "record_stream"}
@@ -50,7 +52,8 @@ class Line:
     """The host or a stream; ``clock``: how much of each line comes before its next action."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.clock = name, Counter[Line]()
+        self.name = name
+        self.clock = Counter[Line]()
 
     def act(self) -> None:
         self.clock[self] += 1
@@ -74,12 +77,17 @@ class Memory:
     """A storage: where it lies, the stream that it was allocated in, and the accesses that still matter."""
 
     def __init__(self, place: object, home: Stream, reference: object) -> None:
-        self.place, self.home, self.reference = place, home, reference
+        self.place = place
+        self.home = home
+        self.reference = reference
         self.accesses: list[Access] = []
 
 
 class Stream(Line):
-    device, stream_id, device_index, device_type = DEVICE, 0, 0, 1
+    device = DEVICE
+    stream_id = 0
+    device_index = 0
+    device_type = 1
     sim: SimulatedDevice  # of the subclass that it makes
 
     def __init__(self, device: object = None, priority: int | None = 0) -> None:
@@ -115,12 +123,15 @@ class Event:
     sim: SimulatedDevice
 
     def __init__(self, device: object = None, enable_timing: bool = False) -> None:
-        self.clock, self.step = Counter[Line](), self.sim.step
+        self.clock = Counter[Line]()
+        self.step = self.sim.step
 
     def record(self, stream: Stream | None = None) -> Event:
-        self.stream = stream = stream or self.sim.current
+        self.stream = stream or self.sim.current
+        stream = self.stream
         stream.reuse()
-        self.clock, self.step = stream.clock.copy(), self.sim.step
+        self.clock = stream.clock.copy()
+        self.step = self.sim.step
         return self
 
     def synchronize(self) -> None:
@@ -154,7 +165,8 @@ class SimulatedDevice:
     @contextmanager
     def __call__(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
         backward = torch.autograd._engine_run_backward
-        resize, group = torch.UntypedStorage.resize_, torch._C._group_tensors_by_device_and_dtype
+        resize = torch.UntypedStorage.resize_
+        group = torch._C._group_tensors_by_device_and_dtype
 
         def in_hooks(*args: Any, **kwargs: Any) -> Any:
             with functions:  # which torch leaves while it runs a function of its own
@@ -200,7 +212,8 @@ class SimulatedDevice:
     @contextmanager
     def profile(self) -> Iterator[SimpleNamespace]:
         """Do as torch's: give each launch as an event on the device."""
-        before, launch = self.launches.total(), SimpleNamespace(device_type=1, is_user_annotation=False)
+        before = self.launches.total()
+        launch = SimpleNamespace(device_type=1, is_user_annotation=False)
         yield SimpleNamespace(events=lambda: [launch] * (self.launches.total() - before))
 
     def synchronize(self, device: object = None) -> None:
@@ -225,7 +238,8 @@ class SimulatedDevice:
         memory = self.memory(tensor)
         if memory is None or not tensor.numel():
             return
-        size, at = tensor.element_size(), tensor.storage_offset()
+        size = tensor.element_size()
+        at = tensor.storage_offset()
         last = at + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         now = Access(line, line.clock[line], at * size, (last + 1) * size, writes, what)
         kept = []
@@ -265,7 +279,8 @@ class SimulatedDevice:
     def _given_back(self, memory: Memory | None) -> None:
         if memory is None or memory.place is not DEVICE:
             return  # the allocator of pinned memory itself waits for copies
-        order, place = self.host.clock | memory.home.clock, None
+        order = self.host.clock | memory.home.clock
+        place = None
         for access in memory.accesses:
             if order[access.line] < access.tick:
                 place = place or where()
@@ -286,7 +301,8 @@ class Functions(TorchFunctionMode):
     def __init__(self, sim: SimulatedDevice) -> None:
         super().__init__()
         self.sim = sim
-        t, there = torch.Tensor, sim.on_device
+        t = torch.Tensor
+        there = sim.on_device
         self.answers: dict[Any, Callable[..., Any]] = {  # None: what torch answers
             t.device.__get__: lambda x: DEVICE if there(x) else None,
             t.is_cuda.__get__: lambda x: there(x) or None,
@@ -324,7 +340,8 @@ class Functions(TorchFunctionMode):
         return self._at(HOST if device.type == "cpu" else DEVICE, func, *args, **kwargs)
 
     def _at(self, place: object, func: Any, *args: Any, **kwargs: Any) -> Any:
-        before, self.sim.placing = self.sim.placing, place
+        before = self.sim.placing
+        self.sim.placing = place
         try:
             return func(*args, **kwargs)
         finally:
@@ -339,7 +356,8 @@ class Functions(TorchFunctionMode):
             return tensor.to(*args, **kwargs)
         here = DEVICE if self.sim.on_device(tensor) else HOST
         there = here if device is None else DEVICE if device.type == "cuda" else HOST
-        moves, self.sim.blocking = here is not there, not non_blocking
+        moves = here is not there
+        self.sim.blocking = not non_blocking
         place = PINNED if non_blocking and moves and there is HOST else there
         keywords = {} if form is None else {"memory_format": form}
         return self._at(place, tensor.to, dtype or tensor.dtype, copy=copy or moves, **keywords)
@@ -348,7 +366,8 @@ class Functions(TorchFunctionMode):
 @functools.cache
 def written(func: Any) -> tuple[list[str], set[str], bool]:
     """Return the names of an operation's arguments, which of them it writes, and whether it makes a view."""
-    arguments, returns = func._schema.arguments, func._schema.returns
+    arguments = func._schema.arguments
+    returns = func._schema.returns
     writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     return [a.name for a in arguments], writes, views
@@ -366,7 +385,8 @@ class Operations(TorchDispatchMode):
             return self._operation(func, args, kwargs or {})
 
     def _operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        sim, name = self.sim, func._schema.name.split("::")[1]
+        sim = self.sim
+        name = func._schema.name.split("::")[1]
         if func.namespace == "c10d":
             return self._collective(func, name, args, kwargs)
         names, writes, views = written(func)
@@ -378,7 +398,8 @@ class Operations(TorchDispatchMode):
         on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
         placing = sim.placing
         if kwargs.get("device") == DEVICE:  # asked for in C++
-            kwargs, placing = {**kwargs, "device": torch.device("cpu")}, DEVICE
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+            placing = DEVICE
         result = func(*args, **kwargs)
         place = placing if placing is not None else DEVICE if on_device else HOST
         fresh = [t for t in tensors(result) if all(t is not other for other in outs)]
@@ -408,13 +429,16 @@ class Operations(TorchDispatchMode):
 
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any, outs: Any, reads: Any) -> Any:
         """Run a copy, perhaps between host and device."""
-        sim, pairs = self.sim, list(zip(outs, reads, strict=False))
+        sim = self.sim
+        pairs = list(zip(outs, reads, strict=False))
         non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-        placing, blocking = sim.placing, sim.blocking
+        placing = sim.placing
+        blocking = sim.blocking
         result = func(*args, **kwargs)
         if name == "_to_copy":
             sim.adopt(result, placing if placing is not None else sim.place(reads[0]))
-            pairs, non_blocking = [(result, reads[0])], placing is None or not blocking
+            pairs = [(result, reads[0])]
+            non_blocking = placing is None or not blocking
         inside = [pair for pair in pairs if sim.on_device(pair[0]) and sim.on_device(pair[1])]
         if any(to.numel() for to, _ in inside):
             together = len({(to.dtype, source.dtype) for to, source in inside}) == 1
@@ -430,7 +454,8 @@ class Operations(TorchDispatchMode):
         return result
 
     def _transfer(self, to: Tensor, source: Tensor, non_blocking: bool) -> None:
-        sim, upload = self.sim, self.sim.on_device(to)
+        sim = self.sim
+        upload = self.sim.on_device(to)
         what, there = ("upload", source) if upload else ("download", to)
         line = sim.launch(what)
         pinned = sim.place(there) is PINNED
@@ -444,7 +469,9 @@ class Operations(TorchDispatchMode):
         sim.access(to, line, True, what)
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        sim, outs, reads = self.sim, tensors(args[0]), tensors(args[1])
+        sim = self.sim
+        outs = tensors(args[0])
+        reads = tensors(args[1])
         if name == "allgather_":  # of uneven sizes, which the fake group does not know
             args = [[[read.clone() for _ in outs] for read in reads], *args[1:]]
         result = func(*args, **kwargs)

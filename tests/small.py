@@ -63,7 +63,8 @@ class TwoPaths(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
+        self.first = nn.Linear(9, 9)
+        self.second = nn.Linear(9, 9)
 
     def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
         for name in order.split():
@@ -168,10 +169,12 @@ def train(
 def train_in_micro_batches(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
     """Train three clipped steps of two micro-batches; return this rank's losses."""
     if isinstance(model, DistributedDataParallel):
-        no_sync, clip = model.no_sync, partial(nn.utils.clip_grad_norm_, [*model.parameters()])
+        no_sync = model.no_sync
+        clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
     else:
         no_sync, clip = (partial(f, model) for f in (shardtrain.no_sync, shardtrain.clip_grad_norm_))
-    optimizer, losses = sgd(model), []
+    optimizer = sgd(model)
+    losses = []
     for step in range(3):
         torch.manual_seed(step)
         for micro in range(2):
@@ -345,7 +348,8 @@ def allocated(step: Callable[[], object]) -> int:
     with torch.autograd.profiler.profile(profile_memory=True) as profile, _EndsOfOperations():
         step()
     events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
-    most = held = 0
+    most = 0
+    held = 0
     for event in events:
         if event.name() == "[memory]":
             held += event.nbytes()

@@ -76,7 +76,8 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
     extra = checkpoint.load(path, other, its_optimizer)
     assert extra["rank"] == dist.get_rank()
     assert (extra["at"][0], extra["at"][1].tolist()) == (2, [0, 1, 2])
-    model.uses = other.uses = dist.get_rank() == 0
+    model.uses = dist.get_rank() == 0
+    other.uses = model.uses
     assert train(other, its_optimizer, 3, start=2) == train(model, optimizer, 3, start=2)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -212,7 +213,8 @@ def _plant(folder: Path, name: str) -> None:
         rewrite(folder, lambda manifest: manifest["files"].update({name: record}))
 
 
-DATA, OTHER = "rank-00001.safetensors", "rank-00000.safetensors"
+DATA = "rank-00001.safetensors"
+OTHER = "rank-00000.safetensors"
 
 
 def forged_file(**facts: Any) -> Callable[[dict[str, Any]], object]:
@@ -360,7 +362,8 @@ def test_the_newest_and_the_best_are_kept(
 
 @each_rank(2, transport="auto")
 def test_the_newest_whole_one_is_found_and_damaged_ones_are_set_aside(tmp_path: Path) -> None:
-    store, folder = opened(tmp_path, keep=3), tmp_path
+    store = opened(tmp_path, keep=3)
+    folder = tmp_path
     fill(store, [10, 20, 30])
     if dist.get_rank() == 0:
         (folder / ".tmp-step-00000040-abcd").mkdir()
@@ -403,7 +406,8 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 @each_rank(1, 2)
 def test_training_goes_on_during_a_save_of_a_consistent_snapshot(tmp_path: Path) -> None:
     """It goes on while nothing can be written yet; the next save waits for the first."""
-    write, there_is_room = checkpoint_store.write_tensors, threading.Event()
+    write = checkpoint_store.write_tensors
+    there_is_room = threading.Event()
 
     def slowly(*args: Any) -> Any:
         assert there_is_room.wait(60)
@@ -435,7 +439,8 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(tmp_path: Path)
 @each_rank(2, transport="auto")
 def test_only_an_update_waits_for_the_copy(tmp_path: Path) -> None:
     """A forward does not; the copy is of the state before both."""
-    copy, forward_is_over = checkpoint_store.Snapshot.copy, threading.Event()
+    copy = checkpoint_store.Snapshot.copy
+    forward_is_over = threading.Event()
 
     def slowly(memory: checkpoint_store.Snapshot, tensors: Any) -> Any:
         assert forward_is_over.wait(60)
@@ -548,7 +553,8 @@ POINTS = {
 
 def _arm(kill: Kill) -> None:
     """Make this process die there."""
-    original, calls = getattr(os, kill.function), [0]
+    original = getattr(os, kill.function)
+    calls = [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1

@@ -237,7 +237,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the wheel holds, and nothing else."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("wheel")
-    source, site = folder / "source", folder / "site"
+    source = folder / "source"
+    site = folder / "site"
     source.mkdir()
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout
     if not tracked:

@@ -49,7 +49,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.flo
 @pytest.mark.parametrize("async_op", [False, True])
 @each_rank(1, 2, 3, 4, transport="auto")
 def test_gathers(async_op: bool) -> None:
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     cases = [((3, 5), dtype, (world * 3, 5)) for dtype in DTYPES]
     cases += [(shape, torch.int16, (world, *shape)) for shape in ((7,), (0, 3), ())]
     for shape, dtype, gathered in [*cases, ((3, 1), torch.float64, (world * 3,))]:
@@ -76,9 +77,11 @@ REDUCTIONS = [
 @pytest.mark.parametrize("async_op", [False, True])
 @each_rank(1, 2, 3, 4, transport="auto")
 def test_reductions(async_op: bool) -> None:
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     for name, dtype, n in REDUCTIONS:
-        op, inputs = getattr(comm.ReduceOp, name), [values(r, (world, n, 3), dtype) for r in range(world)]
+        op = getattr(comm.ReduceOp, name)
+        inputs = [values(r, (world, n, 3), dtype) for r in range(world)]
         parts = [full[rank] for full in inputs]
         wide = [part.float() if dtype in (torch.bfloat16, torch.float16) else part for part in parts]
         expected = tree_sum(wide, COMBINE[name])
@@ -97,7 +100,8 @@ def test_reductions(async_op: bool) -> None:
 
 @each_rank(1, 2, 3, 4, transport="auto")
 def test_uneven_lists_and_splits_of_no_rows() -> None:
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     sizes = [(3 * r + 2) % 4 for r in range(world)]
     lists = [[torch.full((size,), 10.0 * r + i) for i, size in enumerate(sizes)] for r in range(world)]
     output = torch.empty(sizes[rank])
@@ -113,13 +117,17 @@ def test_uneven_lists_and_splits_of_no_rows() -> None:
 @each_rank(3, 4, transport="auto")
 def test_exchanges_deliver_what_torch_s_own_do() -> None:
     """Uneven parts, as rows of one tensor and as a list."""
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     rows = [[(2 * r + i) % 3 for i in range(world)] for r in range(world)]  # that r sends to i
-    sends, gets = rows[rank], [row[rank] for row in rows]
+    sends = rows[rank]
+    gets = [row[rank] for row in rows]
     for dtype in (torch.float32, torch.int64, torch.cfloat):
-        sent, expected = values(rank, (sum(sends), 2), dtype), torch.empty(sum(gets), 2, dtype=dtype)
+        sent = values(rank, (sum(sends), 2), dtype)
+        expected = torch.empty(sum(gets), 2, dtype=dtype)
         torch_dist.all_to_all_single(expected, sent, gets, sends)
-        output, parts = torch.empty_like(expected), [*torch.empty_like(expected).split(gets)]
+        output = torch.empty_like(expected)
+        parts = [*torch.empty_like(expected).split(gets)]
         comm.all_to_all_single(output, sent, gets, sends)
         equal(output, expected)
         comm.all_to_all(parts, [*sent.split(sends)])
@@ -140,11 +148,14 @@ def test_low_precision_is_summed_in_fp32_and_rounded_once() -> None:
 @pytest.mark.parametrize("window", [1, 3, 100])
 @each_rank(4, transport="auto")
 def test_chunks_change_nothing_and_sums_are_one_tree(window: int) -> None:
-    rank, world, n = comm.rank(), comm.world_size(), 16 * 11 + 5
+    rank = comm.rank()
+    world = comm.world_size()
+    n = 16 * 11 + 5
     inputs = [torch.randn(world, n, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     expected = tree_sum([full[rank] for full in inputs])
     with patch.object(messages, "CHUNK_BYTES", 64), patch.object(messages, "WINDOW", window):
-        output, gathered = torch.empty(n), torch.empty(world, n)
+        output = torch.empty(n)
+        gathered = torch.empty(world, n)
         comm.all_gather_into_tensor(gathered, output.fill_(rank))
         equal(gathered, torch.arange(float(world)).view(-1, 1).expand(world, n))
         for async_op in (False, True):
@@ -155,7 +166,8 @@ def test_chunks_change_nothing_and_sums_are_one_tree(window: int) -> None:
 
 @each_rank(1, 2, 3, 4, transport="auto")
 def test_odd_tensors() -> None:
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     # inputs that want gradients; complex ones as pairs; results where inputs lie
     output = torch.empty(world)
     comm.all_gather_into_tensor(output, torch.ones(1, requires_grad=True))
@@ -187,7 +199,8 @@ def test_odd_tensors() -> None:
 @each_rank(2, 3, 4, transport="auto")
 def test_calls_under_way_together_keep_apart() -> None:
     """Calls of one size, whose threads run in another order on every rank."""
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     full = torch.arange(float(world * 3))
     outputs = [torch.empty(3) for _ in range(20)]
     delays = random.Random(rank)
@@ -263,7 +276,8 @@ def test_the_meter_counts_the_payload() -> None:
 def call(name: str, **arguments: Any) -> comm.Work | None:
     """Call the collective ``name`` with arguments that fit on every rank, but for ``arguments``."""
     world = comm.world_size()
-    whole, part = torch.ones(world, 3), torch.ones(3)
+    whole = torch.ones(world, 3)
+    part = torch.ones(3)
     good: dict[str, Any] = {
         "all_gather_into_tensor": {"output": whole, "input": part},
         "reduce_scatter_tensor": {"output": part, "input": whole},
@@ -274,8 +288,11 @@ def call(name: str, **arguments: Any) -> comm.Work | None:
     return getattr(comm, name)(**{**good, **arguments})
 
 
-GATHER, REDUCE, REDUCE_LIST = "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter"
-TO_ALL, SINGLE = "all_to_all", "all_to_all_single"
+GATHER = "all_gather_into_tensor"
+REDUCE = "reduce_scatter_tensor"
+REDUCE_LIST = "reduce_scatter"
+TO_ALL = "all_to_all"
+SINGLE = "all_to_all_single"
 # What rank 1 passes while the others' arguments are good, and what all ranks must read.
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (GATHER, {"output": empty(7)}, "expected output to have equal parts for 2 ranks, found float32 [7]"),
@@ -329,7 +346,8 @@ def test_every_rank_refuses_what_one_rank_gets_wrong() -> None:
             call(name, **(bad if rank == 1 else {}))
         assert expected in str(caught.value)
         # the group is as good as before
-        output, total = torch.empty(6), torch.empty(3)
+        output = torch.empty(6)
+        total = torch.empty(3)
         comm.all_gather_into_tensor(output, torch.full((3,), float(rank)))
         equal(output, torch.arange(2.0).repeat_interleave(3))
         comm.reduce_scatter_tensor(total, output)
@@ -343,7 +361,8 @@ def test_every_rank_refuses_what_one_rank_gets_wrong() -> None:
 def test_ranks_in_different_collectives_are_told(large: bool) -> None:
     n = messages.CHUNK_BYTES * 3 if large else 5
     world = comm.world_size()
-    odd, others = (comm.reduce_scatter_tensor, n, world * n), (comm.all_gather_into_tensor, world * 7, 7)
+    odd = (comm.reduce_scatter_tensor, n, world * n)
+    others = (comm.all_gather_into_tensor, world * 7, 7)
     collective, elements, input = odd if comm.rank() == 2 else others
     output = torch.zeros(elements)
     with pytest.raises(ValueError, match=r"rank 2: .* as on rank 0, all_gather_into_tensor of float32 \[7\]"):
@@ -364,7 +383,8 @@ def test_asynchronous_refusals_come_from_wait() -> None:
 @each_rank(2, 3, transport="auto")
 def test_the_backend_s_own_collectives() -> None:
     """As on other backends than gloo."""
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     with patch.object(native, "has_gloo", lambda _: False):
         output = torch.empty(world * 3)
         finish(comm.all_gather_into_tensor(output, torch.full((3,), float(rank)), async_op=True), True)

@@ -32,7 +32,9 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.body, self.fc = nn.Conv2d(3, 6, 3), Adapted(6), nn.Linear(6, 5)
+        self.stem = nn.Conv2d(3, 6, 3)
+        self.body = Adapted(6)
+        self.fc = nn.Linear(6, 5)
         self.tower = nn.Sequential(Block(6), Block(6))
         self.experts = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
 

@@ -294,7 +294,8 @@ def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
     results = json.loads((tmp_path / "sweep/sweep.json").read_text())
     assert [bool(result["problem"]) for result in results] == [False, True, True, True]
     assert "a lower optim.lr may help" in results[2]["problem"]
-    overrides, best = ["optim.lr=0.001", "train.batch_size=12"], results[0]["objective"]
+    overrides = ["optim.lr=0.001", "train.batch_size=12"]
+    best = results[0]["objective"]
     assert results[0] == {"overrides": overrides, "objective": best, "problem": ""}
     assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in said
     assert result_of(tmp_path / "sweep/0")["best_val/acc1"] == best

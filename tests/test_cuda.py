@@ -90,7 +90,8 @@ def test_slow_collectives_change_nothing(
     nccl_of_one: ProcessGroupTransport, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Memory that a collective still uses is not given to the compute stream, which is far ahead of it."""
-    device, losses = torch.device("cuda", 0), []
+    device = torch.device("cuda", 0)
+    losses = []
     for slow in (False, True):
         if slow:
             slow_down(monkeypatch)
@@ -107,7 +108,8 @@ def test_two_units_fit_however_far_the_host_is_ahead(
     nccl_of_one: ProcessGroupTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The allocator's peak in forward and backward, while every collective is late."""
-    device, width = torch.device("cuda", 0), 2048
+    device = torch.device("cuda", 0)
+    width = 2048
     size = 4 * width * width
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
     model = torch.nn.Sequential(*layers).to(device)

@@ -37,7 +37,8 @@ from small import Block, OddNet, images
 from steps import footprint
 from tiny import ALONE, TINY, configure
 
-WORLD, RANK = 8, 2
+WORLD = 8
+RANK = 2
 LOW = Precision(torch.bfloat16)
 PRECISIONS = {
     "fp32": Precision(),
@@ -49,7 +50,8 @@ PRECISIONS = {
 
 
 def replicas() -> Transport:
-    inside, across = dist.new_group(list(range(4))), dist.new_group([RANK, RANK + 4])
+    inside = dist.new_group(list(range(4)))
+    across = dist.new_group([RANK, RANK + 4])
     return comm.open_transport("process_group", None, [range(4), range(4, 8)], inside, across)
 
 
@@ -84,7 +86,8 @@ def play(device: SimulatedDevice, scene: str, precision: Precision, net: nn.Modu
     options = SCENES[scene]()
     torch.manual_seed(0)
     model = shardtrain.shard(net.to(DEVICE), units=[Block], precision=precision, **options)
-    optimizer, ema = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True), Ema(model, 0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    ema = Ema(model, 0.9)
     batches = [[each.to(DEVICE) for each in images(step, 0, 4)] for step in range(8)]
     scaler = shardtrain.GradScaler("cuda", init_scale=8.0, enabled=precision.param is torch.float16)
     for step in range(3):
@@ -123,7 +126,8 @@ def test_streams_are_in_order_and_the_host_never_waits(
     torch.use_deterministic_algorithms("virtual ranks" in scene)
     waits = play(device, scene, PRECISIONS[precision], OddNet())
     assert list(device.findings) == []
-    away, scaled = "offload" in scene, precision == "fp16"
+    away = "offload" in scene
+    scaled = precision == "fp16"
     assert len(waits) <= 2 * away + scaled * (1 + away), waits
 
 

@@ -21,7 +21,8 @@ from tiny import ALONE, CPU, VIT, composed, small_model
 
 TINY = ["+recipe=resnet", "data=fake", "data.train_images=48", "data.image_size=8", "train.batch_size=12"]
 LOW = ["train.accumulate=2"]
-MESSAGES, LONG = "parallel.transport=process_group", pytest.mark.long
+MESSAGES = "parallel.transport=process_group"
+LONG = pytest.mark.long
 
 
 def examined(fault: Callable[[Job], object] | None, *arguments: str) -> str:

@@ -155,7 +155,9 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
 
 
 FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py"))}
-ON_FOUR, SLOW = "hsdp", ("dcp_to_fsdp2", "hugging_face")  # seconds for their imports
+# seconds for their imports
+ON_FOUR = "hsdp"
+SLOW = ("dcp_to_fsdp2", "hugging_face")
 RUN = [name for name in FILES if name != "resume"]
 
 

@@ -91,7 +91,8 @@ def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.inner = nn.Linear(9, 9), nn.Linear(9, 9)
+        self.before = nn.Linear(9, 9)
+        self.inner = nn.Linear(9, 9)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.before(x))
@@ -128,7 +129,9 @@ def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
         model = shard(nn.Sequential(*layers), units=[nn.Linear], **options)
         with counting("launch", 1, under_way), counting("finish", -1, under_way):
             model(torch.randn(2, 9)).sum().backward()
-    small, large = 128, 480  # elements, padded
+    # elements, padded
+    small = 128
+    large = 480
     assert sizes[True][:6] == [0, large, 0, small, 2 * small, 3 * small]
     assert max(sizes[False]) == large + 3 * small
 
@@ -139,7 +142,8 @@ def test_the_meter_says_how_long_a_rank_waited_and_for_what(tmp_path: Path) -> N
     model, _ = sharded_and_replica()
     train(model, sgd(model), 2)
     dist.barrier()
-    waiting, waited = Reports.waiting, tmp_path / "rank 0 has waited"
+    waiting = Reports.waiting
+    waited = tmp_path / "rank 0 has waited"
 
     @contextlib.contextmanager
     def wait_and_tell(of: Reports, position: int) -> Iterator[None]:
@@ -352,7 +356,8 @@ class Checkpointed(OddNet):
 
     def __init__(self, together: bool, reentrant: bool) -> None:
         super().__init__()
-        self.together, self.reentrant = together, reentrant
+        self.together = together
+        self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -426,7 +431,8 @@ def test_a_model_on_the_meta_device_materialises_its_pieces() -> None:
 @each_rank(1)
 def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
     handle = register_optimizer_step_pre_hook(lambda *_: (gc.collect(), None)[1])
-    gone, model = shard(OddNet()), shard(OddNet())
+    gone = shard(OddNet())
+    model = shard(OddNet())
     del gone
     train(model, sgd(model), 1)
     handle.remove()
@@ -591,7 +597,8 @@ def test_automatic_units_are_modules_that_are_called() -> None:
         return self.attention(x, x, x)[0]
 
     layers = nn.Module()
-    layers.first, layers.second = nn.Linear(99, 99), nn.Linear(99, 99)
+    layers.first = nn.Linear(99, 99)
+    layers.second = nn.Linear(99, 99)
     attends = Parts(forward, layers=layers, attention=nn.MultiheadAttention(99, 3))
     assert units_of(attends, units="blocks") == ["layers.first", "layers.second", "attention"]
 

@@ -107,7 +107,8 @@ def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None
     assert run(run_dir, *still) == "finished"
     again = tmp_path / "again.safetensors"
     assert export(f"run={run_dir}", f"out={again}") == 0
-    before, after = load_file(out), load_file(again)
+    before = load_file(out)
+    after = load_file(again)
     assert all(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
     ending = run(tmp_path / "other", "model.num_classes=11", f"model.weights={out}")
     assert "does not fit the model: classifier.3.weight has shape (10, 1024), expected (11, 1024)" in ending
@@ -135,7 +136,8 @@ def test_an_evaluation_alone_scores_test_images_too(tmp_path: Path, capsys: Any)
     for mode in (["eval_only=false"], ["eval_only=true", "train.batch_size=5000"]):
         capsys.readouterr()
         assert run(tmp_path / "run", "data.validation=12", *mode) == "finished"
-    said, result = capsys.readouterr().out, result_of(tmp_path / "run")
+    said = capsys.readouterr().out
+    result = result_of(tmp_path / "run")
     for name in ("val", "test"):
         assert f"\n{name:<9}loss {result[f'{name}/loss']:.4f}" in said
 
@@ -272,7 +274,8 @@ def started(out: str) -> list[bool]:
     model = initial_model(config, deferred=True)
     has_values = not any(param.is_meta for param in model.parameters())
     shard_with_optimizer(model, config)
-    held, found = load_file(out), shardtrain.full_state_dict(model)
+    held = load_file(out)
+    found = shardtrain.full_state_dict(model)
     return [has_values, all(torch.equal(found[name], value) for name, value in held.items())]
 
 

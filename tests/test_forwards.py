@@ -203,7 +203,9 @@ def test_inductor_needs_triton_on_a_gpu() -> None:
 @each_rank(3, transport="auto")
 def test_checkpointed_blocks_hold_less_and_move_the_same() -> None:
     """What a step moves, without and with."""
-    moved, activations, batch = [], [], images(0, n=32)
+    moved = []
+    activations = []
+    batch = images(0, n=32)
     for inside in (nothing, checkpoint_blocks):
         model = sharded(inside, lambda: OddNet(blocks=6))
         train_in_micro_batches(model)

@@ -29,7 +29,9 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 class Layer(nn.Module):
     def __init__(self, width: int = 9) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 19), nn.Linear(19, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 19)
+        self.down = nn.Linear(19, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -42,7 +44,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(23, 9)
         self.layers = nn.ModuleDict({str(number): Layer() for number in range(3)})
-        self.norm, self.output = nn.LayerNorm(9), nn.Linear(9, 23, bias=False)
+        self.norm = nn.LayerNorm(9)
+        self.output = nn.Linear(9, 23, bias=False)
         if tied:
             self.output.weight = self.tok_embeddings.weight
 
@@ -152,7 +155,8 @@ def accelerate(names: Any, **options: Any) -> list[float]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy, **given)
     try:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        accelerator.state.distributed_type = PartialState().distributed_type = "FSDP"
+        accelerator.state.distributed_type = "FSDP"
+        PartialState().distributed_type = "FSDP"
         accelerator.state.fsdp_plugin = plugin
         assert accelerator.is_fsdp2
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
@@ -181,7 +185,8 @@ def lightning(names: Any) -> list[float]:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.losses = decoder(), list[float]()
+            self.model = decoder()
+            self.losses = list[float]()
 
         def configure_model(self) -> None:
             policy = names.MixedPrecisionPolicy(**BF16)
@@ -279,7 +284,8 @@ SCRIPTS = (tutorial, torchtitan, wild(accelerate), wild(lightning), accumulation
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 @each_rank(2, transport="auto")
 def test_a_script_has_the_losses_of_fsdp2(script: Any) -> None:
-    expected, found = script(theirs), script(ours)
+    expected = script(theirs)
+    found = script(ours)
     assert found == pytest.approx(expected, rel=1e-6)
     assert len(set(found)) > 1
 
@@ -353,11 +359,13 @@ def test_what_has_no_meaning_is_refused_at_the_call(message: str) -> None:
 
 @each_rank(2)
 def test_units_show_full_parameters_between_unshard_and_reshard() -> None:
-    model, plain = decoder(), decoder()
+    model = decoder()
+    plain = decoder()
     transport = os.environ["SHARDTRAIN_TEST_TRANSPORT"]
     for module in (*model.layers.values(), model):
         ours.fully_shard(module, transport=transport)
-    layer, optimizer = model.layers["0"], torch.optim.SGD(model.parameters(), 0.1)
+    layer = model.layers["0"]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     layer.unshard()
     assert layer.up.weight.equal(plain.layers["0"].up.weight)
     layer.reshard()
@@ -387,7 +395,8 @@ def test_a_copy_is_refused_before_and_after_the_first_call() -> None:
 @each_rank(2, transport="auto")
 def test_torch_compile_before_the_first_call(in_place: bool) -> None:
     """Of a module that no call has enclosed, which is sharded by that call."""
-    expected, model = train(ours.fully_shard(decoder())), ours.fully_shard(decoder())
+    expected = train(ours.fully_shard(decoder()))
+    model = ours.fully_shard(decoder())
     with warnings.catch_warnings():
         # torch looks for the gradient of each tensor in a graph
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")

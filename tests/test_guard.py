@@ -149,7 +149,9 @@ def test_a_rank_that_is_busy_alone_is_waited_for(tmp_path: Path) -> None:
     """It is busy until each of the others has said so, and then has checked several times."""
     model, optimizer = trained()
     comm.set_time_out(timedelta(seconds=3))
-    check, said, last = reports.Reports.check, list[str](), dist.get_world_size() - 1
+    check = reports.Reports.check
+    said = list[str]()
+    last = dist.get_world_size() - 1
     checked: list[list[str]] = []  # at each check after it was said, all that was said so far
 
     def check_and_tell(of: reports.Reports) -> None:
@@ -305,10 +307,15 @@ def test_a_rank_that_is_late_hears_that_others_differ(tmp_path: Path) -> None:
 def test_connections_stay_open_until_the_last_report_is_out() -> None:
     """Two threads close them: the one that fails first, and another that comes while a report goes out."""
     closed_by: list[str] = []
-    waited_for, gone = threading.Event(), threading.Event()
-    group, sending, receiving = Mock(), Mock(), Mock()
-    group.rank.return_value, group.size.return_value = 0, 2
-    group.send.return_value, group.recv.return_value = sending, receiving
+    waited_for = threading.Event()
+    gone = threading.Event()
+    group = Mock()
+    sending = Mock()
+    receiving = Mock()
+    group.rank.return_value = 0
+    group.size.return_value = 2
+    group.send.return_value = sending
+    group.recv.return_value = receiving
     sending.wait = lambda _: (waited_for.set(), gone.wait(10))
     receiving.wait = lambda _: closed_by.append(threading.current_thread().name)  # gloo closes at a time-out
     links = Links(group, 0, guard.Paths(0, [1]))
@@ -327,8 +334,11 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
 
 def test_a_rank_that_has_left_waits_a_moment_for_those_that_have_left_too() -> None:
     """They receive nothing any more; so runs ended two seconds late, one in six."""
-    group, sending = Mock(), Mock()
-    group.rank.return_value, group.size.return_value, group.send.return_value = 0, 2, sending
+    group = Mock()
+    sending = Mock()
+    group.rank.return_value = 0
+    group.size.return_value = 2
+    group.send.return_value = sending
     links = Links(group, 0, guard.Paths(0, [1]))
     links.send(TELLS)
     links.close()
@@ -354,7 +364,8 @@ def test_tags_of_different_kinds_never_meet() -> None:
 
 def test_names_that_end_alike_differ() -> None:
     """Reports have the last 64 characters of a name."""
-    ours, theirs = guard.Paths(0, [1]), guard.Paths(1, [0])
+    ours = guard.Paths(0, [1])
+    theirs = guard.Paths(1, [0])
     for paths, first in ((ours, "a"), (theirs, "b")):
         paths.add(GATHER, first + "x" * 64)
     assert ours.digest != theirs.digest

@@ -44,7 +44,8 @@ MEET += " --rdzv-conf last_call_timeout=2"
 
 class Run:
     def __init__(self, two: TwoHosts, folder: Path) -> None:
-        self.two, self.folder = two, folder
+        self.two = two
+        self.folder = folder
         self.running: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, side: int, ranks: int, *command: str) -> None:

@@ -44,7 +44,8 @@ from tiny import ALONE, CPU, configure, context
 def _process_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Torch's `record` points it at stderr, which is no file where pytest captures it.
     monkeypatch.setattr(faulthandler, "enable", lambda **_: None)
-    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+    handler = signal.getsignal(signal.SIGINT)
+    threads = torch.get_num_threads()
     yield
     signal.signal(signal.SIGINT, handler)
     torch.set_num_threads(threads)
@@ -271,7 +272,8 @@ def test_ranks_of_one_host_listen_on_loopback_only_and_leave_no_thread(
 
 def taken(folder: Path, *arguments: str) -> list[str]:
     """What a job says of its run directory once it has it."""
-    config, place = configure(*arguments), context(folder)
+    config = configure(*arguments)
+    place = context(folder)
     with run_directory(*find_start(config, place), config, place) as news:
         comm.barrier()
         return news

@@ -36,7 +36,8 @@ def test_pieces_tile_every_parameter_and_lie_where_the_flat_vector_says(
         flat[at : at + size] = [(index, element) for element in range(size)]
     tiles: list[list[int]] = [[] for _ in sizes]
     for rank in range(world):
-        mine, places = flat[layout.interval(rank)], layout.elsewhere(rank)
+        mine = flat[layout.interval(rank)]
+        places = layout.elsewhere(rank)
         assert len(mine) == layout.length(rank)
         for index, piece in enumerate(layout.pieces(rank)):
             own = list(range(piece.start, piece.stop))
@@ -54,7 +55,8 @@ def test_pieces_tile_every_parameter_and_lie_where_the_flat_vector_says(
 def test_whole_parameters_have_one_owner_and_balance_over_all_units(
     units: list[list[int]], world: int, align: int
 ) -> None:
-    cut, again = WholeCut(world), WholeCut(world)
+    cut = WholeCut(world)
+    again = WholeCut(world)
     layouts = [cut(sizes, align) for sizes in units]
     assert layouts == [again(sizes, align) for sizes in units], "every rank must find the same"
     owned = [0] * world

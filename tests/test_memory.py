@@ -235,7 +235,8 @@ def test_every_end_but_a_failure_frees_the_memory(
 
 @each_rank(2, transport="auto")
 def test_memory_that_cannot_hold_two_copies_is_refused(tmp_path: Path) -> None:
-    usage, folder = shutil.disk_usage(tmp_path), str(tmp_path / "run")
+    usage = shutil.disk_usage(tmp_path)
+    folder = str(tmp_path / "run")
     with patch.object(saving.shutil, "disk_usage", lambda path: usage._replace(free=20_000)):
         ending = run_in(folder, QUIET)
     pattern = (
@@ -251,7 +252,9 @@ def test_memory_that_cannot_hold_two_copies_is_refused(tmp_path: Path) -> None:
 @each_rank(2, transport="auto")
 def test_a_copy_that_fails_later_is_a_warning(tmp_path: Path) -> None:
     """One for several; and one that fails at first is a mistake."""
-    folder, write, full = str(tmp_path / "run"), store_module.write_tensors, [3, 4, 5, 7]
+    folder = str(tmp_path / "run")
+    write = store_module.write_tensors
+    full = [3, 4, 5, 7]
 
     def fails_in(place: Path, *args: Any) -> Any:
         if comm.rank() == 1 and any(f"step-{step:08}" in str(place) for step in full):
@@ -302,7 +305,8 @@ def test_only_a_directory_of_this_user_is_taken(place: Path) -> None:
 
 @pytest.mark.parametrize("at", ["_is_private", "_open_lock"])
 def test_memory_that_is_removed_while_it_is_taken_is_made_again(place: Path, at: str) -> None:
-    usual, calls = getattr(memory, at), list[Path]()
+    usual = getattr(memory, at)
+    calls = list[Path]()
 
     def removed_first(directory: Path) -> Any:
         calls.append(directory)

@@ -43,7 +43,8 @@ def each(request: pytest.FixtureRequest) -> Each:
 @st.composite
 def spoiled(draw: Any, tree: Any) -> Any:
     """Draw ``tree``, of dicts and lists, with junk in some place."""
-    node = tree = copy.deepcopy(tree)
+    node = copy.deepcopy(tree)
+    tree = node
     while True:
         key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
         if not node[key] or not isinstance(node[key], dict | list) or draw(st.integers(0, 3)) == 0:
@@ -68,7 +69,8 @@ def test_configurations(each: Each) -> None:
 
 def test_manifests(each: Each, tmp_path: Path) -> None:
     model = shardtrain.shard(nn.Linear(3, 2))
-    optimizer, folder = torch.optim.AdamW(model.parameters()), tmp_path / "saved"
+    optimizer = torch.optim.AdamW(model.parameters())
+    folder = tmp_path / "saved"
     checkpoint.save(folder, model, optimizer, extra={"a": [1, torch.ones(2)]})
 
     def load(node: Any) -> None:
@@ -90,10 +92,12 @@ def test_files(each: Each, tmp_path: Path, name: str) -> None:
     torch.save(state, tmp_path / "x.pth")
     save_file(state, tmp_path / "x.safetensors")
     read = load_yaml if name == "x.yaml" else read_weights
-    whole, others = file.read_bytes(), {path.name for path in tmp_path.rglob("*")}
+    whole = file.read_bytes()
+    others = {path.name for path in tmp_path.rglob("*")}
 
     def spoil(changes: tuple[int, list[tuple[int, int]]]) -> None:
-        content, (size, places) = bytearray(whole), changes
+        content = bytearray(whole)
+        size, places = changes
         for place, byte in places:
             content[place % len(content)] = byte
         file.write_bytes(content[: size or len(content)])

@@ -40,8 +40,11 @@ class NormNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(75, 9), nn.Linear(9, 5)
-        self.layer, self.rms, self.group = nn.LayerNorm(9), nn.RMSNorm(9), nn.GroupNorm(3, 9)
+        self.first = nn.Linear(75, 9)
+        self.second = nn.Linear(9, 5)
+        self.layer = nn.LayerNorm(9)
+        self.rms = nn.RMSNorm(9)
+        self.group = nn.GroupNorm(3, 9)
         self.seen: list[torch.dtype] = []
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,7 +65,8 @@ class Twin:
     """The replicated model: fp32 parameters, computing in bf16 but for its norms; means in rank order."""
 
     def __init__(self, model: nn.Module, norms: tuple[type[nn.Module], ...]) -> None:
-        self.model, self.optimizer = model, sgd(model)
+        self.model = model
+        self.optimizer = sgd(model)
         self.exact: set[nn.Parameter] = set()
         for module in model.modules():
             if isinstance(module, norms):
@@ -294,7 +298,8 @@ def scales(folder: Path) -> list[float]:
 
 @each_rank(2, transport="auto")
 def test_a_run_in_fp16_scales_its_loss(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     for folder, max_steps in ((whole, 6), (parts, 3), (parts, 6)):
         run(str(folder), *TINY.split(), f"train.max_steps={max_steps}")
     found = scales(whole)

@@ -31,7 +31,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.drop, self.fc = nn.Conv2d(3, 6, 3), nn.Dropout(0.2), nn.Linear(6, 5)
+        self.stem = nn.Conv2d(3, 6, 3)
+        self.drop = nn.Dropout(0.2)
+        self.fc = nn.Linear(6, 5)
         self.blocks = nn.Sequential(*(Block(6) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +64,8 @@ def planted(model: nn.Module, fault: int) -> Iterator[str]:
     """Have a module of this rank compute wrong; yield its unit. Every fifth fault depends on the data."""
     block = fault // 3 % 3
     module = [model.blocks[block].conv, model.blocks[block].relu, model.blocks[block].norm][fault % 3]
-    by_pattern, in_backward = fault % 5 == 4, fault % 2 == 1
+    by_pattern = fault % 5 == 4
+    in_backward = fault % 2 == 1
 
     def wrong(_: nn.Module, args: Any, found: Tensor) -> Tensor:
         if by_pattern and int(digest(args[0])) % 3:
@@ -95,7 +98,9 @@ def prepared(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 def found(faults: range) -> list[str]:
     """What ranks are told of each fault, or how many replays found nothing."""
     model, _ = prepared()
-    world, before, told = dist.get_world_size(), bits_of(model.parameters()), []
+    world = dist.get_world_size()
+    before = bits_of(model.parameters())
+    told = []
     for fault in faults:
         with planted(model, fault) if dist.get_rank() == fault % world else nullcontext():
             try:
@@ -114,7 +119,8 @@ def check_found(told: list[list[str]], faults: range, world: int) -> None:
     assert all(texts == told[0] for texts in told)
     for fault, text in zip(faults, told[0], strict=True):
         assert text.startswith("step "), (fault, text)
-        rank, unit = fault % world, f"blocks.{fault // 3 % 3}"
+        rank = fault % world
+        unit = f"blocks.{fault // 3 % 3}"
         if world > 2:
             assert f": rank {rank} computes wrong" in text, (fault, text)
         else:
@@ -174,7 +180,8 @@ def test_a_fault_that_passes_is_found_and_named_by_two_ranks_and_by_one(
 ) -> None:
     texts = on_ranks(world, passing, at)
     assert len({*texts}) == 1
-    number, ranks = (0 if world == 1 or at == 2 else 2), ("rank 0" if world == 1 else "ranks 0 and 1")
+    number = 0 if world == 1 or at == 2 else 2
+    ranks = "rank 0" if world == 1 else "ranks 0 and 1"
     assert texts[0].startswith(
         f"step 7: virtual rank {number} has other bits on {ranks}: rank 0 computes wrong. First differs the "
         "output of blocks.1, then the gradient of fc.bias in the root. There was no update"

@@ -119,7 +119,8 @@ def test_crashes_leave_no_trace(
     assert endings[0] == ["Crash "] * len(steps) + ["finished"]
     assert final(tmp_path) == final(undisturbed)
     assert curves(tmp_path) == curves(undisturbed)
-    ours, theirs = result_of(tmp_path), result_of(undisturbed)
+    ours = result_of(tmp_path)
+    theirs = result_of(undisturbed)
     for key in ("status", "step", "train/loss", "val/acc1", "best_val/acc1", "grad_norm"):
         assert ours[key] == theirs[key], key
     assert "continuing after step " in (tmp_path / "log.txt").read_text()
@@ -160,7 +161,8 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(tmp_path: Path, undisturb
 @contextlib.contextmanager
 def signal_in_an_evaluation() -> Iterator[None]:
     """The last rank is told to leave while it answers the second batch of the first evaluation."""
-    sums, calls = evaluate._sums, []
+    sums = evaluate._sums
+    calls = []
 
     def signalled_sums(*arguments: Any) -> Any:
         calls.append(1)
@@ -179,7 +181,9 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(
     tmp_path: Path, undisturbed: Path, every: int
 ) -> None:
     """One in the middle, and the last one of all."""
-    left, whole, given = tmp_path / "left", undisturbed, (QUIET, f"train.eval_every={every}")
+    left = tmp_path / "left"
+    whole = undisturbed
+    given = (QUIET, f"train.eval_every={every}")
     with signal_in_an_evaluation():
         assert run(str(left), *given) == "Stopped stopped by SIGTERM"
     assert run(str(left), *given) == "finished"
@@ -236,7 +240,8 @@ def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
     for world, step in [(2, 3), (1, 7)]:
         on_ranks(world, functools.partial(without_chance, at={step: crash}), folder)
     assert on_ranks(3, without_chance, folder) == ["finished"] * 3
-    ours, theirs = curves(tmp_path / "parts"), curves(tmp_path / "whole")
+    ours = curves(tmp_path / "parts")
+    theirs = curves(tmp_path / "whole")
     for tag in ("train/loss", "val/loss", "grad_norm", "lr/group0"):
         assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]]
         assert [value for _, value in ours[tag]] == pytest.approx([v for _, v in theirs[tag]], rel=2e-4), tag

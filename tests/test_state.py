@@ -170,7 +170,8 @@ class Various(OddNet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.again, self.first = self.fc, self.stem
+        self.again = self.fc
+        self.first = self.stem
         self.fixed = nn.Parameter(torch.randn(3, 5), requires_grad=False)
         self.nothing = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
         self.left_alone = nn.Linear(3, 2).requires_grad_(False)
@@ -185,13 +186,16 @@ def test_rank_0_s_state_is_loaded_everywhere_into_ignored_parameters_too() -> No
         return shardtrain.full_state_dict(model)
 
     torch.manual_seed(7)
-    plain, model = Various(), Various()
-    weight, shape = model.fc.weight, model.fc.weight.shape
+    plain = Various()
+    model = Various()
+    weight = model.fc.weight
+    shape = model.fc.weight.shape
     shard(model, units=[Block], ignored=[model.fc])
     assert weight is model.fc.weight
     assert weight.shape == shape
     plain.blocks[0].norm.running_var.fill_(4.0)
-    source, before = plain.state_dict(), shardtrain.full_state_dict(model)
+    source = plain.state_dict()
+    before = shardtrain.full_state_dict(model)
     lacking = {name: value for name, value in source.items() if not name.startswith(("fc", "again"))}
     with pytest.raises(ValueError, match=r"^nothing was loaded: fc\.weight is missing; fc\.bias is missing$"):
         load(lacking)
@@ -209,7 +213,8 @@ def test_unsharded_that_cannot_open_leaves_all_as_it_was() -> None:
     model, replica = sharded_and_replica()
     train(model, torch.optim.SGD(model.parameters(), 0.0), 1)
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    segment, error = engine_of(model).units[1].segments[0], MemoryError("no memory")
+    segment = engine_of(model).units[1].segments[0]
+    error = MemoryError("no memory")
     with patch.object(segment, "views_of", side_effect=error), pytest.raises(MemoryError, match="no memory"):
         shardtrain.unsharded(model, grads=True).__enter__()
     assert_at_rest(model)
@@ -269,7 +274,8 @@ def keeps_a_plain_tensor() -> nn.Module:
 def on_every_rank(make: Callable[[], nn.Module], without_values: bool) -> Any:
     """Ranks have other seeds: rank 0's values count, as without `deferred`."""
     torch.manual_seed(7)
-    expected, after = make(), torch.rand(3)
+    expected = make()
+    after = torch.rand(3)
     torch.manual_seed(7 + dist.get_rank())
     before = torch.get_rng_state()
     model = deferred(make)
@@ -336,7 +342,8 @@ def test_a_mesh_without_rank_0_is_refused() -> None:
 def test_a_rank_holds_its_shards_and_about_one_unit(rank: int, world: int, monkeypatch: Any) -> None:
     """Rank 0 also holds what has not been cut yet. Nothing is sent, which would be held a while longer."""
     monkeypatch.setattr(comm, "rank", lambda: rank)
-    unit, whole = 101 * 101 * 4, 12 if rank == 0 else 0
+    unit = 101 * 101 * 4
+    whole = 12 if rank == 0 else 0
 
     def start() -> None:
         model = deferred(lambda: nn.Sequential(*(nn.Linear(101, 101, bias=False) for _ in range(12))))
@@ -368,7 +375,8 @@ def adam(model: nn.Module, lr: float = 0.01, steps: int = 0) -> torch.optim.Opti
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    whole, expected = shardtrain.full_state_dict(model), dict(plain.state_dict())
+    whole = shardtrain.full_state_dict(model)
+    expected = dict(plain.state_dict())
     torch.testing.assert_close(whole, expected, rtol=0, atol=0)
 
 
@@ -381,7 +389,8 @@ def test_every_interval_is_cut_into_few_boxes(shape: tuple[int, ...], channels_l
     flat = whole.as_strided((whole.numel(),), (1,))
     for start, stop in combinations_with_replacement(range(whole.numel() + 1), 2):
         part = Part("w", shape, whole.stride(), start, stop)
-        held, found = flat[start:stop].clone(), torch.full(shape, -1)
+        held = flat[start:stop].clone()
+        found = torch.full(shape, -1)
         boxes = part.boxes(held)
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for offsets, view in boxes.items():
@@ -568,7 +577,8 @@ def test_replicas_store_each_part_once(tmp_path: Path) -> None:
 @each_rank(2)
 def test_state_dicts_between_forward_and_backward() -> None:
     model, _ = ours(0)
-    before, whole = copy.deepcopy(model.state_dict()), shardtrain.full_state_dict(model)
+    before = copy.deepcopy(model.state_dict())
+    whole = shardtrain.full_state_dict(model)
     loss = model(torch.randn(2, 3, 5, 5)).sum()
     for found, expected in ((model.state_dict(), before), (shardtrain.full_state_dict(model), whole)):
         for name, value in expected.items():

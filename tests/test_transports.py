@@ -64,7 +64,9 @@ from test_engine import adamw, freeze
 from test_whole import muon
 from tiny import CPU, configure
 
-BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
+# the host of each rank
+BLOCKS = [0, 0, 1, 1]
+INTERLEAVED = [0, 1, 0, 1]
 
 
 def sharded(of_ranks: list[int], **options: Any) -> nn.Module:
@@ -131,7 +133,8 @@ def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, tmp_path:
     told = [tmp_path / "first", tmp_path / "second"]
     for file in told:
         file.touch()
-    command, pipes = [sys.executable, "-c", STRANGER], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", STRANGER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     strangers = [subprocess.Popen([*command, file], text=True, **pipes) for file in told]
     try:
         assert [next(stranger.stdout) for stranger in strangers] == ["ready\n"] * 2
@@ -148,7 +151,8 @@ def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, tmp_path:
 def test_two_jobs_with_the_same_names_do_not_meet() -> None:
     """Of one user, at the same time: the kernel's word on who is at the other end keeps them apart."""
     job, rank = divmod(dist.get_rank(), 2)
-    group, shared = [dist.new_group([0, 1]), dist.new_group([2, 3])][job], torch.zeros(1)
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][job]
+    shared = torch.zeros(1)
 
     def together(*arguments: Any) -> list[str]:
         dist.barrier()  # of both jobs: all have bound their names, then all have connected or given up
@@ -215,7 +219,8 @@ def test_memory_of_a_dropped_model_is_free_again() -> None:
 @each_rank(1, 3, transport="auto")
 def test_it_changes_no_bit(tmp_path: Path, precision: Precision | None) -> None:
     """Micro-batches of which all or only the last are reduced, and clipping; averages, and a checkpoint."""
-    plain, options = OddNet(), {"units": [Block], "precision": precision}
+    plain = OddNet()
+    options = {"units": [Block], "precision": precision}
     resident = shardtrain.shard(copy.deepcopy(plain), transport="process_group", **options)
     model = shardtrain.shard(plain, transport=comm.Offloaded(comm.open_transport(), CPU), **options)
     assert train_in_micro_batches(model) == train_in_micro_batches(resident)
@@ -388,7 +393,8 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
     if dist.get_rank() in members:
         part = comm.ProcessGroupTransport(world).part(members, group)
         part.has_gloo = False
-        own, parts = part.rank + torch.tensor([0.1, 0.2]), [torch.zeros(2), torch.zeros(2)]
+        own = part.rank + torch.tensor([0.1, 0.2])
+        parts = [torch.zeros(2), torch.zeros(2)]
         part.send_to_all("packets", [(own, parts)]).wait()
         assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
 
@@ -408,9 +414,12 @@ def test_a_rank_or_replica_on_another_path_is_named(
 ) -> None:
     """Some ranks take another path when rank 1 already waits for rank 0."""
     model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
-    rank, usual, waits = dist.get_rank(), "first second", tmp_path / "rank 1 waits"
+    rank = dist.get_rank()
+    usual = "first second"
+    waits = tmp_path / "rank 1 waits"
     model.take(usual)
-    waiting, begun = Reports.waiting, list[bool]()
+    waiting = Reports.waiting
+    begun = list[bool]()
 
     def wait_and_tell(of: Reports, position: int) -> Any:
         if begun and rank == 1:

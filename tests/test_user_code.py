@@ -97,7 +97,8 @@ def refused(message: str) -> Iterator[None]:
 @each_rank(2)
 def test_calls_are_refused() -> None:
     model = sharded()
-    own, x = {name: 2 * param for name, param in model.named_parameters()}, (batch(0),)
+    own = {name: 2 * param for name, param in model.named_parameters()}
+    x = (batch(0),)
     norm = model.blocks[0].norm
     declare = shardtrain.forward_method
     of_ddp = (
@@ -173,7 +174,8 @@ def test_nothing_is_left_of_a_method_called_as_forward_or_of_an_optimizer_s_tria
     model = sharded()
     block = model.blocks[0]
     shardtrain.forward_method(block, "plain")
-    before, steps = {*vars(block)}, []
+    before = {*vars(block)}
+    steps = []
     block.plain(torch.ones(2, 7)).sum().backward()
     assert {*vars(block)} == before
     hook = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
@@ -343,7 +345,8 @@ def test_optimizers_in_backward_where_a_rank_owns_nothing() -> None:
         net(torch.ones(2, 3) * (1 + dist.get_rank())).sum().backward()
 
     model = shard(nn.Linear(3, 3, bias=False), layout="whole")
-    seen, optimizer = [], sgd(model)
+    seen = []
+    optimizer = sgd(model)
 
     def hook(param: torch.Tensor) -> None:
         seen.append(param.grad is not None)

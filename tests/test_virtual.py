@@ -31,8 +31,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.block, self.drop = nn.Conv2d(3, 7, 3), Block(7), nn.Dropout(0.3)
-        self.last, self.rare, self.never = nn.Linear(7, 5), nn.Linear(7, 5), nn.Parameter(torch.ones(3))
+        self.first = nn.Conv2d(3, 7, 3)
+        self.block = Block(7)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(7, 5)
+        self.rare = nn.Linear(7, 5)
+        self.never = nn.Parameter(torch.ones(3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("rarely", torch.zeros(2))
 
@@ -113,7 +117,8 @@ def test_the_mean_is_that_of_one_large_batch() -> None:
     x = torch.randn(16, 3)
     plain(x).square().mean().backward()
     flat = next(f for r in engine_of(model).driver.reductions.values() for f in r.flats)
-    waiting, drawn = [], set()
+    waiting = []
+    drawn = set()
     for number, part in enumerate(x.split(2)):
         with shardtrain.virtual_rank(model, number, seed=5):
             drawn.add(torch.rand(1).item())

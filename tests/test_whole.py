@@ -36,7 +36,8 @@ def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
     model = shard(copy.deepcopy(plain), layout="whole", units=[Block])
     assert_at_rest(model)
     for (name, param), full in zip(model.named_parameters(), plain.parameters(), strict=True):
-        shape, owners = full.shape or (1,), torch.tensor(float(param.numel() > 0))
+        shape = full.shape or (1,)
+        owners = torch.tensor(float(param.numel() > 0))
         dist.all_reduce(owners)
         assert owners == 1, name
         assert param.shape == (shape if param.numel() else (0, *(1 for _ in shape[1:]))), name
@@ -76,7 +77,8 @@ class Clipping(torch.optim.SGD):
 def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
     two_matrices = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
     model = shard(two_matrices, layout="whole", units=[nn.Linear])
-    optimizer, loss = kind(model.parameters(), lr=0.1), model(torch.ones(2, 7)).square().sum()
+    optimizer = kind(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, 7)).square().sum()
     loss.backward()
     with pytest.raises(
         ValueError, match=f"^{kind.__name__} .*looks at all parameters together cannot be used"

@@ -35,7 +35,8 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(bool(MISSING), reason=f'pip install -e ".[wild]": {", ".join(MISSING)} missing'),
 ]
-STEPS, VOCABULARY = range(3), 53
+STEPS = range(3)
+VOCABULARY = 53
 
 Wrap = Callable[[nn.Module], Any]
 Sync = Callable[[nn.Module], None]
@@ -68,7 +69,8 @@ def train(
     after: Callable[[], object] = lambda: None,
 ) -> list[Any]:
     """Return the model after some steps, and its losses; ``after`` runs after each."""
-    optimizer, losses = optimizer or adamw(model), []
+    optimizer = optimizer or adamw(model)
+    losses = []
     for step in range(steps):
         seed(step)
         losses.append(loss())
@@ -96,7 +98,8 @@ def require_as_replicas(loop: Loop, tolerance: float = 0.0) -> None:
     for transport in ("process_group", "shared_memory"):
         models = run(loop, partial(shard, transport=transport), lambda _: None)  # gradients are means already
         for model, replica in zip(models, replicas, strict=True):
-            ours, theirs = {"": model}, {"": replica}
+            ours = {"": model}
+            theirs = {"": replica}
             if isinstance(model, nn.Module):
                 ours = {**shardtrain.full_state_dict(model), **dict(model.named_buffers())}
                 theirs = dict(chain(replica.named_parameters(), replica.named_buffers()))
@@ -135,7 +138,8 @@ def dcgan(wrap: Wrap, sync: Sync) -> list[Any]:
     )
     down = [spectral_norm(nn.Conv2d(a, b, 4, 2, 1)) for a, b in ((3, 11), (11, 21))]
     critic = wrap(nn.Sequential(down[0], nn.LeakyReLU(0.2, True), down[1], nn.Flatten(), nn.Linear(336, 1)))
-    for_critic, for_generator = adamw(critic), adamw(generator)
+    for_critic = adamw(critic)
+    for_generator = adamw(generator)
     for step in STEPS:
         seed(step)
         made = generator(torch.randn(4, 9, 1, 1))
@@ -148,7 +152,8 @@ def dcgan(wrap: Wrap, sync: Sync) -> list[Any]:
 def moco(wrap: Wrap, sync: Sync) -> list[Any]:
     query = mlp(13, 31, 31, 7)
     key = wrap(copy.deepcopy(query).requires_grad_(False))
-    query, queue = wrap(query), F.normalize(torch.randn(7, 19), dim=0)
+    query = wrap(query)
+    queue = F.normalize(torch.randn(7, 19), dim=0)
 
     def loss() -> torch.Tensor:
         nonlocal queue
@@ -199,11 +204,16 @@ def diffusion(wrap: Wrap, sync: Sync) -> list[Any]:
     """Train a denoiser; sample from it, guided by a classifier."""
     parts = {"time": mlp(1, 17, 13), "label": nn.Embedding(5, 13), "body": mlp(13, 31, 31, 13)}
     denoiser = Parts(lambda self, x, t, y: self.body(x + self.time(t) + self.label(y)), **parts)
-    model, classifier = wrap(denoiser), wrap(mlp(13, 31, 5))
-    optimizer, for_classifier = adamw(model), adamw(classifier)
+    model = wrap(denoiser)
+    classifier = wrap(mlp(13, 31, 5))
+    optimizer = adamw(model)
+    for_classifier = adamw(classifier)
     for step in STEPS:
         seed(step)
-        x, t, y, noise = torch.randn(4, 13), torch.rand(4, 1), torch.randint(5, (4,)), torch.randn(4, 13)
+        x = torch.randn(4, 13)
+        t = torch.rand(4, 1)
+        y = torch.randint(5, (4,))
+        noise = torch.randn(4, 13)
         update(optimizer, F.mse_loss(model(x * (1 - t) + noise * t, t, y), noise), sync, model)
         update(for_classifier, F.cross_entropy(classifier(x), y), sync, classifier)
     for t in (0.9, 0.5, 0.1):
@@ -299,7 +309,9 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     ema = timm.utils.ModelEmaV3(model, decay=0.9)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.3, layer_decay=0.7)
     schedule, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=3, warmup_epochs=1)
-    mixup, accuracy, steps = timm.data.Mixup(num_classes=5), MulticlassAccuracy(5), count(1)
+    mixup = timm.data.Mixup(num_classes=5)
+    accuracy = MulticlassAccuracy(5)
+    steps = count(1)
 
     def loss() -> torch.Tensor:
         y = torch.randint(5, (4,))
@@ -318,7 +330,8 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
 def sam(wrap: Wrap, sync: Sync) -> list[Any]:
     warnings.filterwarnings("ignore", message="Sam cannot be tried")  # its groups do not say how to build it
     model = wrap(mlp(13, 31, 31, 7))
-    optimizer, x = Sam(model.parameters(), torch.optim.SGD), torch.randn(4, 13)
+    optimizer = Sam(model.parameters(), torch.optim.SGD)
+    x = torch.randn(4, 13)
 
     def closure() -> None:
         optimizer.zero_grad()

@@ -41,7 +41,8 @@ UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 class Host:
     def __init__(self, name: str, cores: Sequence[int]) -> None:
-        self._cores, self._started = ",".join(map(str, cores)), list[subprocess.Popen[str]]()
+        self._cores = ",".join(map(str, cores))
+        self._started = list[subprocess.Popen[str]]()
         command = ["unshare", *NAMESPACES, "--fork", "sh", "-c", FIRST, name]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._first = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C is not for it
@@ -87,7 +88,8 @@ class TwoHosts:
     """``hosts``: the two; ``switch``: what is between them."""
 
     def __init__(self, hosts: list[Host], switch: Host) -> None:
-        self.hosts, self.switch = hosts, switch
+        self.hosts = hosts
+        self.switch = switch
 
     def link(self, state: str) -> None:
         """Cut the link (down) or mend it (up). What is under way is lost, and nobody is told."""

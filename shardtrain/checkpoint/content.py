@@ -52,7 +52,8 @@ class LocalShard(NamedTuple):
 
 def local_shards(engine: Engine) -> list[LocalShard]:
     """Describe every parameter of the module: sharded ones, then ignored ones, which rank 0 writes."""
-    shards, ranks = [], engine.transport.primary_ranks
+    shards = []
+    ranks = engine.transport.primary_ranks
     for unit in engine.units:
         for segment in unit.segments:
             cuts = zip(*(segment.layout.pieces(number) for number in range(len(ranks))), strict=True)
@@ -65,7 +66,8 @@ def local_shards(engine: Engine) -> list[LocalShard]:
     sharded = {shard.param for shard in shards}
     for name, param in engine.module.named_parameters():
         if param not in sharded:
-            stride, size = torch.empty(param.shape, device="meta").stride(), param.numel()
+            stride = torch.empty(param.shape, device="meta").stride()
+            size = param.numel()
             slices = (Slice(file_name(0), 0, size),) if size else ()
             entry = ParameterEntry(Spec.of(param), stride, "", slices)
             part = Part(plain_name(name), tuple(param.shape), stride, 0, size, whole=True)
@@ -105,10 +107,12 @@ def collect(
 
     Raises ValueError if something cannot be saved: on this rank alone, after the last collective.
     """
-    all_ranks, shards = engine.transport.all_ranks, local_shards(engine)
+    all_ranks = engine.transport.all_ranks
+    shards = local_shards(engine)
     tensors = dict[str, torch.Tensor]()
     own_file = file_name(all_ranks.rank)
-    buffers, equal = persistent_buffers(engine.module), dict(equal_buffers(engine.module, all_ranks))
+    buffers = persistent_buffers(engine.module)
+    equal = dict(equal_buffers(engine.module, all_ranks))
     if further := [key for key in engine.module.state_dict(keep_vars=True) if key.endswith("_extra_state")]:
         raise ValueError(f"{further[0]} has no place in a checkpoint: pass what it is to save() as extra=")
     tensors |= {f"buffers/{name}": buffer for name, buffer in buffers}

@@ -54,8 +54,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
     end = 0
     for name in names:
         tensor = tensors[name]
-        start, end = end, end + tensor.nbytes
-        dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
+        start = end
+        end = end + tensor.nbytes
+        dtype = DTYPES[tensor.dtype]
+        shape = list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -92,7 +94,8 @@ def _write(path: Path, blocks: Iterable[memoryview]) -> Record:
 
 def _record(blocks: Iterable[Any], take: Callable[[Any], object] = len) -> Record:
     """Hash ``blocks``, each of which ``take`` is given while it is in the cache."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     for block in blocks:
         digest.update(block)
         size += len(block)

@@ -70,7 +70,8 @@ class Hosts(NamedTuple):
         for have, ranks in zip(held, self.ranks, strict=True):
             for number, name in enumerate(sorted(files.keys() - have)):
                 holders = next(ranks for ranks, has in zip(self.ranks, held, strict=True) if name in has)
-                source, target = holders[number % len(holders)], ranks[number % len(ranks)]
+                source = holders[number % len(holders)]
+                target = ranks[number % len(ranks)]
                 moves.append(Move(name, files[name].bytes, source, target))
         return moves
 
@@ -100,11 +101,14 @@ class Hosts(NamedTuple):
         A rank with a problem goes on in step with the others, since it takes part in a collective.
         """
         world = sum(map(len, self.ranks))
-        sent, received, data = [0] * world, [0] * world, bytearray()
+        sent = [0] * world
+        received = [0] * world
+        data = bytearray()
         for move in wave:
             size = max(0, min(CHUNK_BYTES, move.bytes - start))
             if self.rank == move.source:
-                data, sent[move.target] = bytearray(size), size
+                data = bytearray(size)
+                sent[move.target] = size
                 if "r" in files and files["r"].readinto(data) != size:
                     yield f"{move.file}: it has less than {move.bytes} bytes"
             if self.rank == move.target:

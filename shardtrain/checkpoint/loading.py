@@ -50,7 +50,8 @@ def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None 
     def damaged(problems: str) -> Damaged:
         return Damaged(f"{path} is damaged: {problems}")
 
-    text, problems = "", list[str]()
+    text = ""
+    problems = list[str]()
     if all_ranks.rank == 0:
         try:
             text = read_manifest(path)
@@ -121,8 +122,11 @@ def load_into(
     """
     engine = engine_of(model)
     all_ranks = engine.transport.all_ranks
-    shards, buffers, extra = local_shards(engine), persistent_buffers(model), None
-    reader, saved = _Reader(opened, all_ranks), opened.manifest
+    shards = local_shards(engine)
+    buffers = persistent_buffers(model)
+    extra = None
+    reader = _Reader(opened, all_ranks)
+    saved = opened.manifest
     saved_specs = {name: entry.spec for name, entry in saved.parameters.items()}
     problems = differences({shard.name: shard.entry.spec for shard in shards}, saved_specs)
     problems += differences({name: Spec.of(buffer) for name, buffer in buffers}, saved.buffers)
@@ -158,7 +162,8 @@ def load_into(
 def _compare_optimizer(
     manifest: Manifest, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    saved, kind = manifest.optimizer, type(optimizer).__name__
+    saved = manifest.optimizer
+    kind = type(optimizer).__name__
     if saved is None:
         return [f"it was saved without an optimizer, but {kind} is to be loaded"]
     if saved["type"] != kind:
@@ -239,12 +244,14 @@ class _Reader:
 
     def piece(self, kind: str, shard: LocalShard, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read this rank's piece of a parameter, or of its state of ``dtype``, in its shape at rest."""
-        saved, key = self.manifest.parameters[shard.name], f"{kind}/{shard.name}"
+        saved = self.manifest.parameters[shard.name]
+        key = f"{kind}/{shard.name}"
         same = saved.stride == shard.entry.stride
         start, stop = (shard.part.start, shard.part.stop) if same else (0, math.prod(saved.spec.shape))
         elements = torch.empty(stop - start, dtype=dtype or saved.spec.dtype)
         for part in saved.slices:
-            low, high = max(start, part.start), min(stop, part.stop)
+            low = max(start, part.start)
+            high = min(stop, part.stop)
             if low < high:
                 source = self._handle(part.file).get_slice(key)
                 elements[low - start : high - start] = source[low - part.start : high - part.start]

@@ -34,8 +34,10 @@ from shardtrain.checkpoint.files import DTYPES, Record, read_text, write_text
 from shardtrain.engine.part import dense_stride
 from shardtrain.engine.state_dict import Spec
 
-FORMAT, VERSION = "shardtrain checkpoint", 1
-NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"
+FORMAT = "shardtrain checkpoint"
+VERSION = 1
+NAME = "manifest.json"
+DIGEST_NAME = "manifest.sha256"
 MOST_BYTES = 256 << 20  # the largest manifest that is read: a million slices take about 50 MiB
 
 DTYPE_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}

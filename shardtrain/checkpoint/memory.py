@@ -103,7 +103,8 @@ def complete(store: Store, all_ranks: Ranks) -> None:
 
     If a copy fails, verifying the checkpoint will tell what is missing.
     """
-    directory, hosts = store.directory, store.hosts
+    directory = store.directory
+    hosts = store.hosts
     listed = json.dumps([*_held(directory)] if hosts.leads and len(hosts.ranks) > 1 else [])
     told = [json.loads(text) for text in comm.gather_texts(listed, all_ranks)]
     by_host = [{(step, text): set(files) for step, text, files in told[ranks[0]]} for ranks in hosts.ranks]

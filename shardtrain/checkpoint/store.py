@@ -47,7 +47,8 @@ from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import Spec
 
-TEMPORARY, ASIDE = ".tmp-", "damaged-"
+TEMPORARY = ".tmp-"
+ASIDE = "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
 _CUT = ("parameters/", "optimizer/", "ema/")  # tensors that only an update changes
 
@@ -64,7 +65,8 @@ class Snapshot:
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return copies of all ``tensors``, valid until the next call."""
-        before, self._copies = self._copies, {}
+        before = self._copies
+        self._copies = {}
         for name, tensor in tensors.items():
             kept = before.get(name)
             if kept is None or Spec.of(kept) != Spec.of(tensor):
@@ -83,7 +85,9 @@ class Work(Thread):
 
     def __init__(self, action: Callable[[], dict[str, Record] | None], file: str, copied: Event) -> None:
         super().__init__(name="shardtrain-save", daemon=True)
-        self._action, self._file, self.copied = action, file, copied
+        self._action = action
+        self._file = file
+        self.copied = copied
         self.problem = ""
         self.records: dict[str, Record] | None = None
 
@@ -160,7 +164,8 @@ def save_in_stages(
         for key, tensor in content.tensors.items():
             if not key.startswith(_CUT):
                 content.tensors[key] = tensor.detach().clone()
-    file, copied = file_name(rank), Event()
+    file = file_name(rank)
+    copied = Event()
 
     def write() -> dict[str, Record]:
         tensors: Mapping[str, torch.Tensor] = content.tensors
@@ -260,7 +265,8 @@ class Store:
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.writer: Work | None = None  # runs the current stage, or ran the last one
         self._all_ranks = all_ranks
-        self._keep, self._snapshot = keep, Snapshot() if asynchronous else None
+        self._keep = keep
+        self._snapshot = Snapshot() if asynchronous else None
         self._step = 0  # the step of the last save that began
         self._stages: Iterator[Work] | None = None  # the stages of the save under way
 
@@ -306,8 +312,10 @@ class Store:
         step. ``best``: the step whose checkpoint is kept whatever its age.
         """
         self.finish()
-        path, facts = self.directory / step_name(step), {"step": step, **facts}
-        self._step, retain = step, partial(self._retain, best)
+        path = self.directory / step_name(step)
+        facts = {"step": step, **facts}
+        self._step = step
+        retain = partial(self._retain, best)
         self._stages = save_in_stages(
             path, module, optimizer, extra, facts, averages, self._snapshot, retain, self.hosts
         )
@@ -322,13 +330,15 @@ class Store:
 
     def advance(self) -> None:
         """Begin the next stage of the save under way, or end it after the last. No rank may be busy."""
-        stages, self._stages = self._stages, None
+        stages = self._stages
+        self._stages = None
         assert stages is not None, "nothing is under way"
         work = next(stages, None)
         if work is None:
             self.latest = self._step
         else:
-            self._stages, self.writer = stages, work
+            self._stages = stages
+            self.writer = work
             work.start()
 
     def finish(self) -> None:

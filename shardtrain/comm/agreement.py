@@ -94,13 +94,15 @@ def start_sharing(row: Row, group: dist.ProcessGroup | None, rank: int) -> Calla
     """
     if group is None or group.size() == 1 or not native.moves_bytes(group):
         return lambda: {rank: row}
-    world, has_gloo = group.size(), native.has_gloo(group)
+    world = group.size()
+    has_gloo = native.has_gloo(group)
     device = "cpu" if has_gloo else native.device_types(group)[0]
     # Printable ASCII takes at most two bytes per character, and a number 24, so all rows have one length.
     row = row._replace(words=ascii(row.words)[1:-1][:_WORDS], clock=time.perf_counter_ns() // 1000)
     data = json.dumps(row).encode().ljust(2 * _WORDS + 24 * (2 * world + 3))
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    table, moving = mine.new_empty((world, len(mine))), Pending()
+    table = mine.new_empty((world, len(mine)))
+    moving = Pending()
     if has_gloo:
         # A third faster than gloo's own all-gather, and posted in the order of the calls as well.
         moving = start_exchange(Mailbox(group, rank, world), ROW, [mine] * world, [*table])
@@ -138,7 +140,8 @@ def _differences(rows: Mapping[int, Row]) -> list[str]:
         return [f"rank {rank}: {expected}, found {row.words}" for rank, row in odd]
     for r, receiver in rows.items():
         for s, sender in rows.items():
-            sent, wanted = sender.sent[r], receiver.expected[s]
+            sent = sender.sent[r]
+            wanted = receiver.expected[s]
             if sent != wanted:
                 expected = f"expected {wanted} bytes from rank {s} ({receiver.words})"
                 return [f"rank {r}: {expected}, found that rank {s} sends it {sent} ({sender.words})"]

@@ -74,7 +74,8 @@ def merge(parts: Sequence[Tensor], out: Tensor, op: object, terms: int = 0) -> N
     each operation is a launch, at once.
     """
     if out.is_complex():  # a complex quotient would lose the sign of zero, which means "no gradient"
-        parts, out = [torch.view_as_real(part).flatten() for part in parts], torch.view_as_real(out).view(-1)
+        parts = [torch.view_as_real(part).flatten() for part in parts]
+        out = torch.view_as_real(out).view(-1)
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
     divisor = _divisor(terms or len(parts), out) if op == ReduceOp.AVG else None
     for start in range(0, out.numel(), length):

@@ -72,16 +72,20 @@ class Paths:
 
     def __init__(self, rank: int, others: Iterable[int]) -> None:
         self.rank = rank
-        self.step = self.end = self.digest = 0
+        self.step = 0
+        self.end = 0
+        self.digest = 0
         self.own: dict[int, Entry] = {}
         self.theirs: dict[int, dict[int, Entry]] = {other: {} for other in others}
         self.difference: int | None = None
         self.untagged = False
-        self._compared, self._compared_step = 0, 0  # how far hashes are known to be equal
+        self._compared = 0  # the position up to which hashes are known to be equal
+        self._compared_step = 0  # and the step
 
     def add(self, kind: Movement, name: str) -> int:
         """Add this rank's next collective. Return its position."""
-        position, self.end = self.end, self.end + 1
+        position = self.end
+        self.end = self.end + 1
         number = zlib.crc32(name.encode())
         self.digest = hash((self.digest, kind.number, number))  # integers hash alike on all ranks
         self.own[position] = Entry(kind.number, number, self.step, name[-64:])
@@ -92,10 +96,11 @@ class Paths:
 
     def hear(self, rank: int, messages: bytes) -> None:
         """Replace the known collectives of ``rank`` by those that its ``messages`` report."""
-        self.theirs[rank] = log = {
+        log = {
             position: Entry(kind, number, step, name.decode(errors="replace").rstrip("\0"))
             for position, kind, number, step, name in MESSAGE.iter_unpack(messages)
         }
+        self.theirs[rank] = log
         self._compare(log)
 
     def _compare(self, positions: Iterable[int]) -> None:
@@ -128,7 +133,8 @@ class Paths:
         Nothing happens if all carry tags, if there were none, or in most steps from the third one on. If one
         rank swaps two units of equal size between two comparisons, that goes unnoticed.
         """
-        last, made = self.step, self.end - self._compared
+        last = self.step
+        made = self.end - self._compared
         if not (self.untagged and made and (last <= 2 or last % EVERY == 0) and native.moves_bytes(group)):
             return
         mine = torch.tensor([self.digest, made], device=native.device_types(group)[0])
@@ -141,11 +147,13 @@ class Paths:
             steps = f"steps {first} to {last}" if first < last else f"step {last}"
             what = f"not the same gathers and reductions in the same order ({', '.join(counts)})"
             raise Diverged(f"{steps}: {odd_ones_out(rows)}: {what}")
-        self._compared, self._compared_step = self.end, last
+        self._compared = self.end
+        self._compared_step = last
 
     def where(self, position: int) -> str:
         """Return a text such as ``step 3, gathering layer1``. Outside of a model there are no steps."""
-        entry, step = self.own.get(position), f"step {self.step}" if self.step else "a point between steps"
+        entry = self.own.get(position)
+        step = f"step {self.step}" if self.step else "a point between steps"
         return f"{step}, {entry.text if entry else 'an earlier collective'}"
 
 

@@ -78,7 +78,8 @@ def start_exchange(
         works += mailbox.post("recv", incoming[peer], peer, tag)
     for peer in mailbox.peers():
         works += mailbox.post("send", outgoing[peer], peer, tag)
-    own, mine = outgoing[mailbox.rank], incoming[mailbox.rank]
+    own = outgoing[mailbox.rank]
+    mine = incoming[mailbox.rank]
     if own.data_ptr() != mine.data_ptr():
         mine.copy_(own)
     return Pending(lambda: mailbox.wait(works))
@@ -99,7 +100,8 @@ def start_reduce_scatter(
     ``parts[rank]`` may be wider. ``out``: see `arithmetic.merge`. Receives of further chunks are posted while
     finishing. Until then no other collective between these ranks may use the same tag.
     """
-    own, sent = parts[mailbox.rank], parts[mailbox.rank - 1]
+    own = parts[mailbox.rank]
+    sent = parts[mailbox.rank - 1]
     spans = chunks(own.numel(), sent.element_size())
     inbox = open_inbox(sent, mailbox.world, own.numel())
     slots = len(inbox)

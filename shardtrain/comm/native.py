@@ -32,7 +32,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # Makes one launch of several calls of one collective. torch has no public name for it.
 _coalescing = dist.distributed_c10d._coalescing_manager
 
-_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+_SUM = dist.ReduceOp.SUM
+_AVG = dist.ReduceOp.AVG
 
 # Backends that average, launch several collectives as one, and move intervals of different lengths. Others,
 # such as gloo, are asked for sums of equal intervals only. torch's fake backend moves nothing.
@@ -124,7 +125,8 @@ class Backend:
 
     def reduce(self, gradients: Sequence[Gradient]) -> Pending:
         """Start reducing. Means are allocated now, in the compute stream's order; ``own`` views them."""
-        rank, means = self.group.rank(), []
+        rank = self.group.rank()
+        means = []
         for gradient in gradients:
             self._require_equal(gradient.full, gradient.layout.equal)
             if gradient.mean is None:
@@ -146,8 +148,10 @@ class Backend:
                 if outgoing[rank].data_ptr() != incoming[rank].data_ptr():
                     incoming[rank].copy_(outgoing[rank])
                 # This rank's own part may have another dtype, so another part takes its place in the call.
-                into, out = [*incoming], [*outgoing]
-                into[rank], out[rank] = torch.empty_like(out[rank - 1]), out[rank - 1]
+                into = [*incoming]
+                out = [*outgoing]
+                into[rank] = torch.empty_like(out[rank - 1])
+                out[rank] = out[rank - 1]
                 dist.all_to_all(into, out, group=self.group)
 
         return self._run(moves[0][0][0].device, run)
@@ -184,13 +188,15 @@ class Backend:
         Gloo has no mean. NCCL multiplies by 1 / world first, in the dtype that is sent. fp16 would underflow,
         while a sum that overflows lowers the scale. bf16 is exact for a power of two. A single rank copies.
         """
-        world, dtypes = self._size, {tensor.dtype for tensor in tensors}
+        world = self._size
+        dtypes = {tensor.dtype for tensor in tensors}
         inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
         return _SUM if world == 1 or inexact or not self._is_complete(tensors[0]) else _AVG
 
     def _reduce(self, gradients: Sequence[Gradient], means: Sequence[Tensor]) -> None:
         """Fill ``means``. A narrower dtype is reduced into ``full`` first, which the caller keeps alive."""
-        rank, op = self.group.rank(), self._op([gradient.full for gradient in gradients])
+        rank = self.group.rank()
+        op = self._op([gradient.full for gradient in gradients])
         own = [gradient.full[gradient.layout.interval(rank)] for gradient in gradients]
         outs = [mean if mean.dtype == out.dtype else out for mean, out in zip(means, own, strict=True)]
         with self._together([gradient.full for gradient in gradients if gradient.layout.equal]):

@@ -100,12 +100,14 @@ class PieceNorm(Tensor):
     @classmethod
     def of(cls, norm: Tensor, order: float, owners: Owners) -> PieceNorm:
         result = norm.as_subclass(cls)
-        result.order, result.owners = order, owners
+        result.order = order
+        result.owners = owners
         return result
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, one = kwargs or {}, _first(cls, args)
+        kwargs = kwargs or {}
+        one = _first(cls, args)
         transport = one.owners.transport()
         with torch._C.DisableTorchFunctionSubclass():
             if transport and func in _NORMS and _order(func, *args, **kwargs) == one.order:
@@ -113,7 +115,8 @@ class PieceNorm(Tensor):
             if transport and func in _SAME_NORMS:
                 if func is torch.stack:
                     # Replicated gradients count once: on rank 0, which owns the first interval.
-                    counts, zeros = transport.all_ranks.rank == 0, max(0, one.owners.virtual - 1)
+                    counts = transport.all_ranks.rank == 0
+                    zeros = max(0, one.owners.virtual - 1)
                     norms = [n if counts or isinstance(n, cls) else torch.zeros_like(n) for n in args[0]]
                     args = (
                         [F.pad(n[None], (0, zeros)) if zeros and not n.ndim else n for n in norms],
@@ -169,7 +172,8 @@ def _marked(name: str, result: Any, args: Sequence[Any]) -> Any:
 
 def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:
     """Return the order of a call of ``norm`` over all elements; None for a norm of another kind."""
-    order, dim = named.get("p", named.get("ord", order)), named.get("dim", dim)
+    order = named.get("p", named.get("ord", order))
+    dim = named.get("dim", dim)
     if order in (None, "fro") and dim is None:
         return 2.0
     return None if dim is not None or norm is torch.linalg.norm or isinstance(order, str) else float(order)
@@ -188,9 +192,12 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> list
 
     An edited piece of another length counts as its first virtual rank's.
     """
-    present, runs, at = list[Tensor](), list[tuple[int, int]](), 0  # zeros before a run, and its length
+    present = list[Tensor]()
+    runs = list[tuple[int, int]]()  # zeros before a run, and its length
+    at = 0
     for index, grad in enumerate(grads):
-        flat, parts = grad.as_subclass(Tensor).flatten(), [(0, slice(None))]
+        flat = grad.as_subclass(Tensor).flatten()
+        parts = [(0, slice(None))]
         if isinstance(grad, GradientPiece) and grad.owners.parts:
             parts = [*grad.owners.parts]
             if parts[-1][1].stop != len(flat):
@@ -203,7 +210,8 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> list
     like = grads[0].as_subclass(Tensor).real
     zeros = like.new_zeros(len(grads) * virtual, dtype=torch.promote_types(like.dtype, torch.float32))
     found = torch.stack(torch._foreach_norm(present, order)).to(zeros.dtype) if present else zeros
-    rows, taken = list[Tensor](), 0
+    rows = list[Tensor]()
+    taken = 0
     for gap, length in runs:
         rows += [zeros[:gap], found[taken : taken + length]]
         taken += length
@@ -225,7 +233,8 @@ def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
 
 def _over_all_ranks(norms: Tensor, order: float, transport: Transport, owners: Owners) -> Tensor:
     """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective."""
-    device, dtype = owners.device, torch.promote_types(norms.dtype, torch.float32)
+    device = owners.device
+    dtype = torch.promote_types(norms.dtype, torch.float32)
     by_interval = owners.virtual and order != math.inf
     local = (
         _by_interval(norms, order, owners.virtual) if by_interval else torch.linalg.vector_norm(norms, order)

@@ -50,7 +50,8 @@ class Opening:
         inside: dist.ProcessGroup | None = None,
     ) -> None:
         reports = Reports(group) if native.has_gloo(group) else None
-        self.all_ranks = self.shards = ProcessGroupTransport(group, reports)
+        self.all_ranks = ProcessGroupTransport(group, reports)
+        self.shards = self.all_ranks
         if native.moves_bytes(group):
             require_same([repr(kind)], "transport=", self.all_ranks)
         self.groups = groups or [range(self.all_ranks.world)]

@@ -60,7 +60,8 @@ class ProcessGroupTransport(Transport):
         """
         part = copy.copy(self)
         part._members = members
-        part.rank, part.world = members.index(self.rank), len(members)
+        part.rank = members.index(self.rank)
+        part.world = len(members)
         part._backend = self._backend if backend is None else Backend(backend)
         return part
 
@@ -180,7 +181,9 @@ class ProcessGroupTransport(Transport):
         self, kind: Movement, name: str, starts: Sequence[Callable[[Mailbox, int], Pending]]
     ) -> Pending:
         """Start the messages of every segment, each with its own tag, under the guard."""
-        reports, mailbox, position = self.reports, self._mailbox, self._post(kind, name)
+        reports = self.reports
+        mailbox = self._mailbox
+        position = self._post(kind, name)
         tags = [collective_tag(position, self._paths.digest, index) for index in range(len(starts))]
         with nullcontext() if reports is None else reports.waiting(position):
             waits = [start(mailbox, each).wait for start, each in zip(starts, tags, strict=True)]

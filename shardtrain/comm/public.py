@@ -42,7 +42,10 @@ R = TypeVar("R")
 
 
 # A rank's part of an argument: all of a tensor, one of its equal parts, some of its rows, or a list's tensor.
-ALL, EQUAL, ROWS, LIST = "all", "equal", "rows", "list"
+ALL = "all"
+EQUAL = "equal"
+ROWS = "rows"
+LIST = "list"
 
 
 class Side:
@@ -53,14 +56,18 @@ class Side:
     """
 
     def __init__(self, name: str, given: Any, kind: str, rows: Sequence[int] | None = None) -> None:
-        self.name, self.given, self.kind, self.rows = name, given, kind, rows
+        self.name = name
+        self.given = given
+        self.kind = kind
+        self.rows = rows
         self.items: list[Tensor] = []
         self.flat: list[Tensor] = []
         self.parts: list[Tensor] = []
 
     def check(self, world: int) -> None:
         """Raise ValueError unless these are dense, contiguous tensors with a part for each rank."""
-        name, items = self.name, self.given if self.kind == LIST else [self.given]
+        name = self.name
+        items = self.given if self.kind == LIST else [self.given]
         if not isinstance(items, (list, tuple)):
             raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
         if self.kind == LIST and len(items) != world:
@@ -72,7 +79,8 @@ class Side:
                 raise ValueError(f"expected dense tensors, found {item.layout}")
             if not item.is_contiguous() or item.is_conj() or item.is_neg():
                 raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
-        self.items, plain = [*items], [item.detach() for item in items]
+        self.items = [*items]
+        plain = [item.detach() for item in items]
         self.flat = [(torch.view_as_real(each) if each.is_complex() else each).view(-1) for each in plain]
         self.parts = self._cut(world)
 
@@ -101,7 +109,8 @@ class Side:
 
     def __str__(self) -> str:
         """Return dtype and shapes, such as ``float32 [3, 2], [3]``."""
-        first, shapes = self.items[0], ", ".join(str(list(item.shape)) for item in self.items)
+        first = self.items[0]
+        shapes = ", ".join(str(list(item.shape)) for item in self.items)
         where = "" if first.is_cpu else f" on {first.device.type}"
         return f"{str(first.dtype).removeprefix('torch.')} {shapes}{where}"
 
@@ -268,10 +277,13 @@ def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
     """
-    output, input = call.output, call.input
+    output = call.output
+    input = call.input
     output.check(world)
     input.check(world)
-    every, device, dtype = [*input.items, *output.items], input.items[0].device, input.items[0].dtype
+    every = [*input.items, *output.items]
+    device = input.items[0].device
+    dtype = input.items[0].dtype
     other = next((item.device for item in every if item.device != device), None)
     if other is not None:
         raise ValueError(f"expected all tensors on one device, found {device} and {other}")
@@ -298,7 +310,9 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
 
     An input that shares memory with the output is copied, unless this rank's part has one place there.
     """
-    outgoing, incoming, rank = call.input.parts, call.output.parts, mailbox.rank
+    outgoing = call.input.parts
+    incoming = call.output.parts
+    rank = mailbox.rank
     from_, to = ({part.untyped_storage().data_ptr() for part in side} for side in (outgoing, incoming))
     is_in_place = call.movement is not ALL_TO_ALL and outgoing[rank].data_ptr() == incoming[rank].data_ptr()
     if from_ & to and not is_in_place:

@@ -72,7 +72,8 @@ class Wait:
 
     def __init__(self, position: int) -> None:
         self.position = position
-        self.since = self.at_work = time.monotonic()
+        self.since = time.monotonic()
+        self.at_work = self.since
         self.is_logged = False  # whether the log says that the wait exceeds the time-out
 
     @property
@@ -90,8 +91,10 @@ class Links:
 
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
         """``tag``: of messages with the head of a report; the two after it: of the pulse, and of the rest."""
-        self.peers, self._paths = [*paths.theirs], paths
-        self.group, self._tag = weakref.ref(group), tag
+        self.peers = [*paths.theirs]
+        self._paths = paths
+        self.group = weakref.ref(group)
+        self._tag = tag
         self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=32) for peer in self.peers}
         # Receives that never complete, through which `close` reaches gloo once the group is destroyed.
         self._pulses = [group.recv([torch.empty(1)], peer, tag + 1) for peer in self.peers]
@@ -115,7 +118,8 @@ class Links:
 
     def _listen(self, known: weakref.ref[Reports], peer: int) -> None:
         """Receive reports until the peer has left or ended; then wait until this rank's own have arrived."""
-        why, arriving = TELLS, deque[tuple[torch.Tensor, dist.Work]]()
+        why = TELLS
+        arriving = deque[tuple[torch.Tensor, dist.Work]]()
         while why != LEAVES:
             report = self._next(peer, arriving)
             why = HEAD.unpack_from(report)[0] if report else LEAVES
@@ -146,7 +150,9 @@ class Links:
 
     def send(self, why: int, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None) -> None:
         """Send this rank's latest collectives to the peers ``to``; None: to all but ``lost``."""
-        group, now, own = self.group(), time.monotonic(), self._paths.own
+        group = self.group()
+        now = time.monotonic()
+        own = self._paths.own
         # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in [*_waits]), default=now)
         head = HEAD.pack(why, lost, state, now - at_work, len(own))
@@ -241,7 +247,8 @@ class Reports:
         Raises `Diverged` or `PeerLost` as `Signals.wait`, also in place of the block's own RuntimeError.
         """
         with self._changed:
-            self._waiting = wait = Wait(position)
+            wait = Wait(position)
+            self._waiting = wait
         self._raise_failure()
         try:
             yield
@@ -301,7 +308,9 @@ class Reports:
         """Ask for reports if this rank has waited for long; fail if it has waited for too long."""
         with self._changed:
             self._compare()
-            wait, now, group = self._waiting, time.monotonic(), self._links.group()
+            wait = self._waiting
+            now = time.monotonic()
+            group = self._links.group()
             if self._failure is not None or wait is None or group is None:
                 return
             limit_s = time_out_s(group)
@@ -321,7 +330,8 @@ class Reports:
                 self._lose(silent or awaited, SILENT if silent else ELSEWHERE, wait.position)
             elif wait.seconds > limit_s and not wait.is_logged:
                 wait.is_logged = True
-                where, text = self.paths.where(wait.position), "rank %d has waited %.0f s at %s for %s"
+                where = self.paths.where(wait.position)
+                text = "rank %d has waited %.0f s at %s for %s"
                 facts = self.paths.rank, wait.seconds, where, named(awaited)
                 logging.getLogger("shardtrain").warning(f"{text}, still at work: it keeps waiting", *facts)
 
@@ -331,7 +341,8 @@ class Reports:
             if not report:
                 self._ended.add(peer)
             elif self._failure is None:
-                now = self._heard_s[peer] = time.monotonic()
+                now = time.monotonic()
+                self._heard_s[peer] = now
                 why, lost, state, age_s, count = HEAD.unpack_from(report)
                 self._at_work[peer] = now - age_s
                 self.paths.hear(peer, report[HEAD.size : HEAD.size + count * MESSAGE.size])
@@ -367,16 +378,19 @@ class Reports:
 
     def _lose(self, ranks: Sequence[int], state: int, position: int) -> None:
         """Fail because ``ranks`` are lost."""
-        wait, was = self._waiting, "was"
+        wait = self._waiting
+        was = "was"
         if wait is not None and wait in _waits and state != ENDED:
             was = f"has waited {wait.seconds:.0f} s"
-        verb, where = _STATES[state][len(ranks) > 1], self.paths.where(position)
+        verb = _STATES[state][len(ranks) > 1]
+        where = self.paths.where(position)
         failure = PeerLost(f"{named(ranks)} {verb}: rank {self.paths.rank} {was} at {where}")
         self._fail(failure, ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
         """Store ``failure``, which all waits raise from now on, and end this rank's wait."""
-        self._failure, self._lost = failure, lost
+        self._failure = failure
+        self._lost = lost
         self._links.send(TELLS, lost, state)
         self._changed.notify_all()
         if self._waiting is not None:

@@ -43,7 +43,8 @@ class Arena:
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a vector."""
-        size, start = _aligned(elements * dtype.itemsize), 0
+        size = _aligned(elements * dtype.itemsize)
+        start = 0
         for offset, used in sorted(self._used.items()):
             if offset - start >= size:
                 break
@@ -85,7 +86,9 @@ class SharedMemoryTransport(TransportWrapper):
         self.in_place = True
         self.signals = signals
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
-        self._largest = self._size = 0  # bytes of the largest gradient, and of all
+        # bytes of the largest gradient, and of all
+        self._largest = 0
+        self._size = 0
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
         self._unread: dict[int, Tensor] = {}  # by position, gradients that others may still read
@@ -106,7 +109,8 @@ class SharedMemoryTransport(TransportWrapper):
                 self._free_oldest()
             self._arena = None
             size = _aligned(layout.padded * reduced.itemsize)
-            self._largest, self._size = max(self._largest, size), self._size + size
+            self._largest = max(self._largest, size)
+            self._size = self._size + size
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)
         return full, full[layout.interval(self.rank)]
 
@@ -162,7 +166,8 @@ class SharedMemoryTransport(TransportWrapper):
 
     def _view(self, rank: int, offset: int, gradient: Gradient) -> View:
         """Return rank ``rank``'s gradient, which lies at ``offset`` in its arena."""
-        full, layout = gradient.full, gradient.layout
+        full = gradient.full
+        layout = gradient.layout
         key = rank, offset, full.dtype, id(layout)
         if key not in self._views:
             other = self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)

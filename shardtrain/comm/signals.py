@@ -52,7 +52,8 @@ class Peer:
     """Hold the socket to one other rank, and what has arrived from it."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
-        self.rank, self.link = rank, link
+        self.rank = rank
+        self.link = link
         self.posts: dict[int, tuple[int, int]] = {}  # by position: hash and value
         self.reached = -1  # the position of the latest post
         self.done: set[int] = set()  # positions of this rank's collectives that it has read
@@ -66,21 +67,25 @@ class Peer:
         except BlockingIOError:
             return
         except OSError:
-            data, control = b"", []
+            data = b""
+            control = []
         self.files += [_FILE.unpack(file)[0] for _, _, file in control]
         self.has_ended = not data
         for is_done, position, digest, value in _POST.iter_unpack(data):
             if is_done:
                 self.done.add(position)
             else:
-                self.posts[position], self.reached = (digest, value), position
+                self.posts[position] = (digest, value)
+                self.reached = position
 
 
 class Signals:
     """Hold this rank's sockets to the other ranks of its host. ``reports``: the guard of all ranks."""
 
     def __init__(self, reports: Reports, peers: list[Peer]) -> None:
-        self.rank, self.reports, self.peers = reports.paths.rank, reports, peers
+        self.rank = reports.paths.rank
+        self.reports = reports
+        self.peers = peers
         self._digests: dict[int, int] = {}  # by position, of posts that `wait` will ask for
         self._unsent = 0  # posts since the last one that was sent
         self._open = {peer.link.fileno(): peer for peer in peers}
@@ -99,7 +104,8 @@ class Signals:
         position = self.reports.post(kind, name)
         self._unsent = self._unsent + 1 if kind in (GATHER, STEP) else 0
         if self._unsent in (0, _UNHEARD):
-            self._digests[position] = digest = self.reports.paths.digest
+            digest = self.reports.paths.digest
+            self._digests[position] = digest
             self._send(_POST.pack(False, position, digest, value), files)
         if self._unsent == _UNHEARD:
             self._unsent = 0
@@ -118,7 +124,8 @@ class Signals:
             PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
         self._wait_until(lambda peer: peer.reached >= position, position)
-        digest, values = self._digests.pop(position), {}
+        digest = self._digests.pop(position)
+        values = {}
         for peer in self.peers:
             posted, values[peer.rank] = peer.posts.pop(position, (None, 0))
             if posted != digest:
@@ -139,7 +146,8 @@ class Signals:
 
     def share(self, owner: int, size: int) -> torch.Tensor:
         """Map ``size`` bytes that rank ``owner`` provides on every rank: uint8 zeros. Collective."""
-        files, length = list[int](), max(size, 1)
+        files = list[int]()
+        length = max(size, 1)
         if owner == self.rank:
             files.append(os.memfd_create("shardtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(files[0], length)
@@ -204,7 +212,9 @@ def connect(all_ranks: ProcessGroupTransport, own: Sequence[int]) -> Signals:
     Raises ValueError, on every rank, if some ranks cannot reach one another this way.
     """
     assert all_ranks.reports is not None, "all ranks have gloo"
-    peers, problem, name = list[Peer](), "", f"shardtrain-{secrets.token_hex(16)}"
+    peers = list[Peer]()
+    problem = ""
+    name = f"shardtrain-{secrets.token_hex(16)}"
     with socket.socket(*_KIND) as listener:
         with suppress(OSError):  # who needs it will see
             listener.bind(f"\0{name}")
@@ -227,7 +237,8 @@ def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> 
     Each rank connects to those before it. The kernel reports process and user at the other end. A connection
     of any other process is closed without an answer.
     """
-    deadline, missing = time.monotonic() + _LINK_S, dict[tuple[int, int], tuple[int, str]]()
+    deadline = time.monotonic() + _LINK_S
+    missing = dict[tuple[int, int], tuple[int, str]]()
     for other, text in texts.items():
         name, process = text.split()
         missing[int(process), os.geteuid()] = other, name

@@ -77,7 +77,8 @@ class Gradient(NamedTuple):
 
         Empty pieces keep their tensors: on many ranks most pieces are empty.
         """
-        own, length = self.own, self.layout.length(rank)
+        own = self.own
+        length = self.layout.length(rank)
         held = [(tensor, piece.offset) for tensor, piece in zip(own, self.pieces, strict=True) if piece.numel]
         if held:
             first = held[0][0]
@@ -113,7 +114,8 @@ class Pending:
         return Pending(self.wait, step)
 
     def wait(self) -> None:
-        steps, self.steps = self.steps, ()
+        steps = self.steps
+        self.steps = ()
         for step in steps:
             step()
 
@@ -208,7 +210,8 @@ class TransportWrapper(Transport):
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.rank, self.world = inner.rank, inner.world
+        self.rank = inner.rank
+        self.world = inner.world
         self.in_place = inner.in_place
         self.stages = inner.stages
         self._all_ranks = inner.all_ranks

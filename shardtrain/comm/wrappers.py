@@ -47,7 +47,9 @@ class Offloaded(TransportWrapper):
     def __init__(self, inner: Transport, device: torch.device) -> None:
         assert not inner.in_place or inner.world == 1
         super().__init__(inner)
-        self.device, self.in_place, self.uploads = device, False, True
+        self.device = device
+        self.in_place = False
+        self.uploads = True
         self._stream = devices.new_stream(device)
         self._downloaded: Any = None  # event after the latest copy of a gradient to the host
 
@@ -62,7 +64,8 @@ class Offloaded(TransportWrapper):
         return self.inner.gradient(layout, like.to(self.device))
 
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
-        called, moved = current_stream(self.device).record_event(), []
+        called = current_stream(self.device).record_event()
+        moved = []
         with devices.inside(self._stream):
             current_stream(self.device).wait_event(called)
             for flat in flats:
@@ -75,7 +78,8 @@ class Offloaded(TransportWrapper):
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
         """Start reducing. After the wait the means are on their way to the host; see `fence`."""
-        pending, launched = self.inner.reduce(name, gradients), current_stream(self.device).record_event()
+        pending = self.inner.reduce(name, gradients)
+        launched = current_stream(self.device).record_event()
 
         def finish() -> None:
             with devices.inside(self._stream):
@@ -130,7 +134,8 @@ class Replicated(TransportWrapper):
         self, inside: Transport, across: Transport, all_ranks: Transport, groups: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(inside)
-        self._all_ranks, self.stages = all_ranks, groups
+        self._all_ranks = all_ranks
+        self.stages = groups
         self.across = across
 
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
@@ -163,7 +168,9 @@ class Simulated(Alone):
     """
 
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
-        self.rank, self.world, self.in_place = rank, world, in_place
+        self.rank = rank
+        self.world = world
+        self.in_place = in_place
         self._inbox = inbox and not in_place
         self._largest = 0  # bytes of the largest gradient
         self._arena: Tensor | None = None

@@ -67,9 +67,11 @@ class Twins:
     """Compare a job's sharded model with its unsharded twin."""
 
     def __init__(self, job: Job, config: Config) -> None:
-        self.job, self.config = job, config
+        self.job = job
+        self.config = config
         inside = introspect(job.model)
-        self.world, self._unit_of = inside.transport.all_ranks.world, inside.unit_of_parameter
+        self.world = inside.transport.all_ranks.world
+        self._unit_of = inside.unit_of_parameter
         whole = converted(initial_model(config), config, job.device).to(job.device)
         self._units = [unit.name.removeprefix("(root)") for unit in inside.units]
         if PRECISIONS[config.parallel.precision] is None:
@@ -78,7 +80,8 @@ class Twins:
         else:
             optimizer = shard_with_optimizer(whole, config, comm.Alone())
             self._engines = [job.model, whole]
-        self.models, self.optimizers = (job.model, whole), (job.optimizer, optimizer)
+        self.models = (job.model, whole)
+        self.optimizers = (job.optimizer, optimizer)
         self.params = [dict[str, Tensor](model.named_parameters()) for model in self.models]
 
     def examine(self, steps: int) -> tuple[bool, str]:
@@ -92,7 +95,8 @@ class Twins:
                 first = next(filter(None, texts), "")
                 if found_by := _ranks_with(f"step {step}, {phase} of {first}" if first else ""):
                     return False, f"failed   {found_by}"
-        others, updates = self._tolerance("output"), self._tolerance("parameter")
+        others = self._tolerance("output")
+        updates = self._tolerance("parameter")
         how = f"outputs and gradients {f'to {others:g}' if others else 'bit for bit'}, updates to {updates:g}"
         ranks = counted(self.world, "rank")
         text = f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors"
@@ -107,7 +111,8 @@ class Twins:
 
     def _tolerance(self, phase: str) -> float:
         """Return the allowed difference of tensors, as a fraction of the largest element."""
-        transport, precision = introspect(self.job.model).transport, self.config.parallel.precision
+        transport = introspect(self.job.model).transport
+        precision = self.config.parallel.precision
         gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
         in_one_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
         one_rounding = precision == "fp32" or self.job.train.share.accumulate == 1
@@ -117,8 +122,11 @@ class Twins:
 
     def _comparisons(self, steps: int) -> Generator[Comparison, None, None]:
         """Run the steps with both models, and yield each comparison as soon as its tensors exist."""
-        (sharded, twin), (found, expected), job = self.models, self.params, self.job
-        batches, count = iter(job.train), job.train.share.accumulate
+        sharded, twin = self.models
+        found, expected = self.params
+        job = self.job
+        batches = iter(job.train)
+        count = job.train.share.accumulate
         with self._unsharded():
             yield 0, "initial value", found, expected
         for step in range(1, steps + 1):
@@ -218,7 +226,8 @@ def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.dev
         )
     # Uncompiled, since a compiler rounds and draws random numbers differently. Micro-batches of virtual ranks
     # are accumulated, as the twin's are.
-    given, world = uncompiled(settings.config), rank_info.world_size
+    given = uncompiled(settings.config)
+    world = rank_info.world_size
     train = dataclasses.replace(given.train, accumulate=given.micro_batches(world))
     parallel = dataclasses.replace(given.parallel, virtual_ranks=0)
     plain = dataclasses.replace(given, train=train, parallel=parallel)

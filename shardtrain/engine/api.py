@@ -184,7 +184,8 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         ValueError: another virtual rank is to be computed now, or `shard` was given no ``virtual_ranks``.
     """
     engine = engine_of(module)
-    virtual, driver = engine.virtual, engine.driver
+    virtual = engine.virtual
+    driver = engine.driver
     if virtual is None:
         raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
     if not all(unit.options.reduces for unit in engine.units):
@@ -341,7 +342,8 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(
             f"mesh must be a 1-D DeviceMesh or a 2-D one (replicate, shard), got {mesh.ndim} dimensions"
         )
-    ranks, world = mesh.mesh, dist.get_world_size()
+    ranks = mesh.mesh
+    world = dist.get_world_size()
     if mesh.ndim == 2 and ranks.numel() != world:
         sizes = "×".join(map(str, ranks.shape))
         raise ValueError(f"a 2-D mesh must hold every rank: expected {world} ranks, got {sizes}")

@@ -235,7 +235,8 @@ class Engine:
         """Hook the trainable parameters that have no hook yet."""
         for unit in self.units:
             for member in unit.members:
-                hooked, param = self._hooked.get(member), member.param
+                hooked = self._hooked.get(member)
+                param = member.param
                 if (hooked is None or hooked[0] is not param) and param.requires_grad:
                     if hooked:
                         hooked[1].remove()
@@ -357,8 +358,10 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
     The parameter holds the hook where Python's garbage collector cannot see it. A hook that held the
     parameter in turn would keep the whole model alive for ever.
     """
-    known, reduces = weakref.ref(driver), weakref.ref(driver.reductions[unit])
-    name, shape = member.name, member.part.shape
+    known = weakref.ref(driver)
+    reduces = weakref.ref(driver.reductions[unit])
+    name = member.name
+    shape = member.part.shape
 
     def hook(grad: torch.Tensor) -> None:
         reduction = reduces()

@@ -71,7 +71,8 @@ class Introspection:
     def take_gathered_peak(self) -> Gathered:
         """Return the peak of `gathered` since the last call."""
         account = self._engine.units[0].account
-        peak, account.peak = Gathered(*account.peak), account.now.copy()
+        peak = Gathered(*account.peak)
+        account.peak = account.now.copy()
         return peak
 
     @property

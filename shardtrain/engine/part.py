@@ -75,9 +75,12 @@ class Part:
         if 0 in self.shape or (self.stop and piece.shape == self.shape):  # DCP must find empty tensors, too
             return {(0,) * len(self.shape): piece.view(self.shape)}
         long = [dim for dim, size in enumerate(self.shape) if size > 1]
-        flat, boxes, at = piece.reshape(-1), {}, self.start
+        flat = piece.reshape(-1)
+        boxes = {}
+        at = self.start
         while at < self.stop:
-            offsets, sizes = [0] * len(self.shape), list(self.shape)
+            offsets = [0] * len(self.shape)
+            sizes = list(self.shape)
             for dim in sorted(long, key=lambda dim: -self.stride[dim]):
                 row, rest = divmod(at, self.stride[dim])
                 offsets[dim] = row % self.shape[dim]

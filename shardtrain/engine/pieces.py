@@ -101,7 +101,8 @@ class LocalPiece(Tensor):
         from torch.distributed.checkpoint import planner
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
-        properties, shape = TensorProperties.create_from_tensor(self.held), torch.Size(self.part.shape)
+        properties = TensorProperties.create_from_tensor(self.held)
+        shape = torch.Size(self.part.shape)
         return [
             planner.WriteItem(
                 index=MetadataIndex(name, chunk.offsets, number),

@@ -68,7 +68,8 @@ class FlatGradient:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self.segment, self.members = segment, segment.members
+        self.segment = segment
+        self.members = segment.members
         self.expected = False
         layout = segment.layout
         self._holds_own = False  # whether `_full` takes this rank's own parts, too: on accelerators
@@ -84,7 +85,8 @@ class FlatGradient:
         # has one, which changes nothing but the digests of virtual ranks.
         self._own_starts: list[tuple[ShardedParam, slice]] = []
         for member, offset, piece in zip(self.members, layout.offsets, segment.pieces, strict=True):
-            begin, end = offset + piece.start, offset + piece.stop
+            begin = offset + piece.start
+            end = offset + piece.stop
             inside = starts[bisect_left(starts, begin) : bisect_left(starts, end)]
             self._own_starts += [(member, slice(at - begin, at - begin + 1)) for at in inside]
         self.sent: list[tuple[list[torch.Tensor], list[bool | None]]] = []
@@ -98,7 +100,8 @@ class FlatGradient:
         if self._sums:
             full = torch.empty_like(self._sums[0].full)
         else:
-            layout, transport = self.segment.layout, self.segment.transport
+            layout = self.segment.layout
+            transport = self.segment.transport
             full = transport.gradient(layout, self.segment.like_gradient)
             rank = None if on_accelerator(full) and transport.world > 1 else transport.rank
             if not self._places or self._holds_own != (rank is None):
@@ -123,9 +126,11 @@ class FlatGradient:
 
     def take(self, grads: Iterable[tuple[ShardedParam, torch.Tensor]], micro_batch: int) -> None:
         """Add ``grads`` (each 1-D) of ``micro_batch``."""
-        total, rows = self._open(micro_batch), list[tuple[ShardedParam, list[torch.Tensor], torch.Tensor]]()
+        total = self._open(micro_batch)
+        rows = list[tuple[ShardedParam, list[torch.Tensor], torch.Tensor]]()
         for member, grad in grads:
-            start, stop = member.part.start, member.part.stop
+            start = member.part.start
+            stop = member.part.stop
             own = grad if stop - start == grad.numel() else grad[start:stop]
             rows.append((member, [grad[span] for span, _ in self._places[member]], own))
         self._add(total, rows)
@@ -136,7 +141,8 @@ class FlatGradient:
         ``rows``: for each parameter the parts that other ranks own, in the order of `_places`, and this
         rank's own part.
         """
-        copies, sums = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+        copies = list[tuple[torch.Tensor, torch.Tensor]]()
+        sums = list[tuple[torch.Tensor, torch.Tensor]]()
         for member, parts, own in rows:
             pairs = sums if member in total.own else copies
             pairs += [
@@ -175,9 +181,12 @@ class FlatGradient:
     def send(self) -> Gradient:
         """Return the collected gradient, with -0.0 where this rank has none, and begin a new one."""
         self._join(sys.maxsize)
-        segment, transport, virtual = self.segment, self.segment.transport, self.segment.layout.virtual
+        segment = self.segment
+        transport = self.segment.transport
+        virtual = self.segment.layout.virtual
         total = self._sums[0] if self._sums else self._open(0)
-        full, collected = total.full, total.own
+        full = total.full
+        collected = total.own
         if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._piece_starts = self._piece_starts.to(full.device)

@@ -124,7 +124,8 @@ def digest(tensor: Tensor) -> Tensor:
     A sum modulo 2^64 of all words times odd random numbers. One word's change always changes it.
     """
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().view(-1)
-    weights, total = _weights(flat.device), torch.zeros((), dtype=torch.int64, device=flat.device)
+    weights = _weights(flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for block in flat.view(_WORDS[flat.itemsize]).split(_BLOCK):
         total = total * _FACTOR + (block.long() * weights[: len(block)]).sum()
     return total
@@ -173,7 +174,8 @@ def replay(module: nn.Module, compute: Callable[[int], Tensor], *, step: int | N
     engine = engine_of(module)
     if engine.virtual is None:
         raise ValueError("replay() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    own, all_ranks = engine.virtual.ranks, engine.transport.all_ranks
+    own = engine.virtual.ranks
+    all_ranks = engine.transport.all_ranks
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     theirs = _again(engine, compute, own.stop % engine.virtual.count, buffers)
     with recording(module, digest) as record:
@@ -185,7 +187,8 @@ def replay(module: nn.Module, compute: Callable[[int], Tensor], *, step: int | N
     for rank, (expected, _) in enumerate(told):
         checker = (rank - 1) % all_ranks.world
         if told[checker][1] != expected:
-            number, when = rank * len(own), "" if step is None else f"step {step}: "
+            number = rank * len(own)
+            when = "" if step is None else f"step {step}: "
             pair = comm.gather_texts(mine, all_ranks)[rank], comm.gather_texts(theirs, all_ranks)[checker]
             thirds = comm.gather_texts(_again(engine, compute, number, buffers), all_ranks)
             engine.driver.drop_backward()

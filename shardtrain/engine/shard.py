@@ -75,14 +75,17 @@ class ShardedParam:
     """
 
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
-        self.info, self.name = info, info.name
+        self.info = info
+        self.name = info.name
         self.param = info.parameter
-        self.part, self.offset = part, offset
+        self.part = part
+        self.offset = offset
         self._address = 0
 
     def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
-        self.local_view, self.full_view = self.part.shown(self.piece_of(local)), full_view
+        self.local_view = self.part.shown(self.piece_of(local))
+        self.full_view = full_view
         self.owners = owners
         self.no_grad = full_view.new_empty(0, dtype=local.dtype)
         self._address = _address(self.local_view)
@@ -111,11 +114,13 @@ class ShardedParam:
         shown = self.param.data
         if shown.shape != grad.shape:  # torch compares them
             self.param.data = self.local_view
-        self.param.grad, self.param.data = grad, shown
+        self.param.grad = grad
+        self.param.data = shown
 
     def give_grad(self, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient."""
-        piece, held = self.part.shown(piece), self.param.grad
+        piece = self.part.shown(piece)
+        held = self.param.grad
         if held is not None:
             held.add_(piece)
         else:
@@ -141,7 +146,8 @@ class ShardedParam:
 
     def check_like(self, first: ShardedParam) -> None:
         """Raise ValueError unless the value is a piece of the right size, dtype and device (``first``'s)."""
-        param, expected = self.param, first.param
+        param = self.param
+        expected = first.param
         if not param.is_leaf:
             raise ValueError(
                 f"parameter {self.name} was replaced by the result of a computation, through which "
@@ -214,7 +220,8 @@ class Segment:
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
         reduced = self._precision.of_gradient(compute)
-        transport, virtual = self.transport, self.layout.virtual
+        transport = self.transport
+        virtual = self.layout.virtual
         # Virtual ranks: where several gradients are summed before they are sent, the sums are not rounded.
         if virtual > transport.world or (virtual and transport.stages):
             reduced = torch.promote_types(reduced, local.dtype)

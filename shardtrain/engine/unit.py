@@ -61,7 +61,8 @@ class Account:
     """Count the units and bytes that are gathered ``now``, and the largest numbers of each, ``peak``."""
 
     def __init__(self) -> None:
-        self.now, self.peak = [0, 0], [0, 0]
+        self.now = [0, 0]
+        self.peak = [0, 0]
 
     def add(self, units: int, size: int) -> None:
         for index, more in enumerate((units, size)):
@@ -89,7 +90,8 @@ class Unit:
         self.module = module
         self.segments = tuple(segments)
         self.members = tuple(member for segment in segments for member in segment.members)
-        self.transport, self.options = transport, options
+        self.transport = transport
+        self.options = options
         self.state = State.SHARDED
         self.shown = Shown.SHARD
         self.account = Account()

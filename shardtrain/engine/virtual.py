@@ -41,7 +41,9 @@ class Virtual:
     """
 
     def __init__(self, module: nn.Module, all_ranks: Ranks, count: int) -> None:
-        self.count, self._module, self._all_ranks = count, module, all_ranks
+        self.count = count
+        self._module = module
+        self._all_ranks = all_ranks
         share = count // all_ranks.world
         self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
         self.following = self.ranks.start

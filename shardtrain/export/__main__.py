@@ -63,10 +63,13 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
         opened = open_named(run).opened
     if opened is None or "config" not in opened.manifest.facts:
         raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
-    facts, averaged, out = opened.manifest.facts, settings.weights == "ema", path_of("out", settings.out)
+    facts = opened.manifest.facts
+    averaged = settings.weights == "ema"
+    out = path_of("out", settings.out)
     if averaged and not opened.manifest.ema:
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
-    keys, side = facts["config"]["model"], facts["config"]["data"]["image_size"]
+    keys = facts["config"]["model"]
+    side = facts["config"]["data"]["image_size"]
     model, plain = (plain_model(keys, settings.allow) for _ in range(2))
     shardtrain.shard(model.to(device))
     ema = Ema(model, 0.0) if averaged else None

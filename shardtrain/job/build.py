@@ -62,7 +62,8 @@ def build(
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
     require_equal_parts(config, world_size)
     require_equal_groups(config.parallel, world_size)
-    micro_batches, virtual = config.micro_batches(world_size), config.virtual_ranks(world_size)
+    micro_batches = config.micro_batches(world_size)
+    virtual = config.virtual_ranks(world_size)
     if virtual and devices.is_accelerator(device):
         devices.choose_deterministic_kernels()
     share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
@@ -140,7 +141,8 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
     """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails."""
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     what = f"the model does not take images of shape {'×'.join(map(str, sample))}"
-    refusals, counter = (RuntimeError, ValueError, AssertionError), FlopCounterMode(display=False)
+    refusals = (RuntimeError, ValueError, AssertionError)
+    counter = FlopCounterMode(display=False)
     with reading(what, "data.image_size and train.batch_size decide the shape", refusals), counter:
         logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
@@ -165,7 +167,8 @@ def completed(config: Config, images: data.DataSet) -> Config:
     for key, found in decided.items():
         if key not in model:
             continue
-        given = model[key] = found if model[key] is None else typed(int, model[key], f"model.{key}")
+        given = found if model[key] is None else typed(int, model[key], f"model.{key}")
+        model[key] = given
         if key == "num_classes" and given < found:
             raise UserError(f"model.num_classes={given}: {images.name} has {found} classes")
         if key != "num_classes" and given != found:
@@ -177,7 +180,11 @@ def feeds(
     config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
 ) -> tuple[data.TrainFeed, data.EvalFeed, data.EvalFeed | None]:
     """Return the batches to train on in ``steps``, to evaluate by, and to test by."""
-    keys, mixup, cutmix, mix, augment = config.data, config.train.mixup, config.train.cutmix, None, None
+    keys = config.data
+    mixup = config.train.mixup
+    cutmix = config.train.cutmix
+    mix = None
+    augment = None
     if config.augment.get("_target_") is None:
         images = images._replace(train=images.train_as_val or images.train)  # no random crops either
     else:
@@ -236,7 +243,8 @@ def warmup_of(sched: Sched, steps: int, steps_per_epoch: int) -> int:
 
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:
     """Raise UserError if the ranks cannot be divided into `parallel.replicate` groups."""
-    replicate, shard = parallel.replicate, parallel.shard
+    replicate = parallel.replicate
+    shard = parallel.shard
     if shard is not None and shard * replicate != world_size:
         raise UserError(
             f"parallel.shard={shard} × parallel.replicate={replicate} is not the number of ranks, "
@@ -249,7 +257,8 @@ def require_equal_groups(parallel: Parallel, world_size: int) -> None:
 
 def require_equal_parts(config: Config, world_size: int) -> None:
     """Raise UserError if ranks and micro-batches do not divide the batch."""
-    size, virtual = config.train.batch_size, config.virtual_ranks(world_size)
+    size = config.train.batch_size
+    virtual = config.virtual_ranks(world_size)
     parts = world_size * config.micro_batches(world_size)
     if size % parts:
         below = size // parts * parts

@@ -199,7 +199,8 @@ class Optim:
             own["fused"] = True  # one pass over all parameters
 
         def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            node, kind = {**own, **self.keywords}, torch.optim.Optimizer
+            node = {**own, **self.keywords}
+            kind = torch.optim.Optimizer
             optimizer: torch.optim.Optimizer = instantiate(node, "optim", kind, allow, groups)
             return optimizer
 

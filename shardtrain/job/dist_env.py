@@ -71,7 +71,8 @@ class RankInfo:
 
         With a cut link torch would wait for ever, so a thread asks.
         """
-        attempt, values = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), [0]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        values = [0]
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError, ValueError):
@@ -99,7 +100,8 @@ class RankInfo:
 
 def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
     """Return this rank's device. ``wanted``: auto, cpu or an accelerator's type."""
-    count, ranks = devices.count(), rank_info.local_world_size
+    count = devices.count()
+    ranks = rank_info.local_world_size
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
     if not count:
@@ -121,7 +123,8 @@ def cpu_threads(rank_info: RankInfo, environ: Mapping[str, str]) -> int:
     torchrun sets OMP_NUM_THREADS to 1 when it starts several ranks and the user did not set it, so that
     value says nothing there.
     """
-    asked, ranks = environ.get("OMP_NUM_THREADS", ""), rank_info.local_world_size
+    asked = environ.get("OMP_NUM_THREADS", "")
+    ranks = rank_info.local_world_size
     chosen_by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
     if asked.isdigit() and not chosen_by_torchrun:
         return max(1, int(asked))
@@ -137,8 +140,11 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
     that name. Raises UserError after ``patience``, naming the missing ranks.
     """
     key = "shardtrain/meeting/{}".format
-    session = token = uuid.uuid4().hex  # a session on rank 0, a token on other ranks
-    seconds, start, pause = patience.total_seconds(), time.monotonic(), 0.01
+    token = uuid.uuid4().hex
+    session = token  # rank 0's; the other ranks read it
+    seconds = patience.total_seconds()
+    start = time.monotonic()
+    pause = 0.01
     missing = list(range(1, world_size)) if rank == 0 else [0]
     if rank:
         store.set(key(rank), token)

@@ -127,7 +127,8 @@ def _sums(
     They are the loss, images right in the first guess, in the first five, all images, and each metric.
     """
     logits = torch.stack([model(view).float() * weight for view, weight in views.of(batch.images)]).sum(0)
-    logits, labels = logits[: batch.valid], batch.labels[: batch.valid]
+    logits = logits[: batch.valid]
+    labels = batch.labels[: batch.valid]
     losses = F.cross_entropy(logits, labels, reduction="none")
     right = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
     own = [metric(logits, labels) for metric in metrics.values()]

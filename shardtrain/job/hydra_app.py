@@ -63,7 +63,9 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]
         raise UserError(f"{' '.join(texts)}: choose one recipe; a recipe's defaults list may name another")
     if "train.loss._target_" in keys:
-        overrides, keys = ["train.loss={}", *overrides], ["train.loss", *keys]  # in place of a name
+        # In place of a name.
+        overrides = ["train.loss={}", *overrides]
+        keys = ["train.loss", *keys]
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
     texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
     texts += [
@@ -79,7 +81,8 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
             if config.get("allow"):
                 raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
             if "sched.warmup_epochs" in keys:
-                warmup, epochs = config.sched.warmup_epochs, config.train.epochs
+                warmup = config.sched.warmup_epochs
+                epochs = config.train.epochs
                 if float(warmup) > float(epochs or 0):
                     found = f"sched.warmup_epochs={warmup}"
                     raise UserError(f"{found}: longer than the run, train.epochs={epochs}")

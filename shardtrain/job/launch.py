@@ -176,7 +176,8 @@ def _exit_with(error: Exception, rank_info: RankInfo) -> NoReturn:
     The others wait for their launcher to end them, since it takes the rank that ends first for the cause.
     """
     if rank_info.add("speaker", 1) == 1:  # 0 if the store ended with rank 0, which then has printed a message
-        message, path = f"error: {error}", os.environ.get("TORCHELASTIC_ERROR_FILE")
+        message = f"error: {error}"
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         print(message, file=sys.stderr, flush=True)
         if path:  # torchrun shows this as the root cause; torch's own writer would add a traceback
             report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -172,7 +172,8 @@ def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None
 
 def named_weights(weights: str, model: str) -> dict[str, Tensor]:
     """Return the state dict of ``weights``: a file's, or torchvision's for ``model``, downloaded once."""
-    path, name = path_of("model.weights", weights), model.rpartition(".")[2]
+    path = path_of("model.weights", weights)
+    name = model.rpartition(".")[2]
     known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
     if path.suffix or path.exists() or not known:
         if not path.is_file():

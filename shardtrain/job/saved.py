@@ -41,7 +41,8 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
     A key that only one has is left out: another version has it, or another choice from its group, which has
     another name. But of a model's own keys each counts.
     """
-    before, now = marked_values(saved), marked_values(config)
+    before = marked_values(saved)
+    now = marked_values(config)
     for key, (_, mark) in {**before, **now}.items():
         old, new = (values.get(key, (None,))[0] for values in (before, now))
         if old != new and (key not in MARKS or (key in before and key in now)):

@@ -148,7 +148,8 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
 
 def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     """Return one dataclass for one mapping. ``path`` is `""` for the whole configuration."""
-    prefix, entries = path and f"{path}.", {entry.name: entry for entry in fields(cls)}
+    prefix = path and f"{path}."
+    entries = {entry.name: entry for entry in fields(cls)}
     rest = next((name for name, entry in entries.items() if "others" in entry.metadata), None)
     if rest is not None:
         unknown = {key: raw[key] for key in raw if key not in entries}
@@ -157,7 +158,8 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
         if key not in entries and rest is None:
             known = [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]
             raise not_valid(f"unknown key {prefix}{key}", key, known, prefix) from KeyError(f"{prefix}{key}")
-    hints, values = typing.get_type_hints(cls), {}
+    hints = typing.get_type_hints(cls)
+    values = {}
     for key, entry in entries.items():
         value = raw.get(key, entry.default)
         if value is MISSING or value == "???":

@@ -16,7 +16,8 @@ from threading import Thread
 from types import FrameType
 from typing import Any
 
-TERMINATED, INTERRUPTED = 143, 130
+TERMINATED = 143
+INTERRUPTED = 130
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SAME_S = 1.0  # seconds within which one Ctrl-C may arrive twice, from the terminal and from torchrun
@@ -86,4 +87,5 @@ class StopSignals:
         if number == self.noted == signal.SIGINT and time.monotonic() - self._noted_at > SAME_S:
             raise KeyboardInterrupt
         if not self.noted:
-            self.noted, self._noted_at = number, time.monotonic()
+            self.noted = number
+            self._noted_at = time.monotonic()

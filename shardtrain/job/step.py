@@ -108,17 +108,20 @@ class Step(NamedTuple):
         ``seed`` is called with the number of each virtual rank, before its micro-batch. With ``again``, from
         such a number to its images and labels in this ``step``, a neighbour checks this rank by a replay.
         """
-        ranks, scale = introspect(self.model).virtual_ranks, self.scaler.scale
+        ranks = introspect(self.model).virtual_ranks
+        scale = self.scaler.scale
         if not ranks:
             synced = partial(no_sync, self.model)
             accumulate(
                 self.model, self.loss, batches, count, synced, scale=scale, phase=phase, observe=observe
             )
             return
-        unseen, own = {*ranks}, dict[int, Sequence[Any]]()
+        unseen = {*ranks}
+        own = dict[int, Sequence[Any]]()
 
         def compute(number: int) -> Tensor:
-            feed, sees = batches, observe if number in unseen else lambda *_: None
+            feed = batches
+            sees = observe if number in unseen else lambda *_: None
             if again is not None:
                 feed = iter([own[number] if number in own else again(number)])
             unseen.discard(number)

@@ -9,12 +9,23 @@ TRAIN_LOSS = "train/loss"
 TRAIN_ACC1 = "train/acc1"  # percent, like all accuracies
 GRAD_NORM = "grad_norm"  # before clipping
 
-VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5) = ("val/loss", "val/acc1", "val/acc5")
+VAL_LOSS = "val/loss"
+VAL_ACC1 = "val/acc1"
+VAL_ACC5 = "val/acc5"
+VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5)
 # Scores of the weights' moving average.
-VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5) = ("val/ema_loss", "val/ema_acc1", "val/ema_acc5")
+VAL_EMA_LOSS = "val/ema_loss"
+VAL_EMA_ACC1 = "val/ema_acc1"
+VAL_EMA_ACC5 = "val/ema_acc5"
+VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5)
 # Of the weights, or of their average where one is kept, at the end.
-TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5) = ("test/loss", "test/acc1", "test/acc5")
-BEST_ACC1, BEST_STEP = "best_val/acc1", "best_val/step"  # in result.json only
+TEST_LOSS = "test/loss"
+TEST_ACC1 = "test/acc1"
+TEST_ACC5 = "test/acc5"
+TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5)
+# In result.json only.
+BEST_ACC1 = "best_val/acc1"
+BEST_STEP = "best_val/step"
 
 IMG_PER_S = "perf/img_per_s"
 IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"

@@ -65,14 +65,16 @@ def instantiate(
 
 def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
     """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
-    found, (module_name, _, name) = f"{section}._target_={path}", path.rpartition(".")
+    found = f"{section}._target_={path}"
+    module_name, _, name = path.rpartition(".")
     if section.startswith("monitor."):
         found = f"{section}=[{path}]"
     if path == "???":
         raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
     package = next((each for each in (*PACKAGES[section], *allow) if _inside(each, module_name)), None)
     if package is None:
-        known, other = " and ".join(PACKAGES[section]), path.partition(".")[0]
+        known = " and ".join(PACKAGES[section])
+        other = path.partition(".")[0]
         raise UserError(
             f"{found}: only builders in {known} are called, unless the command has allow=[{other}]"
         )

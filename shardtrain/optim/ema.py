@@ -31,7 +31,9 @@ class Ema:
         if not (0 <= decay < 1 and every >= 1 and after >= 0):
             options = f"decay={decay}, every={every}, after={after}"
             raise ValueError(f"{options}: expected [0, 1), at least 1 and 0")
-        self.decay, self.every, self.after = decay, every, after
+        self.decay = decay
+        self.every = every
+        self.after = after
         self._engine = engine_of(module)
         self._all_ranks = self._engine.transport.all_ranks
         self._engine.require_rest("Ema() cannot be called")

@@ -47,7 +47,8 @@ from shardtrain.train.saving import Saver, Training
 def fit(training: Training, saver: Saver, watch: Watch) -> None:
     """Train up to step ``job.steps``; evaluate every ``train.eval_every`` epochs and at the end."""
     config, job, metrics, monitor = training
-    train, one_step = config.train, Step.of(job, config.train.clip_grad_norm)
+    train = config.train
+    one_step = Step.of(job, config.train.clip_grad_norm)
     gradients = Finiteness(training, one_step)
     replays = train.replay_every if introspect(job.model).virtual_ranks else 0
     saver.before_save = gradients.settle
@@ -93,7 +94,8 @@ def seeding(training: Training, step: int) -> Callable[[int], None]:
 
 def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
     """Return the images and labels of virtual rank ``number`` in ``step``."""
-    size, virtual = feed.share.batch_size, feed.share.virtual
+    size = feed.share.batch_size
+    virtual = feed.share.virtual
     [batch] = feed.of(Share(size, 1, number, virtual, virtual), step - 1)
     return batch
 
@@ -120,7 +122,8 @@ class Finiteness:
     """
 
     def __init__(self, training: Training, one_step: Step) -> None:
-        self._training, self._step = training, one_step
+        self._training = training
+        self._step = one_step
         self._open: list[tuple[int, HostCopy]] = []  # unchecked steps, their norms and this rank's losses
 
     def are_finite(self, step: int, norm: Tensor) -> bool:
@@ -140,7 +143,8 @@ class Finiteness:
     def _judge(self, step: int, norm: float, loss: float) -> bool:
         if math.isfinite(norm):
             return True
-        job, losses = self._training.job, torch.zeros(comm.world_size(), dtype=torch.float64)
+        job = self._training.job
+        losses = torch.zeros(comm.world_size(), dtype=torch.float64)
         losses[comm.rank()] = loss
         by_rank = enumerate(comm.all_reduce(losses).tolist())
         bad = [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
@@ -156,7 +160,8 @@ class Finiteness:
         Collective, before the update.
         """
         job = self._training.job
-        feed, seed = job.train.of(job.train.share, step - 1), seeding(self._training, step)
+        feed = job.train.of(job.train.share, step - 1)
+        seed = seeding(self._training, step)
         job.optimizer.zero_grad()
         with recording(job.model, lambda tensor: tensor.isfinite().all()) as record:
             self._step.backward(iter(feed), job.train.share.accumulate, seed=seed)

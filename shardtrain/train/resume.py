@@ -32,7 +32,9 @@ from shardtrain.job.schema import Mark
 from shardtrain.monitor import StepMetrics
 from shardtrain.train.saving import Best, RunState, machine
 
-CHECKPOINTS, BEST, LOCK = "checkpoints", "best", ".lock"
+CHECKPOINTS = "checkpoints"
+BEST = "best"
+LOCK = ".lock"
 
 
 def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
@@ -46,7 +48,8 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
         asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
         warnings.append(f"warning: {asked}: the warm-up takes {counted(warmup, 'step')}")
-    ranks, wanted = comm.world_size(), config.parallel.virtual_ranks
+    ranks = comm.world_size()
+    wanted = config.parallel.virtual_ranks
     if wanted and not config.virtual_ranks(ranks):
         warnings.append(
             f"warning: parallel.virtual_ranks={wanted} cannot be computed on {ranks} ranks, only on a power "
@@ -55,7 +58,8 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
         )
     if start.opened is None:
         return warnings
-    before, now = start.opened.manifest.facts.get("machine", {}), machine(job.device)
+    before = start.opened.manifest.facts.get("machine", {})
+    now = machine(job.device)
     changed = [f"{what} {old} → {now[what]}" for what, old in before.items() if now.get(what) != old]
     if wanted and changed and not config.eval_only:
         warnings.append(f"warning: saved elsewhere ({', '.join(changed)}): the same bits are not promised")
@@ -79,7 +83,8 @@ def memory_of(config: Config, context: Context) -> Iterator[Store | None]:
     if not every or config.dry_run or config.eval_only:
         yield None
         return
-    all_ranks, key = comm.plain_transport(), f"checkpoint.memory_every_steps={every}"
+    all_ranks = comm.plain_transport()
+    key = f"checkpoint.memory_every_steps={every}"
     hosts = Hosts([*comm.ranks_by_host(all_ranks).values()], context.rank_info.rank, context.device)
 
     def claim() -> tuple[Path, int]:
@@ -141,7 +146,8 @@ def _restarted(context: Context) -> bool:
     """
     before = False
     if context.rank_info.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-        token, count = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        token = secrets.token_hex(8)
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         before = context.rank_info.agree(f"start/{context.run_dir}", token) != token or count != "0"
     return bool(comm.broadcast(torch.tensor(int(before))).item())
 
@@ -250,7 +256,8 @@ def restore(store: Store, start: Newest, config: Config, job: Job, metrics: Step
         UserError: the checkpoint is of another model or optimizer, or of other batches; or `eval_only` has
             nothing to evaluate.
     """
-    opened, evaluating = start.opened, config.eval_only
+    opened = start.opened
+    evaluating = config.eval_only
     if opened is None:
         if evaluating and config.model.get("weights") is None:
             raise UserError(
@@ -287,9 +294,11 @@ def _require_same_run(opened: Opened, config: Config, job: Job) -> None:
 
     `resume=PATH` continues with other settings, but not with other images, nor without a step to train.
     """
-    step, facts = job.first_step, opened.manifest.facts
+    step = job.first_step
+    facts = opened.manifest.facts
     with reading("resume: no run has saved this", "resume=none starts anew"):
-        images, saved = facts["position"]["images"], facts["config"]
+        images = facts["position"]["images"]
+        saved = facts["config"]
     if step > job.steps:
         raise UserError(
             f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
@@ -302,11 +311,14 @@ def _require_same_run(opened: Opened, config: Config, job: Job) -> None:
     decisive = [each for each in changes if Mark.IMAGES in each.mark or (strict and each.mark == Mark.NONE)]
     if decisive:
         texts = [f"{each.key}={each.before}, this one has {each.now}" for each in decisive]
-        why, way_out = "", f"; resume={opened.path} continues it with other settings"
+        why = ""
+        way_out = f"; resume={opened.path} continues it with other settings"
         if any(Mark.IMAGES in each.mark for each in decisive):
-            why, way_out = ", so its place among the images means nothing here", ""
+            why = ", so its place among the images means nothing here"
+            way_out = ""
         elif step == job.steps:
-            why, way_out = ", and it has no step left to train", ""
+            why = ", and it has no step left to train"
+            way_out = ""
         raise UserError(
             f"resume: the checkpoint was saved by a run with {first_of(texts)}{why}; choose another "
             f"run.name, or resume=none starts anew{way_out}"

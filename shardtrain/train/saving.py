@@ -58,7 +58,8 @@ class RunState(NamedTuple):
 
 def machine(where: torch.device) -> dict[str, str | int]:
     """Return what can change the bits of a computation, beside configuration and seed."""
-    processor, threads = devices.processor(), torch.get_num_threads()
+    processor = devices.processor()
+    threads = torch.get_num_threads()
     name = devices.name(where)
     return {"processor": processor, "threads": threads, "device": name, "torch": torch.__version__}
 
@@ -66,7 +67,8 @@ def machine(where: torch.device) -> dict[str, str | int]:
 def require_room(copy: Path, every: int) -> None:
     """Raise UserError unless memory holds the first ``copy`` and has room for the one that replaces it."""
     size = sum(file.stat().st_size for file in copy.glob("rank-*")) if copy.exists() else 0
-    free, place = shutil.disk_usage(copy.parent).free, copy.parents[1]
+    free = shutil.disk_usage(copy.parent).free
+    place = copy.parents[1]
     if not size or free < size:
         needs = f"takes {size / MIB:,.1f} MiB twice" if size else "found no room for a copy"
         raise UserError(
@@ -92,7 +94,9 @@ class Saver:
         signals: StopSignals,
         memory: Store | None = None,
     ) -> None:
-        self._store, self._signals, self._memory = store, signals, memory
+        self._store = store
+        self._signals = signals
+        self._memory = memory
         self._config, self._job, self._metrics, self._monitor = training
         self.best, self.pending_evaluation = state
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
@@ -139,7 +143,8 @@ class Saver:
 
     def is_stale(self, step: int) -> bool:
         """Return whether `train.patience` has ended with the evaluation after ``step``."""
-        patience, train = self._config.train.patience, self._config.train
+        patience = self._config.train.patience
+        train = self._config.train
         if patience is None or self.best is None:
             return False
         return step - self.best.step >= patience * train.eval_every * self._job.steps_per_epoch
@@ -177,7 +182,8 @@ class Saver:
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         views = Views(self._config.train.eval_flip, self._config.train.eval_shift)
-        job, end = self._job, self._raise_signal
+        job = self._job
+        end = self._raise_signal
         return evaluate(job.model, feed, ema=job.ema, metrics=job.metrics, views=views, before_batch=end)
 
     def _raise_signal(self) -> None:
@@ -199,10 +205,12 @@ class Saver:
         """Return the signal that a rank had noted at the call before, and whether one was writing."""
         mine = torch.tensor([self._signals.noted, self._store.busy]).to(self._job.device, non_blocking=True)
         latest = HostCopy(comm.all_reduce(mine, "max")), self._store.writer
-        before, self._exchanged = self._exchanged, latest
+        before = self._exchanged
+        self._exchanged = latest
         if before is None:
             return 0, True
-        (signal, busy), writer = before[0].read().tolist(), before[1]
+        signal, busy = before[0].read().tolist()
+        writer = before[1]
         return signal, bool(busy) or writer is not self._store.writer
 
     def _copy(self, memory: Store, step: int) -> None:

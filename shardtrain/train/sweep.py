@@ -79,7 +79,8 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
 
 def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
     """Run the jobs in turn; return the best objective. Collective. Raises UserError if a job failed."""
-    rank, world_size = rank_info.rank, rank_info.world_size
+    rank = rank_info.rank
+    world_size = rank_info.world_size
     store = meet(rank_info.store, rank, world_size) if world_size > 1 else HashStore()
     directory = launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
@@ -91,7 +92,8 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
         outcome = _run_job(program, overrides, context)
         gc.collect()  # a sharded model is a reference cycle, and holds its transport
         # By the store, since a rank that failed alone may have left the others in a collective.
-        text, seconds = outcome.problem.encode(errors="backslashreplace"), START_UP.total_seconds()
+        text = outcome.problem.encode(errors="backslashreplace")
+        seconds = START_UP.total_seconds()
         problems = synchronize(store, text, rank, world_size, f"job {len(done)}/", seconds)
         if len(set(problems)) > 1:
             why = "; ".join(f"rank {rank}: {each.decode() or 'done'}" for rank, each in enumerate(problems))
@@ -109,7 +111,8 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
     if rank == 0:
         print(table(done), flush=True)
     if failed := [number for number, outcome in enumerate(done) if outcome.problem]:
-        count, first = f"{len(failed)} of {len(done)} jobs have failed", failed[0]
+        count = f"{len(failed)} of {len(done)} jobs have failed"
+        first = failed[0]
         raise UserError(f"{count}, the first, job {first}, with: {done[first].problem}")
     return max((outcome.objective for outcome in done if outcome.objective is not None), default=None)
 

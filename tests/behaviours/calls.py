@@ -141,7 +141,8 @@ def freezes_before_backward(net: Any, number: int) -> None:
 
 def momentum_encoder(replaced: bool, self: Any, x: Tensor) -> Any:
     """Update a key encoder as MoCo does: inside forward, or replaced there."""
-    query, key = self.blocks[0], self.blocks[1]
+    query = self.blocks[0]
+    key = self.blocks[1]
     with torch.no_grad():
         for ours, theirs in zip(key.parameters(), query.parameters(), strict=True):
             if replaced:

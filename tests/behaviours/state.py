@@ -55,7 +55,8 @@ def folder() -> Iterator[str]:
 def resumed(api: Wrapper) -> None:
     """Saved, loaded into a new model, and trained on"""
     model, replica = pair(api)
-    optimizer, theirs = sgd(model), sgd(replica)
+    optimizer = sgd(model)
+    theirs = sgd(replica)
     three_steps(model, api.prepare(model, optimizer), squares)
     three_steps(replica, theirs, squares, average_gradients)
     with folder() as path:
@@ -69,7 +70,8 @@ def resumed(api: Wrapper) -> None:
 @scene("State")
 def dcp_of_local_state(api: Wrapper) -> None:
     """`dcp.save(model.state_dict())`, loaded into a plain model"""
-    model, plain = pair(api, two_layers)[0], two_layers()
+    model = pair(api, two_layers)[0]
+    plain = two_layers()
     with folder() as path:
         dcp.save(model.state_dict(), checkpoint_id=path)
         dcp.load(plain.state_dict(), checkpoint_id=path)
@@ -79,7 +81,8 @@ def dcp_of_local_state(api: Wrapper) -> None:
 @scene("State")
 def torch_save(api: Wrapper) -> None:
     """`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model"""
-    model, plain = pair(api, two_layers)[0], two_layers()
+    model = pair(api, two_layers)[0]
+    plain = two_layers()
     stored = io.BytesIO()
     torch.save(model.state_dict(), stored)
     plain.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=False))
@@ -148,7 +151,8 @@ def with_bias(self: Any, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 def passes_through(self: Any, x: Tensor) -> Any:
     """T5's position bias is made by the first block, and returned by all."""
-    h, bias = self.stem(x), None
+    h = self.stem(x)
+    bias = None
     for block in self.blocks:
         h, bias = block(h, bias)
     return self.head(h)

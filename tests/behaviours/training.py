@@ -161,7 +161,8 @@ def spoil(net: Any, value: float) -> None:
 
 
 def scaled(net: nn.Module) -> Any:
-    optimizer, scaler = sgd(net), torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = sgd(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))
     step = lambda: (scaler.step(optimizer), scaler.update())  # noqa: E731
     return SimpleNamespace(zero_grad=optimizer.zero_grad, step=step)
@@ -181,7 +182,8 @@ def optimizer_before(api: Wrapper) -> None:
     """Built before wrapping"""
     torch.manual_seed(0)
     model = two_layers()
-    replica, early = copy.deepcopy(model), sgd(model)
+    replica = copy.deepcopy(model)
+    early = sgd(model)
     model = api.shard(model)
     advance(api, model, replica, optimizer=lambda net: early if net is model else sgd(net))
 
@@ -197,7 +199,8 @@ def optimizer_after_a_forward(api: Wrapper) -> None:
 @scene("Optimizers")
 def clipped(api: Wrapper) -> None:
     """Clipping by the norm: the norms, and what follows"""
-    (model, replica), norms = pair(api), []
+    model, replica = pair(api)
+    norms = []
     clip = lambda net: norms.append(api.clip_grad_norm_(net, 0.1))  # noqa: E731
     three_steps(model, api.prepare(model, sgd(model)), squares, clip)
     clip = lambda net: (average_gradients(net), norms.append(clip_grad_norm_(net.parameters(), 0.1)))  # noqa: E731
