@@ -1,13 +1,12 @@
 import functools
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-from pool import PRELOADED, WILD, Pool
+from pool import Pool
 
 # Threads that wait for one another on busy cores made a run of half a second last ten.
 torch.set_num_threads(1)
@@ -19,12 +18,6 @@ settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Import packages once, before ranks are forked: each rank would take seconds."""
-    if config.getoption("--long") and all(map(find_spec, WILD)):
-        PRELOADED.extend([*WILD, "transformers.models.auto.modeling_auto"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

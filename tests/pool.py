@@ -1,14 +1,11 @@
 """A persistent pool of ranks: real processes over gloo, started once, given one test after another.
 
-Starting two processes costs seconds, a test in running ones milliseconds. Every call gets a process
-group of its own, so tests cannot disturb one another; a call that takes too long, or a rank that dies,
-fails that one test and the pool is started afresh.
+Every call gets a process group of its own, so that tests cannot disturb one another. A call that takes too
+long, or a rank that dies, fails that one test, and the pool is started afresh.
 
-Programs are started as a shell does, but forked from a process that has imported torch and torchvision
-already, which takes four seconds, torchrun's own included. A program is ``__main__`` of processes of its own
-all the same, with its arguments, environment, folder and outputs, and its ranks meet at a store as under
-torchrun. What torchrun itself does, reports of errors, signals, restarts, is tested with torchrun:
-`test_cli.py`, `test_hosts.py`.
+Programs, too, are forked from a process that has imported torch already, which takes four seconds. Each is
+``__main__`` of its own processes, with its arguments, environment, folder and outputs, and its ranks meet at
+a store as under torchrun. `test_cli.py` and `test_hosts.py` start torchrun itself.
 """
 
 import functools
@@ -30,9 +27,7 @@ from typing import Any, NamedTuple
 import pytest
 
 Ranks = Callable[..., list[Any]]  # of the fixtures `ranks` and `on_ranks`
-LARGEST = 4
 TIMEOUT_S = 150.0
-WILD = ["transformers", "accelerate", "timm", "peft", "torchmetrics"]  # packages that `test_wild.py` needs
 # What tests import, so that ranks are forked with it; `shardtrain.train` stands for what programs import.
 PRELOADED = ["torch", "torchvision", "shardtrain.train.loop", "matplotlib.figure", "pytest", "hypothesis"]
 
@@ -74,7 +69,8 @@ class Pool:
         if not self._ranks:
             # Of stores, which must outlive what tests leave to the garbage collector: else a rank aborts.
             self._folder = tempfile.TemporaryDirectory()
-            self._ranks = [self._start(rank) for rank in range(world if self.fresh else LARGEST)]
+        while len(self._ranks) < world:
+            self._ranks.append(self._start())
         self._count += 1
         store = f"{self._folder.name}/{self._count}"
         for rank, (_, pipe) in enumerate(self._ranks[:world]):
@@ -107,7 +103,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + 100)
         return answers
 
-    def _start(self, rank: int) -> tuple[Any, Connection]:
+    def _start(self) -> tuple[Any, Connection]:
         ours, theirs = forkserver().Pipe()
         process = forkserver().Process(target=_serve, args=(theirs, sys.path, self.fresh), daemon=True)
         process.start()
@@ -146,8 +142,7 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
         test.on_rank = body
         again = [world for world in worlds if world in (2, 4) and 3 in worlds]
         each = [pytest.param(w, marks=pytest.mark.long if w in again else ()) for w in worlds]
-        marked: Callable[..., None] = pytest.mark.parametrize("world", each)(test)
-        return marked
+        return pytest.mark.parametrize("world", each)(test)
 
     return decorate
 
@@ -214,42 +209,24 @@ class Ended(NamedTuple):
     errors: str
 
 
-def ended(
-    world: int,
-    *command: str,
-    folder: Path,
-    timeout: float = 300.0,
-    signal: tuple[str, int] = ("", 0),
-    **environment: str,
-) -> Ended:
-    """Run ``command`` (-m and a module, or a file; arguments) on ``world`` ranks until all have ended.
-
-    ``signal``: the beginning of a line, and what every rank is sent, as from a terminal, once it is printed.
-    """
+def ended(world: int, *command: str, folder: Path, timeout: float = 300.0, **environment: str) -> Ended:
+    """Run ``command`` (-m and a module, or a file; arguments) on ``world`` ranks until all have ended."""
     from torch.distributed import TCPStore
 
-    own = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
+    common = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
+    # The store listens already, so that no port is lost to others.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
-    line, number = signal
     processes = []
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as said:
         output = Path(said) / "output"
         errors = Path(said) / "errors"
-        for file in (output, errors):
-            file.touch()
         for rank in range(world):
-            launched = own | (_torchrun_s(rank, world, store.port) if store is not None else {})
-            arguments = (list(command), str(folder), said, launched)
+            added = by_torchrun(rank, world, store.port) if store is not None else {}
+            arguments = (list(command), str(folder), said, common | added)
             processes.append(forkserver().Process(target=_program, args=arguments))
             processes[-1].start()
         try:
-            while line and time.monotonic() < deadline and any(process.is_alive() for process in processes):
-                if f"\n{line}" in f"\n{output.read_text()}":
-                    for process in processes:
-                        os.kill(process.pid, number)
-                    line = ""
-                time.sleep(0.02)
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
                 assert not process.is_alive(), f"not over: {output.read_text()}{errors.read_text()}"
@@ -257,18 +234,11 @@ def ended(
             for process in processes:
                 process.kill()
                 process.join()
-        found = Ended([process.exitcode for process in processes], output.read_text(), errors.read_text())
-    assert not line, f"no {line!r}: {found}"
-    return found
+        return Ended([process.exitcode for process in processes], output.read_text(), errors.read_text())
 
 
-def signalled(line: str, number: int, *command: str, folder: Path, **environment: str) -> Ended:
-    """Send a single rank the signal ``number`` once it has said ``line``."""
-    return ended(1, *command, folder=folder, signal=(line, number), **environment)
-
-
-def _torchrun_s(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun adds to the environment; its store listens already, so that no port is lost to others."""
+def by_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return what torchrun adds to the environment of a rank."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     added = {**place, **store, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1}
@@ -280,7 +250,7 @@ def _program(command: list[str], folder: str, said: str, environment: dict[str, 
     os.environ.clear()
     os.environ.update(environment)
     for number, name in ((1, "output"), (2, "errors")):
-        os.dup2(os.open(f"{said}/{name}", os.O_WRONLY | os.O_APPEND), number)
+        os.dup2(os.open(f"{said}/{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115  # both live as long as the process
     sys.stderr = open(2, "w", closefd=False, encoding="utf-8", buffering=1)  # noqa: SIM115
     if command[0] == "-m":

@@ -30,14 +30,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from two_hosts import TwoHosts, two_hosts
+from two_hosts import MEET, TwoHosts, two_hosts
 
 from shardtrain.checkpoint.store import steps_in
 
-from test_checkpoint import files_of
-from test_hosts import MEET
-from test_resume import curves
-from tiny import TINY
+from tiny import TINY, curves, files_of
 
 LIMIT_S = 90.0
 MOST = 1_000_000

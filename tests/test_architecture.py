@@ -223,3 +223,27 @@ def test_recipes_and_package_meet_in_hydra_alone() -> None:
         assert set(rooms_imported(file)) <= known, file
     imports = r"(from|import) (shardtrain\.)?recipes"
     assert not places_of(imports)
+
+
+TESTS = ROOT / "tests"
+# Programs that are run by hand, hosts and devices that are simulated, and the step that is checked by eye.
+NO_HELPERS = {"gpu_first", "mutants", "naive_twin", "restarts", "simulated_device", "two_hosts"}
+
+
+def test_no_test_module_imports_another() -> None:
+    for file in TESTS.rglob("test_*.py"):
+        names: list[str] = []
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+        modules = [name for name in names if re.search(r"(^|\.)test_\w+\.", f"{name}.")]
+        assert not modules, f"{file.relative_to(ROOT)} imports {modules}: what is shared is a helper's"
+
+
+def test_helpers_of_tests_are_read_quickly() -> None:
+    helpers = [file for file in TESTS.glob("*.py") if not file.stem.startswith("test_")]
+    counted = [file for file in helpers if file.stem not in NO_HELPERS]
+    assert {"conftest", "pool", "small", "tiny"} <= {file.stem for file in counted}
+    assert sum(file.read_text().count("\n") for file in counted) <= 700

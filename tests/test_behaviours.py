@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from behaviours.faults import FAULTS, Honest
+from behaviours.refused import REFUSED
 from behaviours.rows import ROWS, Outcome, outcome
-from behaviours.test_rows import REFUSED
 from behaviours.verdicts import VERDICTS, outcome_here, outcomes, summary
 from behaviours.wrappers import with_verbs
 from pool import TIMEOUT_S, Pool, Ranks, each_rank

@@ -3,7 +3,10 @@
 import functools
 import json
 import math
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +25,7 @@ import memory
 import steps
 from compared import compared, losses_agree, ratios, table
 from contenders import TITLES, LeastWork
-from pool import each_rank, ended, forkserver, signalled
+from pool import each_rank, ended, forkserver
 from rounds import Samples, interleave
 from settings import read
 from simulated_device import SimulatedDevice
@@ -227,8 +230,15 @@ def test_memory_of_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     words = "model=tiny", "rounds=100000", "warmup=0", "contenders=[fsdp2,ddp]", "device=cpu", "out=x.json"
-    program = str(BENCH / "steps.py"), *words
-    codes, _, _ = signalled("tiny@8×2  round 2/", signal.SIGINT, *program, folder=tmp_path, **ONE_THREAD)
-    assert codes == [130]
+    command = [sys.executable, str(BENCH / "steps.py"), *words]
+    environment = os.environ | ONE_THREAD
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as bench:
+        try:
+            next(line for line in bench.stdout if line.startswith("tiny@8×2  round 2/"))
+            bench.send_signal(signal.SIGINT)
+            bench.communicate(timeout=300)
+        finally:
+            bench.kill()
+    assert bench.returncode == 130
     contenders = result(tmp_path / "x.json")
     assert 2 <= len(contenders["ddp"]["values"]) < 100_000

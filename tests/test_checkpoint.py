@@ -30,6 +30,7 @@ from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 
 from pool import Ranks, each_rank, once
 from small import Block, OddNet, Parts, raised_soon, sgd, shard, train, whole_state
+from tiny import files_of
 
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": sgd,
@@ -528,11 +529,6 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | N
     if start.opened is not None:
         load_into(start.opened, model, optimizer)
     fill(store, range(start.step + 1, steps + 1), trained=(model, optimizer))
-
-
-def files_of(path: Path) -> Any:
-    """The digests of a checkpoint's files, which hold the same for the same state."""
-    return json.loads((path / "manifest.json").read_text())["files"]
 
 
 POINTS = {

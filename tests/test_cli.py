@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from pool import ended, signalled
-from test_data import write_folders
-from tiny import TINY, VIT, result_of
+from pool import ended
+from tiny import TINY, VIT, result_of, write_folders
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ["-m", "shardtrain.train"]
 JOB = ["+recipe=resnet", *TINY, "train.log_every=1"]
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 SAVING = [*JOB, "train.epochs=4000", "checkpoint.keep=1", "run.name=here"]
 
 
@@ -102,10 +102,17 @@ def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
-    done = signalled("step", signal.SIGINT, *PROGRAM, *SAVING, folder=tmp_path)
-    assert done.codes == [130]
-    assert "interrupted  step" in done.output
-    assert done.errors == "interrupted\n"
+    command = [sys.executable, *PROGRAM, *SAVING]
+    with subprocess.Popen(command, cwd=tmp_path, **PIPES) as running:
+        try:
+            next(line for line in running.stdout if line.startswith("step"))
+            running.send_signal(signal.SIGINT)
+            output, errors = running.communicate(timeout=300)
+        finally:
+            running.kill()
+    assert running.returncode == 130
+    assert "interrupted  step" in output
+    assert errors == "interrupted\n"
     assert result_of(tmp_path / "outputs/here")["status"] == "interrupted"
     assert "status interrupted" in (tmp_path / "outputs/here/log.txt").read_text()
 
@@ -127,9 +134,8 @@ def test_ranks_leave_with_torchrun(tmp_path: Path, number: signal.Signals) -> No
 
     `test_resume.py` has what it passes on.
     """
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = torchrun(*SAVING, "run.dir=run")
-    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as running:
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **PIPES) as running:
         try:
             next(line for line in running.stdout if line.startswith("step"))
             os.killpg(running.pid, number)

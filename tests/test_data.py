@@ -23,14 +23,17 @@ from torchvision.datasets import CIFAR10, CIFAR100
 
 from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
-from shardtrain.job.data.feed import Arrays
+from shardtrain.job.config import Images
+from shardtrain.job.data import DataSet, TrainFeed
+from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
 from shardtrain.recipes.augment import Photo
 
-from tiny import CPU, composed, global_batches, train_feed
+from tiny import CPU, composed, write_folders
 
 DIGITS: Any = composed("data=digits").data
+TWO_IMAGES = Share(2, 1, 0, 1)  # per step, on one rank
 PHOTOS = {"image_size": 8, "resize": 10, "crop_area": 0.5, "workers": 0}
 
 
@@ -50,19 +53,29 @@ def encoded(value: int, kind: str = "png") -> bytes:
     return file.getvalue()
 
 
-def write_folders(root: Path, images: int = 4) -> Any:
-    """Images of value 10 × class + number, in two classes and two parts."""
-    for part in ("train", "val"):
-        for label in range(2):
-            (root / part / f"class{label}").mkdir(parents=True)
-            for number in range(images // 2):
-                path = root / part / f"class{label}" / f"{number}.png"
-                path.write_bytes(encoded(10 * label + number))
-    return folder(root)
+def train_feed(found: DataSet, size: int, share: Share = TWO_IMAGES, **options: Any) -> TrainFeed:
+    """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
+    keys = {key: options.pop(key, usual) for key, usual in (("repeats", 1), ("workers", 0))}
+    images = Images(
+        name="", image_size=size, eval_size=None, validation=0.0, limit=None, mean=None, std=None, **keys
+    )
+    return TrainFeed(found, share, images, CPU, **{"seed": 0, "steps": range(2), **options})
 
 
-def cifar(name: str, root: Path) -> Any:
-    return files(name, root)
+def global_batches(
+    found: DataSet, size: int, batch_size: int, world: int, accumulate: int, mix: Any = None, **options: Any
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return each step's images and labels of all ranks, in the order of the global batch.
+
+    ``mix(share)`` returns what mixes a rank's images.
+    """
+    steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for rank in range(world):
+        share = Share(batch_size, accumulate, rank, world)
+        feed = train_feed(found, size, share, mix=mix and mix(share), **options)
+        for index, batch in enumerate(feed):
+            steps.setdefault(index // accumulate, []).append(batch[:2])
+    return [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in steps.values()]
 
 
 def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
@@ -106,9 +119,9 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3, 4, 9]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
     with pytest.raises(UserError, match=r"data.root=.*; no cifar100 in .*data.download=true"):
-        data.load(cifar("cifar100", tmp_path))
+        data.load(files("cifar100", tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    found = data.load(cifar("cifar10", tmp_path))
+    found = data.load(files("cifar10", tmp_path))
     assert (len(found.train), len(found.val), found.classes, found.channels) == (30, 6, 10, 3)
     images, labels = found.val[[5, 0]]
     assert labels.tolist() == [9, 0]
@@ -119,12 +132,13 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     for name in ("train", "test"):
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "fine_labels": [0, 1, 2, 3, 4, 99]}))
     (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(i) for i in range(100)]}))
-    found = data.load(cifar("cifar100", tmp_path))
+    found = data.load(files("cifar100", tmp_path))
     assert (found.classes, found.mean, found.std) == (100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4))
 
 
 def test_images_in_folders(tmp_path: Path) -> None:
-    config = write_folders(tmp_path)
+    write_folders(tmp_path)
+    config = folder(tmp_path)
     found = data.load(config)
     assert (len(found.train), len(found.val), found.classes) == (4, 4, 2)
     for part in (found.train, found.val):
@@ -252,7 +266,8 @@ def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Pa
     first = index_lists(37, Share(12, 2, 0, 2), 1, 6, 2)
     assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
     assert copies_apart(torch.tensor([1, 1, 1, 2, 2, 2, 3]), 3).tolist() == [1, 2, 3, 1, 2, 1, 2]
-    config = write_folders(tmp_path)
+    write_folders(tmp_path)
+    config = folder(tmp_path)
     noise = Image.effect_noise((40, 40), 80)
     for path in tmp_path.glob("train/*/*"):
         noise.save(path)
@@ -262,7 +277,8 @@ def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["digits", "folders"])
 def test_batches_have_the_size_that_was_asked_for(tmp_path: Path, kind: str) -> None:
-    config = write_folders(tmp_path) if kind == "folders" else replace(DIGITS, limit=4)
+    write_folders(tmp_path)
+    config = folder(tmp_path) if kind == "folders" else replace(DIGITS, limit=4)
     config = replace(config, eval_size=9)
     found = data.load(config)
     feed = train_feed(found, 7 if kind == "digits" else 8)
@@ -297,7 +313,8 @@ def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> Non
 
 
 def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_taken(tmp_path: Path) -> None:
-    split = data.load(replace(write_folders(tmp_path), validation=2, eval_size=9))
+    write_folders(tmp_path)
+    split = data.load(replace(folder(tmp_path), validation=2, eval_size=9))
     assert [part[[0]][0].shape[-1] for part in (split.train, split.val, split.test) if part] == [8, 9, 9]
     for amount in (1437, 1.5):
         with pytest.raises(UserError, match=f"={amount}: expected a fraction, or fewer than 1437 images"):
@@ -326,6 +343,29 @@ def test_images_alternate_from_epoch_to_epoch() -> None:
     first, second = flipped
     assert 0 < sum(first.values()) < 10
     assert second == {label: not was for label, was in first.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"augment": Photo(0, policy)} for policy in ("trivial", "rand", "cifar10")),
+        *({"augment": Photo(2), "workers": workers} for workers in (0, 1)),
+        *({"repeats": repeats} for repeats in (2, 7)),
+        {"mix": lambda share: Mix(0.3, 1.0, 2, share, 1)},
+    ],
+)
+def test_global_batches_do_not_depend_on_ranks_and_micro_batches(options: dict[str, Any]) -> None:
+    pixels = torch.randint(0, 256, (48, 3, 6, 6), dtype=torch.uint8, generator=generator("pixels"))
+    arrays = Arrays(pixels, torch.arange(48) % 2)
+    data = DataSet(arrays, arrays, "small", 2, 3, (0.0,) * 3, (1.0,) * 3)
+    state = torch.get_rng_state()
+    first, second = global_batches(data, 6, 24, 1, 1, **options)
+    assert not torch.equal(first[0].sum(), second[0].sum())
+    for world, accumulate in ((2, 3), (4, 1)):
+        cut = global_batches(data, 6, 24, world, accumulate, **options)
+        for ours, theirs in zip((first, second), cut, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 class Squares(torch.utils.data.Dataset[Any]):
@@ -383,7 +423,8 @@ def test_a_data_set_of_ones_own() -> None:
 
 def test_photographs_as_a_fine_tuner_wants_them(tmp_path: Path) -> None:
     """Without `val/`, and without random crops and mirrors where nothing is augmented."""
-    config = write_folders(tmp_path, 12)
+    write_folders(tmp_path, 12)
+    config = folder(tmp_path)
     shutil.rmtree(tmp_path / "val")
     found = data.load(replace(config, validation=3, interpolation="bicubic", limit=8))
     assert (len(found.train), len(found.val), found.test) == (8, 3, None)
@@ -461,7 +502,8 @@ def test_advice_about_folders(tmp_path: Path, make: list[str], message: str) -> 
 
 @pytest.mark.parametrize(("workers", "start"), [(0, 0), (1, 0), (0, 8)])
 def test_a_corrupt_image_is_named(tmp_path: Path, workers: int, start: int) -> None:
-    config = write_folders(tmp_path)
+    write_folders(tmp_path)
+    config = folder(tmp_path)
     broken = tmp_path / "train/class1/0.png"
     broken.write_bytes(broken.read_bytes()[start:40])
     with pytest.raises(UserError) as caught:

@@ -30,6 +30,7 @@ from shardtrain.engine.driver import Driver
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.shard import ALIGN_BYTES
 
+from behaviours.rows import three_steps
 from naive_twin import NaiveTwin
 from pool import each_rank
 from small import (
@@ -46,7 +47,6 @@ from small import (
     sgd,
     shard,
     sharded_and_replica,
-    three_steps,
     train,
     train_alike,
     until,

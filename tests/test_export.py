@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import io
 import json
+import os
 import shutil
 import sys
 import urllib.error
@@ -19,6 +20,7 @@ from torchvision.models import mobilenet_v3_small
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.export import __main__ as program
 from shardtrain.job import launch
 from shardtrain.job.errors import UserError
@@ -26,7 +28,6 @@ from shardtrain.job.model import initial_model, named_weights, plain_model, read
 from shardtrain.train.loop import train
 
 from pool import once
-from test_checkpoint import Plant, rewrite
 from tiny import SHORT, composed, configure, context, result_of
 
 STOCK = (
@@ -178,6 +179,14 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     assert "or plain weights (model.weights=FILE)" in ending
 
 
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a checkpoint's manifest, and its digest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.sha256").write_text(digest_line(json.dumps(manifest)))
+
+
 @pytest.fixture(scope="module")
 def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs by name: a complete one, one whose checkpoints lack a file, one without a moving average."""
@@ -227,8 +236,14 @@ def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, exp
 
 
 def test_weights_never_run_code(tmp_path: Path) -> None:
+    class Plant:
+        """A pickle that makes a directory when it is loaded."""
+
+        def __reduce__(self) -> Any:
+            return os.mkdir, (f"{tmp_path}/planted",)
+
     for name in ("x.pth", "x.safetensors"):
-        torch.save({"a": Plant(tmp_path / "planted")}, tmp_path / name)
+        torch.save({"a": Plant()}, tmp_path / name)
         with pytest.raises(UserError, match="no weights that can be read without running code"):
             read_weights(tmp_path / name)
     assert not (tmp_path / "planted").exists()

@@ -1,19 +1,24 @@
 """What runs inside units: compiled, computed again, both; and options together, as people use them."""
 
 import contextlib
+import copy
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, comm
@@ -21,6 +26,7 @@ from shardtrain.engine import api
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks, require_inductor
 from shardtrain.job.errors import UserError
 from shardtrain.job.step import Step
+from shardtrain.optim import Ema
 from shardtrain.plan.memory import memory_of_step
 
 from pool import each_rank
@@ -31,6 +37,7 @@ from small import (
     Vit,
     assert_at_rest,
     assert_same_parameters,
+    classify,
     images,
     like_a_replica,
     mesh,
@@ -38,9 +45,7 @@ from small import (
     shard,
     sharded_and_replica,
     train,
-    train_in_micro_batches,
 )
-from test_transports import assert_replicas_are_equal
 from tiny import CPU
 
 Inside = Callable[[nn.Module], None]
@@ -311,7 +316,11 @@ def trains_like_ddp(name: str) -> None:
     assert losses == pytest.approx(train_in_micro_batches(replica), rel=rounding)
     assert_same_parameters(model, replica, rounding)
     if replicate > 1:
-        assert_replicas_are_equal(model)
+        shards = [param.detach() for param in model.parameters()]
+        of_ranks = [shards] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, shards)
+        of_other_replica = of_ranks[dist.get_rank() - group]
+        assert all(map(torch.equal, shards, of_other_replica))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -339,3 +348,50 @@ def test_dual_numbers() -> None:
         return nn.Sequential(nn.Flatten(), Smooth(75), Smooth(7), nn.Linear(7, 5))
 
     like_a_replica(net, tangents, units=lambda _, module: isinstance(module, Smooth))
+
+
+def train_in_micro_batches(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Train three clipped steps of two micro-batches; return this rank's losses."""
+    if isinstance(model, DistributedDataParallel):
+        no_sync = model.no_sync
+        clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
+    else:
+        no_sync, clip = (partial(f, model) for f in (shardtrain.no_sync, shardtrain.clip_grad_norm_))
+    optimizer = sgd(model)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(step)
+        for micro in range(2):
+            with no_sync() if micro == 0 else contextlib.nullcontext():
+                loss = classify(model, 2 * step + micro)
+                (loss / 2).backward()
+            losses.append(loss.item())
+        clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+    return losses
+
+
+@pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16, torch.float32, torch.float32)])
+@each_rank(1, 3, transport="auto")
+def test_offloading_changes_no_bit(tmp_path: Path, precision: Precision | None) -> None:
+    """Micro-batches of which all or only the last are reduced, and clipping; averages, and a checkpoint."""
+    plain = OddNet()
+    options = {"units": [Block], "precision": precision}
+    resident = shardtrain.shard(copy.deepcopy(plain), transport="process_group", **options)
+    model = shardtrain.shard(plain, transport=comm.Offloaded(comm.open_transport(), CPU), **options)
+    assert train_in_micro_batches(model) == train_in_micro_batches(resident)
+    assert_at_rest(model)
+    shardtrain.checkpoint.save(tmp_path / "saved", model)
+    torch._foreach_zero_([param.data for param in resident.parameters()])
+    shardtrain.checkpoint.load(tmp_path / "saved", resident)
+    states = [shardtrain.full_state_dict(each) for each in (model, resident)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    with Ema(model, 0.5).swapped():
+        model(images(0)[0])
+    for each in (model, resident):
+        for number in range(2):
+            classify(each, number).backward()
+    for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

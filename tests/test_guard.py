@@ -25,12 +25,31 @@ from torch import nn
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, guard, messages, native, reports
-from shardtrain.comm.reports import TELLS, Links
+from shardtrain.comm.reports import TELLS, Links, Reports
 from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
 
 from pool import Ranks, each_rank
-from small import Block, OddNet, Parts, TwoPaths, mesh, raised_soon, sgd, shard, train, until
+from small import Block, OddNet, Parts, mesh, raised_soon, sgd, shard, train, until
+
+
+class TwoPaths(nn.Module):
+    """Equal layers, run in an order of the caller's, or one of them not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(9, 9)
+        self.second = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        for name in order.split():
+            x = getattr(self, name)(x)
+        return x
+
+    def take(self, *orders: str) -> None:
+        """Do a forward and a backward in each order."""
+        for order in orders:
+            self(torch.randn(2, 9), order).sum().backward()
 
 
 def is_last() -> bool:
@@ -74,6 +93,50 @@ def test_a_rank_that_stops_a_step_early_and_goes_on_is_named(what: str) -> None:
     usual = functools.partial(train, model, optimizer, 1, start=2)
     text = raised_soon(comm.Diverged, elsewhere if is_last() else usual)
     assert "rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are " in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "odd", "order"),
+    [
+        ((2, 2), [2, 3], "second"),
+        pytest.param((2, 2), [3], "second", marks=pytest.mark.long),
+        pytest.param((4, 1), [3], "second first", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@each_rank(4)
+def test_a_rank_or_replica_on_another_path_is_named(
+    tmp_path: Path, sizes: tuple[int, int], odd: list[int], order: str
+) -> None:
+    """Some ranks take another path when rank 1 already waits for rank 0."""
+    model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
+    rank = dist.get_rank()
+    usual = "first second"
+    waits = tmp_path / "rank 1 waits"
+    model.take(usual)
+    waiting = Reports.waiting
+    begun = list[bool]()
+
+    def wait_and_tell(of: Reports, position: int) -> Any:
+        if begun and rank == 1:
+            waits.touch()
+        return waiting(of, position)
+
+    def come_late(_: torch.Tensor) -> None:
+        begun.append(True)
+        if rank != 1:
+            until(waits.exists)
+
+    model.first.register_forward_hook(lambda *a: a[2].register_hook(come_late) and None)
+    with patch.object(Reports, "waiting", wait_and_tell):
+        text = raised_soon(comm.Diverged, lambda: model.take(order if rank in odd else usual, usual))
+    assert text.startswith("step 2: "), text
+    if len(odd) == 1:
+        # Of two ranks in a group, neither is odd; that is known once another has come as far.
+        of_two = "|^step 2: ranks 2 and 3 take different paths" if sizes == (2, 2) else ""
+        assert re.search("rank 3 takes another path than ranks [01](, | and )[12]" + of_two, text), text
+    else:
+        assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, text
 
 
 @each_rank(2, 3)

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from two_hosts import TwoHosts, two_hosts
+from two_hosts import MEET, TwoHosts, two_hosts
+
+from shardtrain.checkpoint.manifest import file_name
 
 import pool
-from test_checkpoint import files_of
-from test_cli import PROGRAM
-from tiny import TINY
+from tiny import TINY, files_of
 
+PROGRAM = ("-m", "shardtrain.train")
+EVERY_STEP = "checkpoint.memory_every_steps=1"
 OPTIONS = ("train.log_every=1", "optim.lr=0.003", "run.dir=run")
 JOB = ("+recipe=resnet", *TINY, *OPTIONS)
 ENDLESS = (*JOB, "sched=constant", "train.epochs=5000", "checkpoint.every_steps=10")
@@ -38,8 +40,6 @@ import shardtrain.train.loop
 shardtrain.train.loop.AFTERWARDS = datetime.timedelta(seconds=12)
 runpy.run_module("shardtrain.train", run_name="__main__")
 """
-MEET = "--nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id run"
-MEET += " --rdzv-conf last_call_timeout=2"
 
 
 class Run:
@@ -158,3 +158,55 @@ def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
     run.wait_for("^step", position)
     run.two.hosts[0].kill()
     run.assert_learnt_as_one_host(*endless)
+
+
+# checkpoints in memory: each host has a /dev/shm of its own
+
+
+def lose(run: Run, side: int, memory_too: bool) -> None:
+    """Kill all processes of a host, the one that would free its memory, too."""
+    run.two.hosts[side].end_all()
+    if memory_too:
+        run.two.hosts[side].start("sh", "-c", "rm -r /dev/shm/shardtrain-*").wait()
+
+
+def in_memory(run: Run, side: int) -> list[str]:
+    """The names of all that is in a host's memory."""
+    listing = run.two.hosts[side].start("ls", "-AR", "/dev/shm", stdout=subprocess.PIPE)
+    return str(listing.communicate()[0]).split()
+
+
+@pytest.mark.long
+def test_a_lost_host_costs_the_step_under_way(run: Run) -> None:
+    """The other host continues alone. Then both are killed, and one has its memory back from the other."""
+    never = ("sched=constant", "train.epochs=4000", "checkpoint.every_steps=1000000")
+    endless = (*JOB, "parallel.virtual_ranks=2", *never)
+    command = (*MEET.split(), "steady.py", *endless, EVERY_STEP)
+    run.start_both(1, *command)
+    position = run.wait_for("^step +20/")
+    lose(run, 1, memory_too=True)
+    position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ", position)
+    position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\n(step.*\n)+", position)
+    run.start(1, 1, *command)  # torchrun lets the other's ranks save on the disk
+    joined = r"^world +2 ranks.*\n.*\ncontinuing after step \d+ of \d+ \({}.*\n(step.*\n){{3}}"
+    run.wait_for(joined.format("run/checkpoints/"), position)
+    for side in (0, 1):
+        lose(run, side, memory_too=side == 1)
+    position = len(run.said())
+    run.start_both(1, *command)
+    run.wait_for(joined.format("/dev/shm/shardtrain-"), position)
+    for side in (0, 1):
+        assert {file_name(0), file_name(1), "manifest.sha256"} <= {*in_memory(run, side)}
+    run.two.hosts[0].kill()
+    said = run.said()
+    for restart in re.finditer(r"continuing after step (\d+) of \d+ \(/dev/shm/", said):
+        before = [int(step) for step in re.findall(r"^step +(\d+)/", said[: restart.start()], re.MULTILINE)]
+        assert before[-1] - 1 <= int(restart[1]) <= before[-1], "reported, and then copied"
+    run.assert_learnt_as_one_host(*endless)
+
+
+@pytest.mark.long
+def test_hosts_free_their_memory_at_the_end(run: Run) -> None:
+    run.start_both(1, *PROGRAM, "+recipe=resnet", *TINY, "run.dir=run", EVERY_STEP)
+    assert run.codes() == [0, 0], run.said()
+    assert [in_memory(run, side) for side in (0, 1)] == [["/dev/shm:", "hosts"]] * 2

@@ -36,8 +36,7 @@ from shardtrain.train.resume import find_start, locked, run_directory
 
 from pool import each_rank, ended
 from small import until
-from test_data import cifar
-from tiny import ALONE, CPU, configure, context
+from tiny import ALONE, CPU, composed, configure, context
 
 
 @pytest.fixture(autouse=True)
@@ -351,8 +350,9 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints").write_text("")
     comm.barrier()
     found = [refused(taken, tmp_path / "file"), refused(taken, tmp_path / "run", "resume=auto")]
+    cifar10 = composed("data=cifar10", "data.root=.").data
     with patch.object(CIFAR10, "__init__", side_effect=URLError("no route to host")):
-        found.append(refused(data.load, replace(cifar("cifar10", tmp_path), download=True)))
+        found.append(refused(data.load, replace(cifar10, root=str(tmp_path), download=True)))
     beginnings = [
         f"run.dir={tmp_path}/file: [Errno 17] File exists: '{tmp_path}/file'; cannot write there; choose",
         f"run.dir={tmp_path}/run/checkpoints: [Errno 20] Not a directory: ",

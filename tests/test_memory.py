@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint import SaveFailed, cleanup, memory
@@ -31,15 +32,10 @@ from shardtrain.train import saving
 
 import pool
 from pool import Ranks, each_rank, once
-from small import until
-from test_checkpoint import files_of, fresh, train, values
-from test_cli import PROGRAM, in_a_shell
-from test_hosts import MEET, Run, run  # noqa: F401, `run` is a fixture
-from test_resume import QUIET, crash, curves, final, on_rank_1
-from test_resume import run as train_in
-from tiny import TINY
+from small import Block, OddNet, shard, train, until
+from tiny import QUIET, TINY, crash, curves, files_of, final, run_to_end
 
-undisturbed = once(train_in)
+undisturbed = once(run_to_end)
 EVERY_STEP = "checkpoint.memory_every_steps=1"
 
 
@@ -53,6 +49,16 @@ def on_hosts(folder: Path) -> Store:
     all_ranks = comm.plain_transport()
     hosts = Hosts(HOSTS[comm.world_size()], comm.rank())
     return Store(folder / f"host{hosts.own[0]}", all_ranks, keep=1, asynchronous=False, hosts=hosts)
+
+
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = shard(OddNet(), units=[Block])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
 
 
 def save(store: Store, steps: range) -> Any:
@@ -134,7 +140,7 @@ def test_a_copy_that_does_not_fit_is_no_checkpoint(tmp_path: Path) -> None:
 def run_in(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     place = patch.multiple(memory, MEMORY=Path(folder).parent, KEPT_S=300.0)
     with place:
-        return train_in(folder, EVERY_STEP, "checkpoint.every_steps=100", *arguments, at=at)
+        return run_to_end(folder, EVERY_STEP, "checkpoint.every_steps=100", *arguments, at=at)
 
 
 def left_of(folder: Path) -> list[Path]:
@@ -150,7 +156,7 @@ def crashes(folder: str, steps: list[int], *arguments: str) -> list[str]:
 def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, undisturbed: Path) -> None:
     """The end has the same bits, and TensorBoard's curves, too."""
     folder = tmp_path / "run"
-    assert on_ranks(2, crashes, str(folder), [3, 7, 10])[0] == ["Crash "] * 3 + ["finished"]
+    assert on_ranks(2, crashes, str(folder), [3, 7, 10])[0] == ["RuntimeError crash"] * 3 + ["finished"]
     log = (folder / "log.txt").read_text()
     assert re.findall(r"continuing after step (\d+) of 10 \((.*)/shardtrain-", log) == [
         (step, str(tmp_path)) for step in "269"
@@ -165,7 +171,7 @@ def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path
     folder = tmp_path / "run"
     for world, step in ((2, 4), (1, 7)):
         crashed = functools.partial(run_in, at={step: crash})
-        assert on_ranks(world, crashed, str(folder), QUIET) == ["Crash "] * world
+        assert on_ranks(world, crashed, str(folder), QUIET) == ["RuntimeError crash"] * world
     assert on_ranks(3, run_in, str(folder), QUIET) == ["finished"] * 3
     log = (folder / "log.txt").read_text()
     assert re.findall(r"continuing after step (\d+) of 10 ", log) == ["3", "6"]
@@ -180,7 +186,7 @@ def test_damaged_memory_falls_back_to_the_disk(
     folder = tmp_path / "run"
     every_two = ("checkpoint.every_steps=2", "checkpoint.asynchronous=false", QUIET)
     crashed = functools.partial(run_in, at={6 if damage != "newer" else 5: crash})
-    assert on_ranks(2, crashed, str(folder), *every_two)[0] == "Crash "
+    assert on_ranks(2, crashed, str(folder), *every_two)[0] == "RuntimeError crash"
     (place,) = left_of(folder)
     file = place / ("step-00000005" if damage != "newer" else "step-00000004") / file_name(1)
     data = bytearray(file.read_bytes())
@@ -201,9 +207,14 @@ def fails(error: type[Exception]) -> None:
     raise error("an image that cannot be read")
 
 
+def stop_last_rank() -> None:
+    if comm.rank() == comm.world_size() - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 ENDS = {
     "finished": ("finished", {}),
-    "SIGTERM": ("Stopped stopped by SIGTERM", {4: functools.partial(on_rank_1, signal.SIGTERM)}),
+    "SIGTERM": ("Stopped stopped by SIGTERM", {4: stop_last_rank}),
     "mistake": ("UserError ", {4: functools.partial(fails, UserError)}),
     "failure": ("RuntimeError ", {4: functools.partial(fails, RuntimeError)}),
 }
@@ -245,7 +256,7 @@ def test_memory_that_cannot_hold_two_copies_is_refused(tmp_path: Path) -> None:
     assert re.match(pattern, ending), ending
     assert left_of(Path(folder)) == []
     with patch.object(memory, "MEMORY", tmp_path / "nowhere"):
-        ending = train_in(folder, EVERY_STEP)
+        ending = run_to_end(folder, EVERY_STEP)
     assert re.match(r"UserError checkpoint.memory_every_steps=1: there is no .*/nowhere; ch.*=0 does", ending)
 
 
@@ -452,6 +463,11 @@ def memory_of(folder: Path) -> Path:
     return Path("/dev/shm") / made.name
 
 
+def disturbed(command: list[str], folder: Path, event: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"EVENT": event, "KEPT_S": "300"}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("event", ["kill", "kill all"])
 def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
@@ -459,16 +475,16 @@ def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
     (tmp_path / "disturbed.py").write_text(DISTURBED)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     command = [sys.executable, *launcher, "disturbed.py", *RUN]
-    killed = in_a_shell(command, tmp_path, EVENT=event, KEPT_S="300")
+    killed = disturbed(command, tmp_path, event)
     if event == "kill all":
         assert killed.returncode != 0
-        killed = in_a_shell(command, tmp_path, EVENT="none", KEPT_S="300")
+        killed = disturbed(command, tmp_path, "none")
     assert killed.returncode == 0, killed.stderr
     place = memory_of(tmp_path)
     assert f"continuing after step 6 of 10 ({place}/step-00000006)" in killed.stdout
     assert not place.exists()
     until(lambda: not watchers(place))
-    done = pool.ended(2, *PROGRAM, *RUN[:-1], "run.dir=undisturbed", folder=tmp_path)
+    done = pool.ended(2, "-m", "shardtrain.train", *RUN[:-1], "run.dir=undisturbed", folder=tmp_path)
     assert done.codes == [0, 0], done.errors
     last = [files_of(tmp_path / name / "checkpoints" / step_name(10)) for name in ("run", "undisturbed")]
     assert last[0] == last[1]
@@ -482,58 +498,3 @@ def test_a_mistake_that_one_rank_finds_frees_the_memory(tmp_path: Path) -> None:
     assert done.codes == [2, 2]
     assert done.errors == "error: an image that cannot be read\n"
     assert not memory_of(tmp_path).exists()
-
-
-ENDLESS = ("train.epochs=4000", "sched=constant", "checkpoint.every_steps=1000000")
-
-
-# two hosts, each with a /dev/shm of its own
-
-
-def lose(run: Run, side: int, memory_too: bool) -> None:  # noqa: F811
-    """Kill all processes of a host, the one that would free its memory, too."""
-    run.two.hosts[side].end_all()
-    if memory_too:
-        run.two.hosts[side].start("sh", "-c", "rm -r /dev/shm/shardtrain-*").wait()
-
-
-def in_memory(run: Run, side: int) -> list[str]:  # noqa: F811
-    """The names of all that is in a host's memory."""
-    listing = run.two.hosts[side].start("ls", "-AR", "/dev/shm", stdout=subprocess.PIPE)
-    return str(listing.communicate()[0]).split()
-
-
-@pytest.mark.long
-def test_a_lost_host_costs_the_step_under_way(run: Run) -> None:  # noqa: F811
-    """The other host continues alone. Then both are killed, and one has its memory back from the other."""
-    settings = ("train.log_every=1", "optim.lr=0.003", "run.dir=run", "parallel.virtual_ranks=2")
-    endless = ("+recipe=resnet", *TINY, *settings, *ENDLESS)
-    command = (*MEET.split(), "steady.py", *endless, EVERY_STEP)
-    run.start_both(1, *command)
-    position = run.wait_for("^step +20/")
-    lose(run, 1, memory_too=True)
-    position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ", position)
-    position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\n(step.*\n)+", position)
-    run.start(1, 1, *command)  # torchrun lets the other's ranks save on the disk
-    joined = r"^world +2 ranks.*\n.*\ncontinuing after step \d+ of \d+ \({}.*\n(step.*\n){{3}}"
-    run.wait_for(joined.format("run/checkpoints/"), position)
-    for side in (0, 1):
-        lose(run, side, memory_too=side == 1)
-    position = len(run.said())
-    run.start_both(1, *command)
-    run.wait_for(joined.format("/dev/shm/shardtrain-"), position)
-    for side in (0, 1):
-        assert {file_name(0), file_name(1), "manifest.sha256"} <= {*in_memory(run, side)}
-    run.two.hosts[0].kill()
-    said = run.said()
-    for restart in re.finditer(r"continuing after step (\d+) of \d+ \(/dev/shm/", said):
-        before = [int(step) for step in re.findall(r"^step +(\d+)/", said[: restart.start()], re.MULTILINE)]
-        assert before[-1] - 1 <= int(restart[1]) <= before[-1], "reported, and then copied"
-    run.assert_learnt_as_one_host(*endless)
-
-
-@pytest.mark.long
-def test_hosts_free_their_memory_at_the_end(run: Run) -> None:  # noqa: F811
-    run.start_both(1, *PROGRAM, "+recipe=resnet", *TINY, "run.dir=run", EVERY_STEP)
-    assert run.codes() == [0, 0], run.said()
-    assert [in_memory(run, side) for side in (0, 1)] == [["/dev/shm:", "hosts"]] * 2

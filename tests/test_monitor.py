@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.watch import Watch
 
 from pool import each_rank, ended, once
-from small import Block, OddNet, clock, sgd, shard
+from small import Block, OddNet, sgd, shard
 from small import train as steps_of
 from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
@@ -42,6 +42,15 @@ SCALARS = {"train/loss": 0.5, "train/acc1": 80.0, "perf/img_per_s": 123.0, "lr/g
 TWO = torch.zeros(2, 1, 8, 8)  # images
 ONE = torch.ones(())
 FOUR: Any = SimpleNamespace(steps=4, steps_per_epoch=2, first_step=0)  # of a job
+
+
+@contextlib.contextmanager
+def clock() -> Iterator[Callable[[float], None]]:
+    """Yield what lets seconds pass on ``time.perf_counter``, which goes on as usual otherwise."""
+    passed: list[float] = []
+    usual = time.perf_counter
+    with patch("time.perf_counter", lambda: usual() + sum(passed)):
+        yield passed.append
 
 
 def built(*arguments: str, model: Sequence[str] = VIT) -> tuple[Job, Config]:

@@ -5,7 +5,7 @@ import gc
 import itertools
 import pstats
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtrain
 from shardtrain import comm
@@ -30,7 +31,7 @@ from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, me
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
 
-from small import Block, OddNet, TwoPaths, allocated, sgd
+from small import Block, OddNet, Parts, sgd
 from tiny import ALONE, CPU, VIT, composed
 
 MIB = 2**20
@@ -46,6 +47,36 @@ def settings(*arguments: str) -> PlanSettings:
 def planned(*arguments: str) -> Plan:
     found = settings(*arguments)
     return simulate(found.config, found.question)
+
+
+class _EndsOfOperations(TorchDispatchMode):
+    """Mark in a profile where each operation ends."""
+
+    NAME = "an operation ends"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        with torch.autograd.profiler.record_function(self.NAME):
+            return result
+
+
+def allocated(step: Callable[[], object]) -> int:
+    """Return the most that the CPU's allocator had given out at the end of an operation of ``step()``.
+
+    Counted above what it had given out before. Scratch memory of kernels, which depends on the processor, is
+    not counted: it is free again at the end of the operation.
+    """
+    with torch.autograd.profiler.profile(profile_memory=True) as profile, _EndsOfOperations():
+        step()
+    events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
+    most = 0
+    held = 0
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+        elif event.name() == _EndsOfOperations.NAME:
+            most = max(most, held)
+    return most
 
 
 def measured(*arguments: str) -> dict[str, Any]:
@@ -308,7 +339,26 @@ def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, repli
 def test_a_parameter_that_gets_no_gradient_can_be_planned() -> None:
     """Nobody can be asked whether another rank has one, and what is lacking here has no values to look at."""
     with FakeTensorMode():
-        model = shardtrain.shard(TwoPaths(), units=(), transport=comm.Simulated(2, 3))
-        model.take("first")
+        first_alone = Parts(lambda self, x: self.first(x), first=nn.Linear(9, 9), second=nn.Linear(9, 9))
+        model = shardtrain.shard(first_alone, units=(), transport=comm.Simulated(2, 3))
+        model(torch.randn(2, 9)).sum().backward()
         got = {name for name, param in model.named_parameters() if param.grad is not None}
     assert got == {"first.weight", "first.bias"}  # an empty piece has an empty gradient
+
+
+@pytest.mark.parametrize(("rank", "world"), [(0, 3), (2, 3)])
+def test_a_rank_holds_its_shards_and_about_one_unit(rank: int, world: int, monkeypatch: Any) -> None:
+    """Rank 0 also holds what has not been cut yet. Nothing is sent, which would be held a while longer."""
+    monkeypatch.setattr(comm, "rank", lambda: rank)
+    unit = 101 * 101 * 4
+    whole = 12 if rank == 0 else 0
+
+    def stack() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(101, 101, bias=False) for _ in range(12)))
+
+    def start() -> None:
+        model = shardtrain.deferred(stack)
+        shardtrain.shard(model, units=[nn.Linear], transport=comm.Simulated(rank, world))
+
+    most = allocated(start) / unit
+    assert whole <= most <= max(12 / world, whole) + 2.1

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,9 +22,8 @@ from shardtrain.checkpoint.store import Newest
 from shardtrain.job import model
 from shardtrain.job.build import loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
-from shardtrain.job.data import Batch, DataSet, Share
-from shardtrain.job.data.feed import Arrays, Mix
-from shardtrain.job.data.sampler import generator
+from shardtrain.job.data import Batch, Share
+from shardtrain.job.data.feed import Mix
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.launch import run_dir
@@ -41,8 +39,7 @@ import small
 from pool import each_rank
 from small import Block, OddNet, sgd, shard
 from small import train as steps_of
-from test_data import write_folders
-from tiny import ALONE, composed, context, global_batches, result_of
+from tiny import ALONE, composed, context, result_of, write_folders
 
 
 def test_resnet9_whitens_patches_of_the_images_shown() -> None:
@@ -183,29 +180,6 @@ def test_boxes_are_erased_by_the_draws() -> None:
         if draws[0] < 0.6:
             expected[:, top : top + height, left : left + width] = 0
         assert torch.equal(erased, expected)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"augment": Photo(0, policy)} for policy in ("trivial", "rand", "cifar10")),
-        *({"augment": Photo(2), "workers": workers} for workers in (0, 1)),
-        *({"repeats": repeats} for repeats in (2, 7)),
-        {"mix": lambda share: Mix(0.3, 1.0, 2, share, 1)},
-    ],
-)
-def test_global_batches_do_not_depend_on_ranks_and_micro_batches(options: dict[str, Any]) -> None:
-    pixels = torch.randint(0, 256, (48, 3, 6, 6), dtype=torch.uint8, generator=generator("pixels"))
-    arrays = Arrays(pixels, torch.arange(48) % 2)
-    data = DataSet(arrays, arrays, "small", 2, 3, (0.0,) * 3, (1.0,) * 3)
-    state = torch.get_rng_state()
-    first, second = global_batches(data, 6, 24, 1, 1, **options)
-    assert not torch.equal(first[0].sum(), second[0].sum())
-    for world, accumulate in ((2, 3), (4, 1)):
-        cut = global_batches(data, 6, 24, world, accumulate, **options)
-        for ours, theirs in zip((first, second), cut, strict=True):
-            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
-    assert torch.equal(state, torch.get_rng_state())
 
 
 RECIPES = Path(__file__).parents[1] / "configs/recipe"

@@ -1,6 +1,7 @@
 """Replays: a neighbour finds each rank that computes wrong, and none that does not."""
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,7 @@ from shardtrain.engine import replay as replays
 from shardtrain.engine.replay import digest
 
 from small import Block, images, shard
-from test_resume import QUIET, final, run
-from test_virtual import digest as bits_of
-from tiny import result_of
+from tiny import QUIET, final, result_of, run_to_end
 
 V = 4
 
@@ -57,6 +56,10 @@ class Faulty(torch.autograd.Function):
         wrong = x.clone()
         wrong[:, 1] *= 1 + 2**-9
         return wrong
+
+
+def bits_of(tensors: Iterable[Tensor]) -> str:
+    return hashlib.sha256(b"".join(bytes(each.detach().contiguous().numpy()) for each in tensors)).hexdigest()
 
 
 @contextmanager
@@ -270,7 +273,7 @@ def test_a_run_with_replays_has_the_same_bits(on_ranks: Any, tmp_path: Path) -> 
     given = (*given, "augment=photo", "train.clip_grad_norm=1")
     for name, every in (("without", 0), ("with", 3)):
         folder = tmp_path / name
-        assert on_ranks(2, run, str(folder), *given, f"train.replay_every={every}") == ["finished"] * 2
+        assert on_ranks(2, run_to_end, str(folder), *given, f"train.replay_every={every}") == ["finished"] * 2
     assert final(tmp_path / "with") == final(tmp_path / "without")
     a, b = (result_of(tmp_path / name) for name in ("with", "without"))
     assert (a["train/loss"], a["train/acc1"]) == (b["train/loss"], b["train/acc1"])
@@ -288,7 +291,7 @@ def wears_out() -> None:
 
 def worn_out(folder: str, *given: str) -> str:
     try:
-        return run(folder, *given, at={5: wears_out})
+        return run_to_end(folder, *given, at={5: wears_out})
     finally:
         while GLOBAL:
             GLOBAL.pop().remove()
@@ -307,13 +310,13 @@ def test_a_run_stops_before_the_update_where_a_rank_computes_wrong(on_ranks: Any
         "First differs the output of the root, then the gradient of "
     )
     assert steps_in(tmp_path / "checkpoints")[-1] == 5
-    assert on_ranks(2, run, str(tmp_path), *given) == ["finished"] * 2  # without that machine
+    assert on_ranks(2, run_to_end, str(tmp_path), *given) == ["finished"] * 2  # without that machine
     assert "continuing after step 5 of 10" in (tmp_path / "log.txt").read_text()
 
 
 def test_replays_need_ranks_that_compute_virtual_ones(on_ranks: Any, tmp_path: Path) -> None:
     given = ("parallel.virtual_ranks=2", "train.replay_every=1", "train.max_steps=1", QUIET)
-    on_ranks(3, run, str(tmp_path), *given)
+    on_ranks(3, run_to_end, str(tmp_path), *given)
     log = (tmp_path / "log.txt").read_text()
     assert "parallel.virtual_ranks=2 cannot be computed on 3 ranks, only on a power of two" in log
     assert "this run trains as without, to other bits, and replays" in log

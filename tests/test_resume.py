@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import re
 import shutil
@@ -17,55 +16,15 @@ import torch
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.checkpoint.store import step_name, steps_in
+from shardtrain.checkpoint.store import steps_in
 from shardtrain.job import evaluate
 from shardtrain.job.data import feed
-from shardtrain.job.errors import UserError
 from shardtrain.job.format import first_of
 from shardtrain.job.signals import SIGNALS, Stopped, StopSignals
-from shardtrain.monitor import Monitor
-from shardtrain.recipes import models
 from shardtrain.train import saving
-from shardtrain.train.loop import train
 
 from pool import each_rank, once
-from test_data import write_folders
-from tiny import configure, context, events_of, result_of, small_model
-
-SMALL = (
-    *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),
-    *("train.batch_size=12", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=4"),
-)
-QUIET = "monitor.tensorboard=false"
-STEPS = 10
-# Groups of tags that no run repeats. A process's first step gathers one unit more than the others.
-MEASURED = ("perf", "time", "memory", "comm")
-
-
-class Crash(Exception):
-    """Stands for whatever ends a process."""
-
-
-@contextlib.contextmanager
-def happening(at: dict[int, Any]) -> Iterator[None]:
-    """Within, `at[step]()` is called when that step's reports are due."""
-    report = Monitor.step
-
-    def step_and_more(monitor: Monitor, step: int) -> None:
-        report(monitor, step)
-        at.get(step, lambda: None)()
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        with patch.object(Monitor, "step", step_and_more):
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def crash() -> None:
-    raise Crash
+from tiny import QUIET, crash, curves, final, result_of, run_to_end, write_folders
 
 
 def on_rank_1(number: int) -> None:
@@ -73,37 +32,11 @@ def on_rank_1(number: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
-    """Return how the run ended on this rank."""
-    sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
-    try:
-        with happening(at or {}), patch.object(models, "_build", small_model):
-            train(configure(*SMALL, *sizes, *arguments), context(folder))
-    except (Crash, Stopped, UserError, RuntimeError) as error:
-        return f"{type(error).__name__} {error}"
-    finally:
-        comm.barrier()
-    return "finished"
-
-
 def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> list[str]:
-    return [run(folder, *arguments, at=event) for event in [*events, {}]]
+    return [run_to_end(folder, *arguments, at=event) for event in [*events, {}]]
 
 
-def final(folder: Path) -> dict[str, Any]:
-    """Digests of the last checkpoint's files: parameters, optimizer, buffers, random numbers, sums."""
-    manifest = json.loads((folder / "checkpoints" / step_name(STEPS) / "manifest.json").read_text())
-    return dict(manifest["files"])
-
-
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's points, but for those that measure time, memory and traffic."""
-    events = events_of(folder)
-    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in MEASURED]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
-
-
-undisturbed = once(run)
+undisturbed = once(run_to_end)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
@@ -116,7 +49,7 @@ def test_crashes_leave_no_trace(
 ) -> None:
     events = [{step: crash} for step in steps]
     endings = on_ranks(2, interrupted, str(tmp_path), events, f"checkpoint.asynchronous={asynchronous}")
-    assert endings[0] == ["Crash "] * len(steps) + ["finished"]
+    assert endings[0] == ["RuntimeError crash"] * len(steps) + ["finished"]
     assert final(tmp_path) == final(undisturbed)
     assert curves(tmp_path) == curves(undisturbed)
     ours = result_of(tmp_path)
@@ -132,16 +65,16 @@ def test_random_crops_micro_batches_and_workers_too(tmp_path: Path, workers: tup
     write_folders(tmp_path / "images", 60)
     images = ("data=imagefolder", f"data.root={tmp_path}/images", "data.image_size=16", "data.resize=18")
     arguments = (*images, "train.accumulate=2", QUIET, "augment=imagefolder")
-    assert run(str(tmp_path / "a"), *arguments, f"data.workers={workers[0]}") == "finished"
+    assert run_to_end(str(tmp_path / "a"), *arguments, f"data.workers={workers[0]}") == "finished"
     endings = interrupted(str(tmp_path / "b"), [{6: crash}], *arguments, f"data.workers={workers[1]}")
-    assert endings == ["Crash ", "finished"]
+    assert endings == ["RuntimeError crash", "finished"]
     assert final(tmp_path / "a") == final(tmp_path / "b")
 
 
 def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
     folder = shutil.copytree(undisturbed, tmp_path / "damaged")
     (folder / "checkpoints/step-00000010/rank-00001.safetensors").unlink()
-    assert on_ranks(2, run, str(folder)) == ["finished"] * 2
+    assert on_ranks(2, run_to_end, str(folder)) == ["finished"] * 2
     log = (folder / "log.txt").read_text()
     assert "step-00000010 is damaged: rank 1: rank-00001.safetensors is missing; it is set aside" in log
     assert "continuing after step 8" in log
@@ -185,13 +118,13 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(
     whole = undisturbed
     given = (QUIET, f"train.eval_every={every}")
     with signal_in_an_evaluation():
-        assert run(str(left), *given) == "Stopped stopped by SIGTERM"
-    assert run(str(left), *given) == "finished"
+        assert run_to_end(str(left), *given) == "Stopped stopped by SIGTERM"
+    assert run_to_end(str(left), *given) == "finished"
     said = f"stopped by SIGTERM after step {5 * every}; step {5 * every} is saved"
     assert said in (left / "log.txt").read_text()
     if every == 1:
         whole = tmp_path / "whole"
-        run(str(whole), *given)
+        run_to_end(str(whole), *given)
         assert final(left) == final(whole)  # the other's last step was saved without its evaluation
     for key in ("status", "step", "train/loss", "val/loss", "val/ema_loss", "best_val/acc1"):
         assert result_of(left)[key] == result_of(whole)[key], key
@@ -199,11 +132,22 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(
 
 def test_a_signal_ends_a_scoring(undisturbed: Path) -> None:
     with signal_in_an_evaluation():
-        assert run(str(undisturbed), "eval_only=true") == "Stopped stopped by SIGTERM"
+        assert run_to_end(str(undisturbed), "eval_only=true") == "Stopped stopped by SIGTERM"
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Restore the handlers of signals after the block."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with happening({}):  # a terminal that closes; under nohup it is ignored
+    with handlers_restored():  # a terminal that closes; under nohup it is ignored
         for before, noted in ((signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)):
             signal.signal(signal.SIGHUP, before)
             with StopSignals() as signals:
@@ -215,7 +159,7 @@ def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytes
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.noted == signal.SIGUSR1
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    with happening({}), pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
+    with handlers_restored(), pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
         signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
         with StopSignals() as signals:
             signal.raise_signal(signal.SIGINT)
@@ -230,7 +174,7 @@ def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytes
 def without_chance(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     """A run without what depends on how many ranks share a batch: dropout, BatchNorm, pairs of odd shares."""
     plain = ("model=squeezenet1_1", "optim=sgd", "train.mixup=0", "train.log_every=1")
-    return run(folder, *plain, "checkpoint.every_steps=2", *arguments, at=at)
+    return run_to_end(folder, *plain, "checkpoint.every_steps=2", *arguments, at=at)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
@@ -251,7 +195,8 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")
     anew = ("resume=none", "checkpoint.asynchronous=false")
-    assert on_ranks(2, functools.partial(run, at={8: crash}), str(folder), *anew)[0] == "Crash "
+    crashed = functools.partial(run_to_end, at={8: crash})
+    assert on_ranks(2, crashed, str(folder), *anew)[0] == "RuntimeError crash"
     assert "the checkpoints of an earlier run are in" in (folder / "log.txt").read_text()
     assert 4 in steps_in(folder / "checkpoints")
     assert 8 not in steps_in(folder / "checkpoints")
@@ -259,9 +204,10 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
     for source in (folder / "checkpoints.1/step-00000008", tmp_path / "other"):
         shutil.copytree(undisturbed, tmp_path / "other", dirs_exist_ok=True)
         target = tmp_path / f"from-{source.name}"
-        assert on_ranks(2, run, str(target), f"resume={source}") == ["finished"] * 2
+        assert on_ranks(2, run_to_end, str(target), f"resume={source}") == ["finished"] * 2
     assert final(tmp_path / "from-step-00000008") == final(undisturbed)
-    assert on_ranks(2, run, f"{tmp_path}/from-step-00000008", f"resume={undisturbed}") == ["finished"] * 2
+    again = (f"{tmp_path}/from-step-00000008", f"resume={undisturbed}")
+    assert on_ranks(2, run_to_end, *again) == ["finished"] * 2
     ignored = f"; resume={undisturbed} is only for a run without checkpoints of its own"
     assert ignored in (tmp_path / "from-step-00000008/log.txt").read_text()
     assert "continuing after step 10" in (tmp_path / "from-other/log.txt").read_text()
@@ -300,26 +246,28 @@ def test_what_cannot_be_continued_is_named(
 ) -> None:
     folder = tmp_path / "new" if "/" in argument else shutil.copytree(undisturbed, tmp_path / "run")
     checkpoint.save(tmp_path / "saved", shardtrain.shard(torch.nn.Linear(3, 2)))  # by no run
-    ending = run(str(folder), QUIET, *argument.format(tmp_path, undisturbed).split())
+    ending = run_to_end(str(folder), QUIET, *argument.format(tmp_path, undisturbed).split())
     assert ending.startswith("UserError ")
     assert text in ending
 
 
 def test_a_dry_run_looks_where_the_run_would(tmp_path: Path, undisturbed: Path, capsys: Any) -> None:
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
-    assert run(str(undisturbed), "dry_run=true") == "finished"
+    assert run_to_end(str(undisturbed), "dry_run=true") == "finished"
     said = capsys.readouterr().out
     assert "continuing after step 10 of 10: nothing is left to do" in said
     assert "The peak of " in said
     assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
     assert ": dry_run" in said
     assert re.search(r"0\.\d*[1-9] MiB per rank and checkpoint, [\d,]+ MiB free on ", said), said
-    assert "optim.name=adamw, this one has sgd" in run(str(undisturbed), "dry_run=true", "optim=sgd")
+    assert "optim.name=adamw, this one has sgd" in run_to_end(str(undisturbed), "dry_run=true", "optim=sgd")
     given = ("dry_run=true", "optim=sgd", "train.epochs=3", f"resume={undisturbed}")
-    assert "its optimizer is AdamW, expected SGD; resume=none starts anew" in run(str(undisturbed), *given)
+    assert "its optimizer is AdamW, expected SGD; resume=none starts anew" in run_to_end(
+        str(undisturbed), *given
+    )
     assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     (tmp_path / "file").write_text("")
-    ending = run(f"{tmp_path}/file/run", "dry_run=true")
+    ending = run_to_end(f"{tmp_path}/file/run", "dry_run=true")
     assert f"run.dir={tmp_path}/file/run: [Errno 20] Not a directory: " in ending
 
 
@@ -343,8 +291,10 @@ def test_the_command_s_settings_count_where_it_names_the_checkpoint(
 
     with patch.object(saving.Saver, "step_done", look):
         given = ("optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5")
-        assert f"; resume={folder}/checkpoints/step-00000008 continues it w" in run(str(folder), *given)
-        assert run(str(folder), *given, f"resume={folder}") == "finished"
+        assert f"; resume={folder}/checkpoints/step-00000008 continues it w" in run_to_end(
+            str(folder), *given
+        )
+        assert run_to_end(str(folder), *given, f"resume={folder}") == "finished"
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 
 
@@ -360,7 +310,7 @@ def test_a_step_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
         return prepare(self, images) * (float("nan") if spoiled else 1.0)
 
     with patch.object(feed.Prepare, "__call__", spoil):
-        ending = run(str(tmp_path), QUIET, "train.log_every=1")
+        ending = run_to_end(str(tmp_path), QUIET, "train.log_every=1")
     text = "step 3: loss nan on rank 1, gradient norm nan; the first not finite is on rank 1 the output of "
     assert ending.startswith(f"RuntimeError {text}the root, then the gradient of 5."), ending
     assert ending.endswith(" in the root; a lower optim.lr may help")

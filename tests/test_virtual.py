@@ -1,7 +1,7 @@
 """Virtual ranks: one, two and four ranks, and all ways to join them, compute the same bits."""
 
 import hashlib
-from contextlib import nullcontext
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +19,8 @@ from shardtrain.engine.hooks import engine_of
 from shardtrain.train import saving
 from shardtrain.train.saving import machine
 
-from small import Block, hosts, images, mesh, shard
-from test_resume import QUIET, crash, curves, final, run
-from tiny import CPU
+from small import Block, images, mesh, shard
+from tiny import CPU, QUIET, crash, curves, final, run_to_end
 
 V = 4
 
@@ -62,7 +61,8 @@ def steps(bf16: bool = False, replicate: int = 0, on_hosts: bool = False, **opti
         options["precision"] = Precision(param=torch.bfloat16)
     if on_hosts:  # which exchange messages
         options["transport"] = "auto"
-    with hosts([0, 0, 1, 1]) if on_hosts else nullcontext():
+    host = {"SHARDTRAIN_HOST_KEY": f"host {dist.get_rank() // 2}"} if on_hosts else {}
+    with patch.dict(os.environ, host):
         torch.manual_seed(0)
         model = shard(Net(), units=[Block], virtual_ranks=V, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -182,8 +182,8 @@ def test_rows_whose_ranks_do_not_follow_one_another_are_refused(on_ranks: Any) -
 def elsewhere(folder: str, *given: str) -> str:
     """Continue a run's checkpoint as if another machine had saved it."""
     with patch.object(saving, "machine", lambda _: {**machine(CPU), "processor": "a laptop's"}):
-        run(folder, *given, at={3: crash})
-    return run(folder, *given)
+        run_to_end(folder, *given, at={3: crash})
+    return run_to_end(folder, *given)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
@@ -196,9 +196,9 @@ def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, pre
         "checkpoint.every_steps=1",
     )
     given = (*given, f"parallel.precision={precision}")
-    assert on_ranks(1, run, str(tmp_path / "alone"), *given) == ["finished"]
+    assert on_ranks(1, run_to_end, str(tmp_path / "alone"), *given) == ["finished"]
     for world, at in ((2, {3: crash}), (4, {6: crash}), (1, {8: crash}), (2, {9: crash}), (1, {})):
-        on_ranks(world, run, str(tmp_path / "moved"), *given, at=at)
+        on_ranks(world, run_to_end, str(tmp_path / "moved"), *given, at=at)
     assert final(tmp_path / "moved") == final(tmp_path / "alone")
     assert curves(tmp_path / "moved") == curves(tmp_path / "alone")
     log = tmp_path / "moved/log.txt"

@@ -1,25 +1,32 @@
-"""A training run of seconds, for tests of the program around the engine."""
+"""A training run of seconds, and one that is interrupted, for tests of the program around the engine."""
 
 import functools
 import json
+import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from PIL import Image
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.job.config import Config, Images
-from shardtrain.job.data import DataSet, Share, TrainFeed
+from shardtrain.checkpoint.store import step_name
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.read import from_hydra
+from shardtrain.job.signals import SIGNALS, Stopped
+from shardtrain.monitor import Monitor
+from shardtrain.recipes import models
 from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
 ALONE = RankInfo(0, 1, 0, 1)
-TWO_IMAGES = Share(2, 1, 0, 1)  # per step, on one rank
 SHORT = (
     *("data=fake", "data.train_images=60", "data.val_images=11", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
@@ -52,44 +59,23 @@ def run(folder: str, *arguments: str) -> dict[str, Any]:
     return result_of(folder)
 
 
-def train_feed(found: DataSet, size: int, share: Share = TWO_IMAGES, **options: Any) -> TrainFeed:
-    """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
-    keys = {key: options.pop(key, usual) for key, usual in (("repeats", 1), ("workers", 0))}
-    images = Images(
-        name="", image_size=size, eval_size=None, validation=0.0, limit=None, mean=None, std=None, **keys
-    )
-    return TrainFeed(found, share, images, CPU, **{"seed": 0, "steps": range(2), **options})
-
-
-def global_batches(
-    found: DataSet, size: int, batch_size: int, world: int, accumulate: int, mix: Any = None, **options: Any
-) -> list[tuple[torch.Tensor, ...]]:
-    """Return each step's images and labels of all ranks, in the order of the global batch.
-
-    ``mix(share)`` returns what mixes a rank's images.
-    """
-    steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for rank in range(world):
-        share = Share(batch_size, accumulate, rank, world)
-        feed = train_feed(found, size, share, mix=mix and mix(share), **options)
-        for index, batch in enumerate(feed):
-            steps.setdefault(index // accumulate, []).append(batch[:2])
-    return [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in steps.values()]
+def write_folders(root: Path, images: int = 4) -> None:
+    """Write images of value 10 × class + number, in two classes and two parts."""
+    for part, label, number in product(("train", "val"), range(2), range(images // 2)):
+        folder = root / part / f"class{label}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (12, 14), 10 * label + number).save(folder / f"{number}.png")
 
 
 def small_model(name: str, num_classes: int, image_size: int) -> nn.Module:
-    """Build what may stand for torchvision's models: the mobile net has dropout and buffers, others neither.
-
-    ``patch.object(models, "_build", small_model)`` of `shardtrain.recipes.models` puts it there.
-    """
+    """Build what stands for torchvision's models: the mobile net has dropout and buffers, others neither."""
     chance = name == "mobilenet_v3_small"
-
-    def block(inputs: int, outputs: int, stride: int) -> nn.Module:
-        norm = nn.BatchNorm2d(outputs) if chance else nn.Identity()
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride), norm, nn.ReLU())
-
-    blocks = (block(3, 9, 2), block(9, 9, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(*blocks, nn.Dropout(0.2 * chance), nn.Linear(9, num_classes))
+    layers: list[nn.Module] = []
+    for inputs, stride in ((3, 2), (9, 2)):
+        norm = nn.BatchNorm2d(9) if chance else nn.Identity()
+        layers.append(nn.Sequential(nn.Conv2d(inputs, 9, 3, stride), norm, nn.ReLU()))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2 * chance), nn.Linear(9, num_classes)]
+    return nn.Sequential(*layers)
 
 
 def result_of(folder: str | Path) -> dict[str, Any]:
@@ -101,3 +87,61 @@ def events_of(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(folder)).Reload()
+
+
+TEN_STEPS = (
+    *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),
+    *("train.batch_size=12", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=4"),
+)
+QUIET = "monitor.tensorboard=false"
+# Groups of tags that no run repeats. A process's first step gathers one unit more than the others.
+MEASURED = ("perf", "time", "memory", "comm")
+
+
+def crash() -> None:
+    """Do what stands for whatever ends a process."""
+    raise RuntimeError("crash")
+
+
+def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
+    """Train in ``folder``, with ``at[step]()`` after a step's reports; return how the run ended here."""
+    report = Monitor.step
+    events = at or {}
+
+    def step_and_more(monitor: Monitor, step: int) -> None:
+        report(monitor, step)
+        if step in events:
+            events[step]()
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
+    try:
+        with patch.object(Monitor, "step", step_and_more), patch.object(models, "_build", small_model):
+            train(configure(*TEN_STEPS, *sizes, *arguments), context(folder))
+    except (Stopped, UserError, RuntimeError) as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        for number, handler in handlers.items():  # a run that was stopped goes on ignoring signals
+            signal.signal(number, handler)
+        comm.barrier()
+    return "finished"
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the digests of a checkpoint's files, which are the same for the same state."""
+    return dict(json.loads((checkpoint / "manifest.json").read_text())["files"])
+
+
+def final(folder: Path) -> dict[str, Any]:
+    """Return the digests of the last step: of parameters, optimizer, buffers, random numbers and sums."""
+    return files_of(folder / "checkpoints" / step_name(10))
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return TensorBoard's points, but for those that measure time, memory and traffic."""
+    events = events_of(folder)
+    points = {}
+    for tag in events.Tags()["scalars"]:
+        if tag.split("/")[0] not in MEASURED:
+            points[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return points

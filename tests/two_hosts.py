@@ -36,6 +36,9 @@ ip link set lo up
 echo ready
 exec cat
 """
+# Options of torchrun with which a host that was lost may join again.
+MEET = "--nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id run"
+MEET += " --rdzv-conf last_call_timeout=2"
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 

@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from small import average
+from small import average_gradients
+
+
+def average(params: Sequence[Tensor]) -> None:
+    average_gradients(nn.ParameterList(params))
 
 
 class Honest:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from behaviours.wrappers import NotOffered, Wrapper
-from small import average_gradients, sgd, three_steps
+from small import average_gradients, sgd
 
 Change = Callable[[Any], object]
 Step = Callable[[Any, int], object]  # a forward and a backward of a model, with the number of the step
@@ -160,6 +160,15 @@ def pair(api: Wrapper, make: Callable[[], Any] = Net, before: Change = id) -> tu
     replica = make()
     before(replica)
     return api.shard(copy.deepcopy(replica)), replica
+
+
+def three_steps(net: nn.Module, optimizer: Any, step: Step, after: Change = id) -> None:
+    """Train ``net`` for three steps; ``after`` is done to it between backward and update."""
+    for number in range(3):
+        optimizer.zero_grad()
+        step(net, number)
+        after(net)
+        optimizer.step()
 
 
 def advance(api: Wrapper, model: Any, replica: Any, step: Step = squares, optimizer: Any = sgd) -> None:

@@ -33,10 +33,11 @@ from behaviours.rows import (
     same,
     scene,
     squares,
+    three_steps,
     two_layers,
 )
 from behaviours.wrappers import Wrapper
-from small import average_gradients, sgd, three_steps
+from small import average_gradients, sgd
 
 # state
 

@@ -3,43 +3,10 @@
 import re
 from collections.abc import Callable
 
+from behaviours.refused import REFUSED
 from behaviours.verdicts import outcomes, summary
 from behaviours.wrappers import OWN
 from pool import Pool
-
-CANNOT = r"cannot step on a sharded model: .*use shard\(..., layout='whole'\)"
-CHANGED = r"forward changed blocks.1\.\S+.* of blocks.1, with which other ranks may compute now"
-REFUSED = {
-    "SAM: cannot be built from its groups alone": "Sam cannot be tried",
-    "Adafactor": f"Adafactor {CANNOT}",
-    "Muon": f"Muon {CANNOT}",
-    "LARS in a warm-up that begins with a learning rate of 0": f"Lars {CANNOT}",
-    "One that looks at whole matrices from 32 × 32 upwards, as timm's Adafactor does": f"From32 {CANNOT}",
-    "Torch's `GradScaler`, where one rank's gradients overflow": "use shardtrain.GradScaler",
-    "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
-    "`layer.bias = None` after wrapping": "head.bias is no longer where",
-    "A module attached after wrapping": "parameters attached after shard",
-    "The parent reads a unit's weight": "it read this rank's shard: call the module, choose units .* Shards "
-    "were shown by blocks.0.inside.weight, ",
-    "A momentum encoder updated inside forward": f"{CHANGED}; change parameters between steps",
-    "A momentum encoder replaced inside forward": f"{CHANGED}; change parameters between steps",
-    "A penalty on parameters in the same backward": "for a penalty on weights use",
-    "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
-    "`jvp`": "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func",
-    "Double backward": "double backward .* is not supported",
-    "`autograd.grad` over parameters": "autograd.grad over parameters of a sharded model",
-    "`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model": "a rank's piece of "
-    "0.weight must not be pickled",
-    "`get_model_state_dict(full_state_dict=True)`": "a rank's piece of 0.weight must not be used by equal: "
-    "only load_state_dict.* and DCP take it; save shardtrain.full_state_dict",
-    "Loading a full state dict without a key: nothing is loaded": "nothing was loaded: head.bias is missing",
-    "Loading a full state dict in float64: nothing is loaded": "nothing was loaded: head.bias is torch.f",
-    "Models that differ between ranks": r"to shard differs between ranks: rank [12] has weight \(\d+, 5\) "
-    r"torch.float32 .* where rank 0 has weight \(7, 5\)",
-    "Ranks that run units in another order": "rank 0 takes another path than ranks 1 and 2",
-    "Unequal numbers of steps": "rank [12] has ended",
-    "A rank that is stopped: the time-out of 2 s says so": "rank 1 does not answer",
-}
 
 # In these rows each rank sees something else.
 RANKS_DIFFER = ("Ranks that run", "Unequal numbers", "A rank that is")
