@@ -301,7 +301,8 @@ def allocated(step: Callable[[], object]) -> int:
     with torch.autograd.profiler.profile(profile_memory=True) as profile, _EndsOfOperations():
         step()
     events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
-    most = held = 0
+    held = 0
+    most = 0
     for event in events:
         if event.name() == "[memory]":
             held += event.nbytes()

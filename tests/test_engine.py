@@ -139,7 +139,8 @@ def test_the_meter_says_how_long_a_rank_waited_and_for_what(tmp_path: Path) -> N
     model, _ = sharded_and_replica()
     train(model, sgd(model), 2)
     dist.barrier()
-    waiting, waited = Reports.waiting, tmp_path / "rank 0 has waited"
+    waiting = Reports.waiting
+    waited = tmp_path / "rank 0 has waited"
 
     @contextlib.contextmanager
     def wait_and_tell(of: Reports, position: int) -> Iterator[None]:

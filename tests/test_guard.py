@@ -149,7 +149,9 @@ def test_a_rank_that_is_busy_alone_is_waited_for(tmp_path: Path) -> None:
     """It is busy until each of the others has said so, and then has checked several times."""
     model, optimizer = trained()
     comm.set_time_out(timedelta(seconds=3))
-    check, said, last = reports.Reports.check, list[str](), dist.get_world_size() - 1
+    check = reports.Reports.check
+    last = dist.get_world_size() - 1
+    said: list[str] = []
     checked: list[list[str]] = []  # at each check after it was said, all that was said so far
 
     def check_and_tell(of: reports.Reports) -> None:

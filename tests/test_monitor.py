@@ -516,7 +516,8 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     config = configure(*SHORT, "train.accumulate=2")
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     metrics, batches, step = StepMetrics(job), iter(job.train), Step.of(job, None)
-    around, inside = [], []  # seconds of steps, with and without the measuring
+    around: list[float] = []  # seconds of steps, with the measuring
+    inside: list[float] = []  # without
 
     def steps(count: int) -> None:
         for _ in range(count):

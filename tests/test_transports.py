@@ -450,9 +450,12 @@ def test_a_rank_or_replica_on_another_path_is_named(
 ) -> None:
     """Some ranks take another path when rank 1 already waits for rank 0."""
     model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
-    rank, usual, waits = dist.get_rank(), "first second", tmp_path / "rank 1 waits"
+    rank = dist.get_rank()
+    usual = "first second"
+    waits = tmp_path / "rank 1 waits"
     model.take(usual)
-    waiting, begun = Reports.waiting, list[bool]()
+    waiting = Reports.waiting
+    begun: list[bool] = []
 
     def wait_and_tell(of: Reports, position: int) -> Any:
         if begun and rank == 1:
