@@ -25,7 +25,6 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.comm import signals
 from shardtrain.comm.agreement import gather_texts
-from shardtrain.comm.native import Backend
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.trace import GATHER, REDUCE
 from shardtrain.job.build import require_equal_groups
@@ -533,6 +532,3 @@ def test_gloo_is_asked_for_sums_of_equal_intervals() -> None:
     like_a_replica(transport=transport)
     with pytest.raises(ValueError, match="moves tensors on cpu in equal intervals only: use layout='even'"):
         like_a_replica(layout="whole", transport=transport)
-    part = torch.zeros(2)
-    with pytest.raises(ValueError, match="and no virtual_ranks"):
-        Backend(dist.group.WORLD).exchange([([part, part], [part, part])])

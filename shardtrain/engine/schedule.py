@@ -130,6 +130,7 @@ class Backward(Generic[U]):
     reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
     late: dict[U, None] = field(default_factory=dict)  # units completed again after that
     under_way: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
+    bytes_under_way: int = 0  # of their full gradients
 
 
 class Schedule(Generic[U]):
@@ -332,7 +333,7 @@ class Schedule(Generic[U]):
         for unit in backward.late:
             self._reduce(backward, unit)
         while backward.under_way:
-            self.act.finish(backward.under_way.popleft())
+            self._finish_oldest(backward)
         self.unreduced.difference_update(ready)
         self._end()
         return [*backward.reduced]
@@ -412,12 +413,18 @@ class Schedule(Generic[U]):
 
     def _reduce(self, backward: Backward[U], unit: U) -> None:
         under_way = backward.under_way
-        room = self.room - unit.gradient_bytes
-        while under_way and (unit in under_way or sum([u.gradient_bytes for u in under_way]) > room):
-            self.act.finish(under_way.popleft())
+        size = unit.gradient_bytes
+        while under_way and (unit in under_way or backward.bytes_under_way + size > self.room):
+            self._finish_oldest(backward)
         self.act.reduce(unit)
         under_way.append(unit)
+        backward.bytes_under_way += size
         backward.reduced[unit] = None
+
+    def _finish_oldest(self, backward: Backward[U]) -> None:
+        unit = backward.under_way.popleft()
+        self.act.finish(unit)
+        backward.bytes_under_way -= unit.gradient_bytes
 
     # movements
 

@@ -47,6 +47,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine.require_rest("unsharded() cannot be called")
     if grads:
         engine.driver.require_reduced("unsharded(grads=True)")
+    engine.driver.forget_nodes()
     kept = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
@@ -68,6 +69,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             member.param.grad = None
             if grad is not None:
                 member.set_grad(grad)
+        engine.driver.forget_nodes()
 
 
 def _show_copies(unit: Unit, grads: bool) -> None:
