@@ -196,7 +196,7 @@ def test_no_process_group_is_world_size_1(monkeypatch: pytest.MonkeyPatch) -> No
     plain = OddNet()
     model = shardtrain.shard(copy.deepcopy(plain), units=[Block])
     for net in (plain, model):
-        train(net, sgd(net), 3, lambda step: images(step, rank=0))
+        train(net, sgd(net), 3, batch=lambda step: images(step, rank=0))
     assert_same_parameters(model, plain, tolerance=0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="WORLD_SIZE is 2 but there is no process group"):
