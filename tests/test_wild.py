@@ -299,7 +299,7 @@ def generation(wrap: Wrap, sync: Sync) -> list[Any]:
 
 
 def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
-    """timm's groups without decay by dimensions, schedule, mixup and EMA; torchmetrics over all ranks."""
+    """timm's groups without decay by dimensions, schedule and mixup; torchmetrics over all ranks."""
     import timm
     from timm.loss import SoftTargetCrossEntropy
     from timm.optim import create_optimizer_v2
@@ -307,7 +307,6 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     from torchmetrics.classification import MulticlassAccuracy
 
     model = wrap(timm.create_model("test_vit", num_classes=5, img_size=32))
-    ema = timm.utils.ModelEmaV3(model, decay=0.9)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.3, layer_decay=0.7)
     schedule, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=3, warmup_epochs=1)
     mixup = timm.data.Mixup(num_classes=5)
@@ -322,10 +321,9 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
         return SoftTargetCrossEntropy()(out, mixed)
 
     def after() -> None:
-        ema.update(model)
         schedule.step(next(steps))
 
-    return [*train(model, loss, sync, optimizer=optimizer, after=after), ema.module, accuracy.compute()]
+    return [*train(model, loss, sync, optimizer=optimizer, after=after), accuracy.compute()]
 
 
 def sam(wrap: Wrap, sync: Sync) -> list[Any]:
