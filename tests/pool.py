@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import pytest
 
 Ranks = Callable[..., list[Any]]  # of the fixtures `ranks` and `on_ranks`
+LARGEST = 4  # ranks that are started at once: those of one test are of one age
 TIMEOUT_S = 150.0
 # What tests import, so that ranks are forked with it; `shardtrain.train` stands for what programs import.
 PRELOADED = ["torch", "torchvision", "shardtrain.train.loop", "matplotlib.figure", "pytest", "hypothesis"]
@@ -69,7 +70,7 @@ class Pool:
         if not self._ranks:
             # Of stores, which must outlive what tests leave to the garbage collector: else a rank aborts.
             self._folder = tempfile.TemporaryDirectory()
-        while len(self._ranks) < world:
+        while len(self._ranks) < (world if self.fresh else max(world, LARGEST)):
             self._ranks.append(self._start())
         self._count += 1
         store = f"{self._folder.name}/{self._count}"
