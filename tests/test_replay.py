@@ -1,6 +1,7 @@
 """Replays: a neighbour finds each rank that computes wrong, and none that does not."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -185,9 +186,11 @@ def test_a_fault_that_passes_is_found_and_named_by_two_ranks_and_by_one(
     assert len({*texts}) == 1
     number = 0 if world == 1 or at == 2 else 2
     ranks = "rank 0" if world == 1 else "ranks 0 and 1"
-    assert texts[0].startswith(
+    # Which gradient differs first depends on the kernels: that of the bias may round to the same bits.
+    assert re.match(
         f"step 7: virtual rank {number} has other bits on {ranks}: rank 0 computes wrong. First differs the "
-        "output of blocks.1, then the gradient of fc.bias in the root. There was no update"
+        r"output of blocks\.1, then the gradient of fc\.(bias|weight) in the root. There was no update",
+        texts[0],
     )
 
 
