@@ -116,13 +116,16 @@ class Driver:
             for segment in unit.segments if unit.shown is Shown.SHARD else ():
                 segment.forget_nodes()
 
-    def _training(self) -> frozenset[Unit]:
-        return frozenset(unit for unit in self.units if unit.trains)
+    def _training(self) -> set[Unit]:
+        return {unit for unit in self.units if unit.trains}
 
     def refresh(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
         self.schedule.release(unit)
-        self.schedule.trains = self._training()
+        if unit.trains:
+            self.schedule.trains.add(unit)
+        else:
+            self.schedule.trains.discard(unit)
         unit.refresh()
         self._fence(ENTER)
 

@@ -145,7 +145,7 @@ class Schedule(Generic[U]):
         self.root = units[0]
         self.act = act
         self.room = room
-        self.trains: Collection[U] = self.units
+        self.trains: set[U] = set(units)
         self.accumulates: Collection[U] = ()
         self.calls: dict[U, Call[U]] = {}  # calls under way
         self.gathered: set[U] = set()  # or being gathered
@@ -172,7 +172,7 @@ class Schedule(Generic[U]):
 
     # forward
 
-    def begin_forward(self, trains: Collection[U]) -> None:
+    def begin_forward(self, trains: set[U]) -> None:
         """Release all units as the root is called: gathered values may be from before an update."""
         assert self.backward is None, "a backward computes again: its calls are not recorded"
         self.trains = trains
@@ -290,7 +290,7 @@ class Schedule(Generic[U]):
 
     # backward
 
-    def begin_backward(self, forward: Forward[U], trains: Collection[U]) -> None:
+    def begin_backward(self, forward: Forward[U], trains: set[U]) -> None:
         """Begin a backward, whose first node was made in ``forward``."""
         self.trains = trains
         self.backward = Backward()
