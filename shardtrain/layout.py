@@ -130,18 +130,6 @@ class Layout:
                 parts.append((virtual, slice(start, stop)))
         return parts
 
-    def elsewhere(self, rank: int | None) -> list[list[tuple[slice, slice]]]:
-        """Return, for each parameter, the slices of it that other ranks than ``rank`` own; for None, all.
-
-        With each comes the slice of the flat vector where it lies.
-        """
-        pieces = [Piece(0, 0, 0)] * len(self.sizes) if rank is None else self.pieces(rank)
-        places = []
-        for offset, size, (start, stop, _) in zip(self.offsets, self.sizes, pieces, strict=True):
-            others = ((0, start), (stop, size)) if start < stop else ((0, size),)
-            places.append([(slice(a, b), slice(offset + a, offset + b)) for a, b in others if a < b])
-        return places
-
 
 Policy = Literal["even", "whole"]
 

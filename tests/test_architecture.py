@@ -38,7 +38,7 @@ DENSE: dict[str, list[str]] = {
         "shardtrain/engine/hooks.py",
         "shardtrain/engine/introspection.py",
         "shardtrain/engine/pieces.py",
-        "shardtrain/engine/reduce.py",
+        "shardtrain/engine/gradient.py",
         "shardtrain/engine/unit.py",
         "shardtrain/engine/units.py",
         "shardtrain/engine/virtual.py",

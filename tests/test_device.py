@@ -122,13 +122,13 @@ def play(device: SimulatedDevice, scene: str, precision: Precision, net: nn.Modu
 def test_streams_are_in_order_and_the_host_never_waits(
     device: SimulatedDevice, scene: str, precision: str
 ) -> None:
-    """With offload it does for gradients and their norm, with a scaled loss to know whether to step."""
+    """With offload it does for gradients, also under no_sync, and their norm; with a scaled loss to step."""
     torch.use_deterministic_algorithms("virtual ranks" in scene)
     waits = play(device, scene, PRECISIONS[precision], OddNet())
     assert list(device.findings) == []
     away = "offload" in scene
     scaled = precision == "fp16"
-    assert len(waits) <= 2 * away + scaled * (1 + away), waits
+    assert len(waits) <= 3 * away + scaled * (1 + away), waits
 
 
 def test_virtual_ranks_need_deterministic_kernels(device: SimulatedDevice) -> None:

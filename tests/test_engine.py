@@ -27,8 +27,8 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm.reports import Reports
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.shard import ALIGN_BYTES
+from shardtrain.engine.unit import Unit
 
 from behaviours.rows import three_steps
 from naive_twin import NaiveTwin
@@ -114,20 +114,20 @@ def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
     """The last layer is the largest: its reduction is alone. Where units stay, all are under way at once."""
 
     def counting(name: str, sign: int, sizes: list[int]) -> Any:
-        original = getattr(Reduction, name)
+        original = getattr(Driver, name)
 
-        def counted(reduction: Reduction) -> None:
-            sizes.append(sizes[-1] + sign * reduction.unit.gradient_bytes // 4)
-            original(reduction)
+        def counted(driver: Driver, unit: Unit) -> None:
+            sizes.append(sizes[-1] + sign * unit.gradient_bytes // 4)
+            original(driver, unit)
 
-        return mock.patch.object(Reduction, name, counted)
+        return mock.patch.object(Driver, name, counted)
 
     sizes: dict[bool, list[int]] = {True: [0], False: [0]}  # elements that are being reduced
     for reshard, under_way in sizes.items():
         layers = [nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 45)]
         options = {"transport": "process_group", "reshard_after_forward": reshard}
         model = shard(nn.Sequential(*layers), units=[nn.Linear], **options)
-        with counting("launch", 1, under_way), counting("finish", -1, under_way):
+        with counting("reduce", 1, under_way), counting("finish", -1, under_way):
             model(torch.randn(2, 9)).sum().backward()
     # elements, padded
     small = 128

@@ -116,7 +116,7 @@ def test_the_mean_is_that_of_one_large_batch() -> None:
     shardtrain.load_full_state_dict(model, plain.state_dict())
     x = torch.randn(16, 3)
     plain(x).square().mean().backward()
-    flat = next(f for r in engine_of(model).driver.reductions.values() for f in r.flats)
+    flat = next(f for r in engine_of(model).driver.reductions.values() for f in r.gradients)
     waiting = []
     drawn = set()
     for number, part in enumerate(x.split(2)):

@@ -40,7 +40,6 @@ _MERGES: dict[object, Callable[..., Tensor]] = {
 # Elements merged at a time: 512 KiB of fp32 per part. Sum and mean of 2.4 million elements take 0.78 of the
 # time of two passes over the whole vector (2 MiB of L2 cache per core). Half or twice the size is no faster.
 SPAN = 1 << 17
-SMALL = 1 << 12  # elements of a piece that costs more to handle than to sum
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
@@ -101,37 +100,6 @@ def _merge_span(
         total.div_(divisor, rounding_mode=None if wide.is_floating_point else "trunc")
     if total is not out:
         out.copy_(total)
-
-
-def merge_pieces(parts: Sequence[list[Tensor]], own: int, terms: int = 0) -> None:
-    """Turn ``parts[own]`` into the mean of all ``parts``: each piece as by `merge`, small ones together.
-
-    ``parts``: from each rank a list of pieces (1-D), of the same lengths. ``terms``: as of `merge`.
-    """
-    out = parts[own]
-    wide = bool(out) and out[0].dtype in (torch.float32, torch.float64)
-    small = [index for index, piece in enumerate(out) if wide and piece.numel() <= SMALL]
-    if len(small) < len(out):
-        for index in set(range(len(out))).difference(small):
-            merge([part[index] for part in parts], out[index], ReduceOp.AVG, terms)
-        parts = [[part[index] for index in small] for part in parts]
-    if small:
-        _average_together(parts, parts[own], terms)
-
-
-def _average_together(parts: Sequence[list[Tensor]], out: list[Tensor], terms: int) -> None:
-    """Turn ``out``, one of ``parts``, into their mean, with one operation for all its pieces."""
-    dtype = out[0].dtype
-    parts = [part if part[0].dtype == dtype else [piece.to(dtype) for piece in part] for part in parts]
-
-    def add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-        if left is out or right is out:
-            torch._foreach_add_(out, right if left is out else left)
-            return out
-        return list(torch._foreach_add(left, right))
-
-    _tree(parts, add)
-    torch._foreach_div_(out, _divisor(terms or len(parts), out[0]))
 
 
 def _tree(parts: Sequence[T], join: Callable[[T, T], T]) -> T:

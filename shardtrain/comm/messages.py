@@ -67,7 +67,7 @@ class Mailbox(NamedTuple):
 
 def start_exchange(
     mailbox: Mailbox, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
-) -> Pending:
+) -> Pending[None]:
     """Start sending ``outgoing[r]`` to rank ``r`` and filling ``incoming[r]`` with what rank ``r`` sends.
 
     ``outgoing``, ``incoming``: ``world`` contiguous 1-D tensors. What one rank sends has as many bytes as
@@ -89,16 +89,18 @@ def start_reduce_scatter(
     mailbox: Mailbox,
     tag: int,
     parts: Sequence[torch.Tensor],
-    out: torch.Tensor,
+    dtype: torch.dtype,
     op: object,
     terms: int = 0,
-) -> Pending:
-    """Start sending ``parts[r]`` to rank ``r``; finishing merges all ranks' ``parts[rank]`` with ``op``.
+    out: torch.Tensor | None = None,
+) -> Pending[torch.Tensor]:
+    """Start sending ``parts[r]`` to rank ``r``. The result merges all ranks' ``parts[rank]`` with ``op``.
 
     ``op``, ``terms``: see `arithmetic.merge`.
     ``parts``: ``world`` contiguous 1-D tensors, of the same sizes on every rank and of one dtype, but
-    ``parts[rank]`` may be wider. ``out``: see `arithmetic.merge`. Receives of further chunks are posted while
-    finishing. Until then no other collective between these ranks may use the same tag.
+    ``parts[rank]`` may be wider. ``dtype``: the result's, the widest of theirs or a wider one. ``out``: where
+    the result is to be. Receives of further chunks are posted while finishing. Until then no other collective
+    between these ranks may use the same tag.
     """
     own = parts[mailbox.rank]
     sent = parts[mailbox.rank - 1]
@@ -113,16 +115,18 @@ def start_reduce_scatter(
     arriving = deque(receive(index) for index in range(slots))
     sends = [work for peer in mailbox.peers() for work in mailbox.post("send", parts[peer], peer, tag)]
 
-    def finish() -> None:
+    def finish() -> torch.Tensor:
+        merged = torch.empty_like(own, dtype=dtype) if out is None else out
         for index, span in enumerate(spans):
             mailbox.wait(arriving.popleft())
             mine = own[span]
             came = [slot[: mine.numel()] for slot in inbox[index % slots]]
             came[mailbox.rank] = mine
-            merge(came, out[span], op, terms)
+            merge(came, merged[span], op, terms)
             if index + slots < len(spans):
                 arriving.append(receive(index + slots))
         mailbox.wait(sends)
+        return merged
 
     return Pending(finish)
 

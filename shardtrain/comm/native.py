@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
-from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, intervals
+from shardtrain.comm.transport import Flat, Gradient, Move, Pending, intervals
 
 # Renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,7 +109,7 @@ class Backend:
                 "use layout='even' and no virtual_ranks, or a process group of NCCL"
             )
 
-    def gather(self, flats: Sequence[Flat]) -> Pending:
+    def gather(self, flats: Sequence[Flat]) -> Pending[None]:
         for flat in flats:
             self._require_equal(flat.full, flat.layout.equal)
 
@@ -123,23 +123,26 @@ class Backend:
 
         return self._run(flats[0].full.device, run)
 
-    def reduce(self, gradients: Sequence[Gradient]) -> Pending:
-        """Start reducing. Means are allocated now, in the compute stream's order; ``own`` views them."""
-        rank = self.group.rank()
-        means = []
+    def reduce(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        """Start reducing. Means are allocated now, in the compute stream's order."""
         for gradient in gradients:
             self._require_equal(gradient.full, gradient.layout.equal)
-            if gradient.mean is None:
-                gradient.full[gradient.layout.interval(rank)].copy_(gradient.pack_own(rank))
-            means.append(gradient.new_mean(rank))
-        return self._run(gradients[0].full.device, partial(self._reduce, gradients, means))
+        means = [gradient.new_mean() for gradient in gradients]
+        pending = self._run(gradients[0].full.device, partial(self._reduce, gradients, means))
+        return pending.then(lambda _: means)
 
-    def average(self, values: Sequence[Interval], after: Pending) -> Pending:
-        """Start averaging ``values``, which ``after`` computes, in place. Keep its memory alive, too."""
-        moved = [x if x.dtype == wire else x.new_empty(x.shape, dtype=wire) for x, wire in values]
-        return self._run(moved[0].device, *after.steps, partial(self._average, values, moved))
+    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+        """Start averaging the ``means`` in the stream in which they are computed."""
+        buffers = [each.own.new_empty(len(each.own)) for each in gradients if each.dtype != each.full.dtype]
+        averaged = list[Tensor]()
 
-    def exchange(self, moves: Sequence[Move]) -> Pending:
+        def run() -> None:
+            averaged.extend(means.wait())
+            self._average(averaged, [each.full.dtype for each in gradients], buffers)
+
+        return self._run(gradients[0].full.device, run).then(lambda _: averaged)
+
+    def exchange(self, moves: Sequence[Move]) -> Pending[None]:
         if devices.on_accelerator(moves[0][0][0]):
             self._require_equal(moves[0][0][0], equal=False)
 
@@ -157,10 +160,10 @@ class Backend:
 
         return self._run(moves[0][0][0].device, run)
 
-    def _run(self, device: torch.device, *movements: Callable[[], object]) -> Pending:
-        """Run ``movements`` in turn, on an accelerator in the communication stream of ``device``.
+    def _run(self, device: torch.device, movement: Callable[[], object]) -> Pending[None]:
+        """Run ``movement``, on an accelerator in the communication stream of ``device``.
 
-        The result keeps ``movements``, and so their memory, alive until it is waited for.
+        The result keeps ``movement``, and so its memory, alive until it is waited for.
         """
         if device not in self._streams:
             # Of high priority, so that copies around a collective do not queue behind computation.
@@ -168,11 +171,10 @@ class Backend:
         called = devices.current_stream(device).record_event()
         with devices.inside(self._streams[device]):
             devices.current_stream(device).wait_event(called)
-            for movement in movements:
-                movement()
+            movement()
             done = devices.current_stream(device).record_event()
 
-        def finish(held: object = movements) -> None:
+        def finish(held: object = movement) -> None:
             devices.current_stream(device).wait_event(done)
 
         return Pending(finish)
@@ -196,16 +198,16 @@ class Backend:
 
     def _reduce(self, gradients: Sequence[Gradient], means: Sequence[Tensor]) -> None:
         """Fill ``means``. A narrower dtype is reduced into ``full`` first, which the caller keeps alive."""
-        rank = self.group.rank()
         op = self._op([gradient.full for gradient in gradients])
-        own = [gradient.full[gradient.layout.interval(rank)] for gradient in gradients]
-        outs = [mean if mean.dtype == out.dtype else out for mean, out in zip(means, own, strict=True)]
+        outs = list[Tensor]()
+        for gradient, mean in zip(gradients, means, strict=True):
+            outs.append(mean if mean.dtype == gradient.full.dtype else gradient.own)
         with self._together([gradient.full for gradient in gradients if gradient.layout.equal]):
-            for (full, _, layout, *_), out in zip(gradients, outs, strict=True):
-                if layout.equal:
-                    reduce_scatter(out, full, op, self.group)
+            for gradient, out in zip(gradients, outs, strict=True):
+                if gradient.layout.equal:
+                    reduce_scatter(out, gradient.full, op, self.group)
                 elif moves_bytes(self.group):
-                    dist.reduce_scatter(out, intervals(full, layout), op=op, group=self.group)
+                    dist.reduce_scatter(out, gradient.parts, op=op, group=self.group)
         self._widen(means, outs, op)
 
     def _widen(self, means: Sequence[Tensor], outs: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
@@ -216,15 +218,19 @@ class Backend:
             if op is _SUM and self._size > 1:
                 mean.div_(self._world)
 
-    def _average(self, values: Sequence[Interval], moved: Sequence[Tensor]) -> None:
-        op = self._op(moved)
-        for (value, _), wire in zip(values, moved, strict=True):
-            if wire is not value:
-                wire.copy_(value)
-        with self._together(moved):
-            for wire in moved:
-                dist.all_reduce(wire, op, group=self.group)
-        self._widen([value for value, _ in values], moved, op)
+    def _average(
+        self, means: Sequence[Tensor], dtypes: Sequence[torch.dtype], buffers: Sequence[Tensor]
+    ) -> None:
+        """Average ``means`` in place, sent as ``dtypes``: by way of ``buffers`` where these differ."""
+        following = iter(buffers)
+        sent = list[Tensor]()
+        for mean, dtype in zip(means, dtypes, strict=True):
+            sent.append(mean if mean.dtype == dtype else next(following).copy_(mean))
+        op = self._op(sent)
+        with self._together(sent):
+            for each in sent:
+                dist.all_reduce(each, op, group=self.group)
+        self._widen(means, sent, op)
 
 
 def living(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

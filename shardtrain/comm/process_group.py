@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,10 @@ from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, st
 from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, BROADCAST, ENTER, GATHER, REDUCE, STEP, Movement, count
-from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, Transport, intervals
+from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Transport, intervals
+
+T = TypeVar("T")
+Start = Callable[[Mailbox, int], Pending[T]]  # starts messages with a tag
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 
@@ -82,25 +86,29 @@ class ProcessGroupTransport(Transport):
         else:
             self._paths.compare_hashes(self.group)
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         count(GATHER, (flat.sent for flat in flats))
         if self.by_messages([f.full for f in flats]):
             return self.send_to_all(name, [(f.local, intervals(f.full, f.layout)) for f in flats])
         return self.backend_for(GATHER, name).gather(flats)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
-        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        count(REDUCE, (gradient.sent for gradient in gradients))
         by_tree = any(each.terms for each in gradients)
         if not by_tree and not self.by_messages([each.full for each in gradients]):
             return self.backend_for(REDUCE, name).reduce(gradients)
-        return self.combine(name, [self._parts(each) for each in gradients], terms=gradients[0].terms)
+        parts = [each.parts for each in gradients]
+        dtypes = [each.dtype for each in gradients]
+        return self._combine(REDUCE, name, parts, dtypes, gradients[0].terms)
 
-    def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
-        sizes = [values.numel() * wire.itemsize for values, wire in intervals]
+    def average(
+        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
+    ) -> Pending[list[Tensor]]:
+        sizes = [len(each.own) * each.full.itemsize for each in gradients]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        if not (terms or self.by_messages([values for values, _ in intervals])):
-            return self.backend_for(AVERAGE, name).average(intervals, after)
-        return self._average_in_two_stages(name, intervals, terms)
+        if not (gradients[0].terms or self.by_messages([each.full for each in gradients])):
+            return self.backend_for(AVERAGE, name).average(gradients, means)
+        return self._average_in_two_stages(name, gradients, means.wait())
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
@@ -129,65 +137,67 @@ class ProcessGroupTransport(Transport):
 
     def send_to_all(
         self, name: str, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], kind: Movement = GATHER
-    ) -> Pending:
+    ) -> Pending[None]:
         """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
         ``vectors``: for each segment ``local``, and its ``parts``, one per rank. ``kind``: its name for the
         guard.
         """
-        moves = [([local] * self.world, parts) for local, parts in vectors]
-        return self._exchange(kind, name, moves, [])
+        return self._exchange(kind, name, [([local] * self.world, parts) for local, parts in vectors])
 
-    def combine(
+    def _combine(
         self,
+        kind: Movement,
         name: str,
-        sets: Sequence[list[Tensor]],
-        kind: Movement = REDUCE,
-        terms: int = 0,
-    ) -> Pending:
-        """Start sending ``parts[r]`` to rank r, and turning ``parts[rank]`` into the mean.
+        parts: Sequence[list[Tensor]],
+        dtypes: Sequence[torch.dtype],
+        terms: int,
+    ) -> Pending[list[Tensor]]:
+        """Start sending each ``parts[r]`` to rank r. The result is the mean of all ranks' ``parts[rank]``.
 
-        ``sets``: for each segment the ``parts``, one per rank. ``kind``: as above. ``terms``: as of
+        ``parts``: for each segment a list with a tensor per rank. ``dtypes``: of the means. ``terms``: as of
         `Gradient`.
         """
         op = dist.ReduceOp.AVG
-        if self.by_messages([parts[0] for parts in sets]):
-            start = partial(start_reduce_scatter, op=op, terms=terms)
-            return self._watched(
-                kind, name, [partial(start, parts=parts, out=parts[self.rank]) for parts in sets]
-            )
-        moves = list[Move]()
-        steps = list[Callable[[], None]]()
-        for parts in sets:
-            mean = parts[self.rank]
-            like = parts[self.rank - 1]
-            incoming = [mean if r == self.rank else like.new_empty(len(mean)) for r in range(self.world)]
-            moves.append((parts, incoming))
-            steps.append(partial(merge, incoming, mean, op, terms))
-        return self._exchange(kind, name, moves, steps)
+        if self.by_messages([of_segment[0] for of_segment in parts]):
+            starts = list[Start[Tensor]]()
+            for of_segment, dtype in zip(parts, dtypes, strict=True):
+                start = partial(start_reduce_scatter, parts=of_segment, dtype=dtype, op=op, terms=terms)
+                starts.append(start)
+            return self._watched(kind, name, starts)
+        arrived = list[list[Tensor]]()
+        for of_segment in parts:
+            own = of_segment[self.rank]
+            arrived.append([own if r == self.rank else torch.empty_like(own) for r in range(self.world)])
+        moving = self._exchange(kind, name, [*zip(parts, arrived, strict=True)])
 
-    def _exchange(
-        self, kind: Movement, name: str, moves: Sequence[Move], steps: Sequence[Callable[[], None]]
-    ) -> Pending:
-        """Start ``moves``; ``steps`` complete their results."""
-        if self.by_messages([outgoing[0] for outgoing, _ in moves]):
-            starts = [partial(start_exchange, outgoing=a, incoming=b) for a, b in moves]
-            moving = self._watched(kind, name, starts)
-        else:
-            moving = self.backend_for(kind, name).exchange(moves)
-        return Pending(moving.wait, *steps)
+        def finish(_: None) -> list[Tensor]:
+            means = []
+            for incoming, dtype in zip(arrived, dtypes, strict=True):
+                mean = torch.empty_like(incoming[self.rank], dtype=dtype)
+                merge(incoming, mean, op, terms)
+                means.append(mean)
+            return means
 
-    def _watched(
-        self, kind: Movement, name: str, starts: Sequence[Callable[[Mailbox, int], Pending]]
-    ) -> Pending:
+        return moving.then(finish)
+
+    def _exchange(self, kind: Movement, name: str, moves: Sequence[Move]) -> Pending[None]:
+        """Start ``moves``."""
+        if not self.by_messages([outgoing[0] for outgoing, _ in moves]):
+            return self.backend_for(kind, name).exchange(moves)
+        starts = [partial(start_exchange, outgoing=a, incoming=b) for a, b in moves]
+        return self._watched(kind, name, starts).then(lambda _: None)
+
+    def _watched(self, kind: Movement, name: str, starts: Sequence[Start[T]]) -> Pending[list[T]]:
         """Start the messages of every segment, each with its own tag, under the guard."""
         reports = self.reports
         mailbox = self._mailbox
         position = self._post(kind, name)
         tags = [collective_tag(position, self._paths.digest, index) for index in range(len(starts))]
         with nullcontext() if reports is None else reports.waiting(position):
-            waits = [start(mailbox, each).wait for start, each in zip(starts, tags, strict=True)]
-        return Pending(*waits) if reports is None else reports.watch(position, Pending(*waits))
+            moving = [start(mailbox, each) for start, each in zip(starts, tags, strict=True)]
+        together = Pending(lambda: [each.wait() for each in moving])
+        return together if reports is None else reports.watch(position, together)
 
     @contextmanager
     def _handshake(self, kind: Movement, tensor: Tensor) -> Iterator[Tensor]:
@@ -210,24 +220,29 @@ class ProcessGroupTransport(Transport):
         if moved is not tensor:
             tensor.copy_(moved)
 
-    def _average_in_two_stages(self, name: str, intervals: Sequence[Interval], terms: int) -> Pending:
+    def _average_in_two_stages(
+        self, name: str, gradients: Sequence[Gradient], means: Sequence[Tensor]
+    ) -> Pending[list[Tensor]]:
         """Average a part of every interval on each rank, which then sends it to the others."""
-        moved = [values.to(wire) for values, wire in intervals]
-        parts = [list(each.tensor_split(self.world)) for each in moved]
-        own = [values.tensor_split(self.world)[self.rank] for values, _ in intervals]
-        pairs = zip(parts, own, strict=True)
-        sets = [[*each[: self.rank], mine, *each[self.rank + 1 :]] for each, mine in pairs]
+        parts = []
+        for gradient, mean in zip(gradients, means, strict=True):
+            sent = mean.to(gradient.full.dtype).tensor_split(self.world)
+            own = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
+            parts.append([*sent[: self.rank], own, *sent[self.rank + 1 :]])
+        dtypes = [each.dtype for each in gradients]
+        pending = self._combine(AVERAGE, name, parts, dtypes, gradients[0].terms)
 
-        def finish() -> None:
-            for each, mine in zip(parts, own, strict=True):
-                each[self.rank].copy_(mine)
-            self.send_to_all(name, [(each[self.rank], each) for each in parts], AVERAGE).wait()
-            for (values, _), all_parts in zip(intervals, moved, strict=True):
-                values.copy_(all_parts)
+        def finish(own_means: list[Tensor]) -> list[Tensor]:
+            vectors = list[tuple[Tensor, list[Tensor]]]()
+            wholes = list[Tensor]()
+            for gradient, mean, own in zip(gradients, means, own_means, strict=True):
+                whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
+                wholes.append(whole)
+                vectors.append((own.to(whole.dtype), [*whole.tensor_split(self.world)]))
+            self.send_to_all(name, vectors, AVERAGE).wait()
+            for whole, mean in zip(wholes, means, strict=True):
+                if whole is not mean:
+                    mean.copy_(whole)
+            return [*means]
 
-        return self.combine(name, sets, AVERAGE, terms).then(finish)
-
-    def _parts(self, gradient: Gradient) -> list[Tensor]:
-        parts = intervals(gradient.full, gradient.layout)
-        parts[self.rank] = gradient.pack_own(self.rank)
-        return parts
+        return pending.then(finish)

@@ -320,7 +320,8 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
     if call.op is None:
         start_exchange(mailbox, tag, outgoing, incoming).wait()
     else:
-        start_reduce_scatter(mailbox, tag, outgoing, incoming[rank], call.op).wait()
+        out = incoming[rank]
+        start_reduce_scatter(mailbox, tag, outgoing, out.dtype, call.op, out=out).wait()
 
 
 def _backends_own(call: Call) -> Callable[..., Work | None]:

@@ -23,7 +23,6 @@ import datetime
 import logging
 import os
 import struct
-import sys
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
 from shardtrain.comm.transport import Pending
+
+T = TypeVar("T")
 
 CHECK_S = 0.2  # the interval at which a rank checks how long it has waited
 STALL_S = 1.0  # the wait after which it asks for reports
@@ -260,14 +262,12 @@ class Reports:
                 self._waiting = None
                 _waits.discard(wait)
 
-    def watch(self, position: int, moving: Pending) -> Pending:
+    def watch(self, position: int, moving: Pending[T]) -> Pending[T]:
         """Return ``moving`` with its wait inside `waiting`."""
 
-        def finish() -> None:
-            if self._failure is not None and isinstance(sys.exc_info()[1], Diverged | PeerLost):
-                return  # called while the failed step is cleaned up
+        def finish() -> T:
             with self.waiting(position):
-                moving.wait()
+                return moving.wait()
 
         return Pending(finish)
 

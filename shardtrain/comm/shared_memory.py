@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
-from shardtrain.comm.arithmetic import merge_pieces
+from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement, count
@@ -68,13 +68,6 @@ def _aligned(size: int) -> int:
     return max(1, -(-size // _ALIGN)) * _ALIGN
 
 
-class View(NamedTuple):
-    """View this rank's pieces of another rank's gradient. ``layout``: kept, since its id is a key."""
-
-    pieces: list[Tensor]
-    layout: Layout
-
-
 class SharedMemoryTransport(TransportWrapper):
     """Run collectives between ranks that share memory; ``inner``, guarded, moves what is not shared.
 
@@ -92,7 +85,6 @@ class SharedMemoryTransport(TransportWrapper):
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
         self._unread: dict[int, Tensor] = {}  # by position, gradients that others may still read
-        self._views: dict[object, View] = {}  # kept, since gradients lie in few places
 
     @property
     def reserved(self) -> int:
@@ -123,17 +115,16 @@ class SharedMemoryTransport(TransportWrapper):
     def discard(self, gradient: Tensor) -> None:
         self._open_arena().free(gradient)
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, _ in flats):
             return self.inner.gather(name, flats)
         count(GATHER, (flat.sent for flat in flats))
         self.signals.post(GATHER, name)
-        return Pending()
+        return Pending.done(None)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
-        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        offered = zip(self._offer(name, gradients), gradients, strict=True)
-        return Pending(*[partial(self._average, *each) for each in offered])
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        count(REDUCE, (gradient.sent for gradient in gradients))
+        return Pending(partial(self._average, self._offer(name, gradients), gradients))
 
     def fence(self, what: Movement) -> None:
         """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
@@ -153,28 +144,24 @@ class SharedMemoryTransport(TransportWrapper):
             positions.append(self.signals.post(REDUCE, name, offset))
         return positions
 
-    def _average(self, position: int, gradient: Gradient) -> None:
-        """Wait for all ranks' gradients, and turn ``own`` into the mean."""
-        offsets = self.signals.wait(position)
-        number = self.host.index(self.signals.rank)
-        pieces = [self._view(rank, offset, gradient).pieces for rank, offset in sorted(offsets.items())]
-        own = [part for part, piece in zip(gradient.own, gradient.pieces, strict=True) if piece.numel]
-        pieces.insert(number, own)
-        merge_pieces(pieces, number, gradient.terms)
-        self.signals.done(position)
-        self._unread[position] = gradient.full
+    def _average(self, positions: Sequence[int], gradients: Sequence[Gradient]) -> list[Tensor]:
+        """Wait for all ranks' gradients, and return the means of this rank's intervals."""
+        means = []
+        for position, gradient in zip(positions, gradients, strict=True):
+            offsets = self.signals.wait(position)
+            parts = {rank: self._part_of(rank, offset, gradient) for rank, offset in offsets.items()}
+            parts[self.signals.rank] = gradient.own
+            mean = gradient.new_mean()
+            merge([parts[rank] for rank in sorted(parts)], mean, ReduceOp.AVG, gradient.terms)
+            self.signals.done(position)
+            self._unread[position] = gradient.full
+            means.append(mean)
+        return means
 
-    def _view(self, rank: int, offset: int, gradient: Gradient) -> View:
-        """Return rank ``rank``'s gradient, which lies at ``offset`` in its arena."""
-        full = gradient.full
-        layout = gradient.layout
-        key = rank, offset, full.dtype, id(layout)
-        if key not in self._views:
-            other = self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
-            interval = other[layout.interval(self.rank)]
-            pieces = [interval[p.offset : p.offset + p.numel] for p in gradient.pieces if p.numel]
-            self._views[key] = View(pieces, layout)
-        return self._views[key]
+    def _part_of(self, rank: int, offset: int, gradient: Gradient) -> Tensor:
+        """Return rank ``rank``'s gradient in this rank's interval. It lies at ``offset`` in its arena."""
+        full = self._theirs[rank][offset : offset + gradient.full.nbytes].view(gradient.full.dtype)
+        return full[gradient.layout.interval(self.rank)]
 
     def _free_oldest(self) -> None:
         position = next(iter(self._unread))
@@ -190,5 +177,4 @@ class SharedMemoryTransport(TransportWrapper):
         if self._arena is None:
             self._theirs = {owner: self.signals.share(owner, 4 * self._size) for owner in self.host}
             self._arena = Arena(self._theirs.pop(self.signals.rank))
-            self._views.clear()
         return self._arena

@@ -10,13 +10,17 @@ several replicas there are more ranks than in one shard group::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardtrain.comm.trace import Movement
-from shardtrain.layout import Layout, Piece
+from shardtrain.layout import Layout
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Flat(NamedTuple):
@@ -37,87 +41,77 @@ class Flat(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Hold one flat gradient to be reduced.
+    """Hold the flat gradient of rank ``rank``, to be reduced.
 
-    ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`. It holds this rank's gradient in the
-    other ranks' intervals; the transport may use the rank's own interval. ``own``: this rank's gradient in
-    its own interval: one 1-D tensor for each of ``pieces``, which are ``layout.pieces(rank)``, of ``full``'s
-    dtype or a wider one. The reduction turns them into the mean over all ranks, or replaces them by it.
-    ``mean``: if given, the mean's dtype; ``full`` then holds this rank's own gradient, too, and ``own`` only
-    empty tensors, since one launch copies all gradients. ``terms``: see `arithmetic.merge`; unless 0, ranks
-    are summed in its tree on every backend.
+    ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`. ``dtype``: the mean's, that of
+    ``full`` or a wider one. ``terms``: see `arithmetic.merge`; unless 0, ranks are summed in its tree on
+    every backend.
     """
 
     full: Tensor
-    own: list[Tensor]
     layout: Layout
-    pieces: tuple[Piece, ...]
-    mean: torch.dtype | None = None
+    rank: int
+    dtype: torch.dtype
     terms: int = 0
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Every rank's interval of ``full``, as views."""
+        return intervals(self.full, self.layout)
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's interval of ``full``, as a view."""
+        return self.full[self.layout.interval(self.rank)]
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sends to other ranks."""
+        return (self.layout.padded - self.layout.length(self.rank)) * self.full.element_size()
 
     def of_a_stage(self) -> Gradient:
         """Return the same, for a stage of the reduction that another follows: with ``terms`` it only sums."""
         return self._replace(terms=min(self.terms, 1))
 
-    def sent_by(self, rank: int) -> int:
-        """Return the bytes that rank ``rank`` sends to other ranks."""
-        return (self.layout.padded - self.layout.length(rank)) * self.full.element_size()
-
-    def new_mean(self, rank: int) -> Tensor:
-        """Allocate the mean of rank ``rank``'s interval, and make ``own`` views of it; return it (1-D)."""
-        wide = self.mean or (self.own[0].dtype if self.own else self.full.dtype)
-        interval = self.full.new_empty(self.layout.length(rank), dtype=wide)
-        for index, (start, stop, offset) in enumerate(self.pieces):
-            if start < stop:
-                self.own[index] = interval[offset : offset + stop - start]
-        return interval
-
-    def pack_own(self, rank: int) -> Tensor:
-        """Copy ``own`` into one vector, rank ``rank``'s interval, unless it lies so; return the vector.
-
-        Empty pieces keep their tensors: on many ranks most pieces are empty.
-        """
-        own = self.own
-        length = self.layout.length(rank)
-        held = [(tensor, piece.offset) for tensor, piece in zip(own, self.pieces, strict=True) if piece.numel]
-        if held:
-            first = held[0][0]
-            memory = first.untyped_storage()
-            if memory.nbytes() == length * first.element_size() and all(
-                tensor.untyped_storage()._cdata == memory._cdata and tensor.storage_offset() == offset
-                for tensor, offset in held
-            ):
-                return first.as_strided((length,), (1,), 0)  # the pieces lie in one interval already
-        interval = self.new_mean(rank)
-        if self.mean is not None:
-            return interval.copy_(self.full[self.layout.interval(rank)])
-        for tensor, offset in held:
-            interval[offset : offset + len(tensor)].copy_(tensor)
-        return interval
+    def new_mean(self) -> Tensor:
+        """Allocate the mean of this rank's interval: 1-D, uninitialized."""
+        return self.full.new_empty(self.layout.length(self.rank), dtype=self.dtype)
 
 
 # What is sent to each rank, and what is received from it: 1-D tensors, one per rank.
 Move = tuple[Sequence[Tensor], Sequence[Tensor]]
 
-# Values that are averaged in place, and the dtype in which they are sent.
-Interval = tuple[Tensor, torch.dtype]
 
+class Pending(Generic[T]):
+    """Represent a collective under way. ``wait()`` calls ``finish`` once, and returns what that returned."""
 
-class Pending:
-    """Represent a collective under way. ``wait()`` runs its ``steps``; then its results may be read."""
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T
 
-    def __init__(self, *steps: Callable[[], object]) -> None:
-        self.steps = steps
+    @classmethod
+    def done(cls, result: T) -> Pending[T]:
+        """Return a collective that has ended with ``result``."""
+        pending = cls(lambda: result)
+        pending.wait()
+        return pending
 
-    def then(self, step: Callable[[], object]) -> Pending:
-        """Return this collective with a further ``step``, which completes its results."""
-        return Pending(self.wait, step)
+    def then(self, step: Callable[[T], S]) -> Pending[S]:
+        """Return this collective with a further ``step``, from its result to another one."""
+        return Pending(lambda: step(self.wait()))
 
-    def wait(self) -> None:
-        steps = self.steps
-        self.steps = ()
-        for step in steps:
-            step()
+    def wait(self) -> T:
+        if self._finish is not None:
+            finish = self._finish
+            self._finish = None
+            self._result = finish()
+        return self._result
+
+    def settle(self) -> None:
+        """Wait, unless that was done before, so that no memory is in use. A failure was raised elsewhere."""
+        if self._finish is not None:
+            with suppress(RuntimeError):
+                self.wait()
 
 
 class Transport:
@@ -179,19 +173,24 @@ class Transport:
     def discard(self, gradient: Tensor) -> None:
         """Free a result of `gradient` that will not be reduced."""
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""
         raise NotImplementedError
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
-        """Start turning each ``own`` into the mean over all ranks. The transport owns each ``full`` now."""
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        """Start reducing ``gradients``, whose memory is the transport's now.
+
+        The result has for each of them the mean over all ranks of this rank's interval: 1-D, of ``dtype``.
+        """
         raise NotImplementedError
 
-    def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
-        """Start turning each interval, which ``after`` completes on every rank, into its mean over ranks.
+    def average(
+        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
+    ) -> Pending[list[Tensor]]:
+        """Start averaging over replicas the ``means`` of ``gradients`` that a stage of a reduction computes.
 
-        For replicas only. The interval is the same on all ranks. ``terms``: as of `Gradient`; unless 0, the
-        intervals are complete already.
+        They are sent in the dtype of each ``full``. With ``terms``, ``means`` are complete already, on every
+        rank. The interval is the same on all ranks.
         """
         raise NotImplementedError
 
@@ -244,17 +243,17 @@ class Alone(Transport):
         full = like.new_empty(layout.padded)
         return full, full
 
-    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        return like.new_empty(0)  # no element belongs to another rank
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
+        return Pending.done(None)
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
-        return Pending()
-
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        means = []
         for gradient in gradients:
-            if gradient.terms > 1 and gradient.own:
-                torch._foreach_div_(gradient.own, gradient.terms)
-        return Pending()
+            mean = gradient.full.to(gradient.dtype)
+            if gradient.terms > 1:
+                mean.div_(gradient.terms)
+            means.append(mean)
+        return Pending.done(means)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         pass

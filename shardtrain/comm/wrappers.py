@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from shardtrain.comm.transport import (
     Alone,
     Flat,
     Gradient,
-    Interval,
     Pending,
     Transport,
     TransportWrapper,
@@ -63,7 +63,7 @@ class Offloaded(TransportWrapper):
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return self.inner.gradient(layout, like.to(self.device))
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         called = current_stream(self.device).record_event()
         moved = []
         with devices.inside(self._stream):
@@ -74,25 +74,23 @@ class Offloaded(TransportWrapper):
                 moved.append(flat._replace(local=own))
             pending = self.inner.gather(name, moved)
             uploaded = current_stream(self.device).record_event()
-        return pending.then(lambda: current_stream(self.device).wait_event(uploaded))
+        return pending.then(lambda _: current_stream(self.device).wait_event(uploaded))
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         """Start reducing. After the wait the means are on their way to the host; see `fence`."""
         pending = self.inner.reduce(name, gradients)
         launched = current_stream(self.device).record_event()
 
-        def finish() -> None:
+        def finish() -> list[Tensor]:
             with devices.inside(self._stream):
                 current_stream(self.device).wait_event(launched)
-                pending.wait()
-                for gradient in gradients:
-                    mean = gradient.pack_own(self.rank)
-                    host = self._pinned(mean).copy_(mean, non_blocking=True)
-                    gradient.own[:] = [host[offset : offset + b - a] for a, b, offset in gradient.pieces]
+                means = pending.wait()
+                downloaded = [self._pinned(mean).copy_(mean, non_blocking=True) for mean in means]
                 self._downloaded = current_stream(self.device).record_event()
             # The allocator reuses means in the order of the compute stream, so that must wait for the copies.
             # These are an earlier unit's, since this runs when a later unit's gradients are complete.
             current_stream(self.device).wait_event(self._downloaded)
+            return downloaded
 
         return Pending(finish)
 
@@ -138,23 +136,19 @@ class Replicated(TransportWrapper):
         self.stages = groups
         self.across = across
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         return self.inner.gather(name, flats)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
-        moving = self.inner.reduce(name, [gradient.of_a_stage() for gradient in gradients])
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        means = self.inner.reduce(name, [gradient.of_a_stage() for gradient in gradients])
         if self.in_place:
-            moving.wait()
+            means.wait()
         elif gradients[0].terms or not devices.on_accelerator(gradients[0].full):
-            return Pending(moving.wait, lambda: self._average(name, gradients, moving).wait())
-        return self._average(name, gradients, moving)
+            return Pending(lambda: self.across.average(name, gradients, means).wait())
+        return self.across.average(name, gradients, means)
 
     def fence(self, what: Movement) -> None:
         (self.inner if self.world > 1 else self.all_ranks).fence(what)
-
-    def _average(self, name: str, gradients: Sequence[Gradient], after: Pending) -> Pending:
-        intervals = [(each.pack_own(self.rank), each.full.dtype) for each in gradients]
-        return self.across.average(name, intervals, after, gradients[0].terms)
 
 
 class Simulated(Alone):
@@ -200,29 +194,44 @@ class Simulated(Alone):
             self._arena = like.new_empty(self._largest, dtype=torch.uint8)
         return self._arena[: layout.padded * like.element_size()].view(like.dtype)
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         count(GATHER, (flat.sent for flat in flats))
-        return Pending()
+        return Pending.done(None)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending:
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
-        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        held: list[Tensor] = []
+        count(REDUCE, (gradient.sent for gradient in gradients))
+        inboxes = list[Tensor]()
         for gradient in [] if self.in_place else gradients:
-            interval = gradient.pack_own(self.rank)
-            held += [interval, *self._inbox_of(interval, gradient.full)]
-        return Pending(held.clear)
+            inboxes += self._inbox_of(gradient.own, gradient.full)
+        if self.in_place or self._inbox:  # which compute means when they are waited for
+            return Pending(partial(_means, gradients, inboxes))
+        return Pending.done(_means(gradients, inboxes))
 
-    def average(self, name: str, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
+    def average(
+        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
+    ) -> Pending[list[Tensor]]:
         """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
-        sizes = [values.numel() * wire.itemsize for values, wire in intervals]
+        sizes = [len(each.own) * each.full.itemsize for each in gradients]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         held = list[Tensor]()
-        for values, wire in intervals:
-            moved = values.to(wire)
-            part = moved.tensor_split(self.world)[self.rank]
-            held += [moved, *self._inbox_of(part, part)]
-        return Pending(held.clear)
+        for gradient, mean in zip(gradients, means.wait(), strict=True):
+            sent = mean.to(gradient.full.dtype)
+            part = sent.tensor_split(self.world)[self.rank]
+            held += [sent, *self._inbox_of(part, part)]
+
+        def finish(values: list[Tensor]) -> list[Tensor]:
+            held.clear()
+            return values
+
+        return means.then(finish)
+
+
+def _means(gradients: Sequence[Gradient], held: list[Tensor]) -> list[Tensor]:
+    """Return new tensors in the place of the means of ``gradients``, and free what is ``held`` until then."""
+    means = [gradient.new_mean().copy_(gradient.own) for gradient in gradients]
+    held.clear()
+    return means
 
 
 def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from shardtrain.comm import trace
-from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
-from shardtrain.engine.reduce import Reduction, give
+from shardtrain.comm.trace import ENTER, LEAVE, REDUCE, STEP, Movement, waiting
+from shardtrain.comm.transport import Pending
+from shardtrain.device import current_stream
+from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
@@ -35,6 +37,8 @@ class Driver:
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
+        self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
+        self._reduced: list[tuple[Unit, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
         self._captured: list[str] = []  # parameters whose gradient autograd did not keep
 
@@ -89,10 +93,13 @@ class Driver:
         self.reductions[unit].take(self.micro_batch or 0, self._captured)
 
     def reduce(self, unit: Unit) -> None:
-        self.reductions[unit].launch()
+        trace.begin("reduce", unit.title)
+        self._reducing[unit] = self.reductions[unit].reduce()
+        trace.end("reduce", unit.title)
 
     def finish(self, unit: Unit) -> None:
-        self.reductions[unit].finish()
+        with waiting(REDUCE, unit.title, unit.device):
+            self._reduced.append((unit, self._reducing.pop(unit).wait()))
 
     # forward
 
@@ -236,9 +243,8 @@ class Driver:
             self.reductions[unit].begin_backward()
             for member in unit.members:
                 postpone(member.param)
-                if (grad := member.param.grad) is not None:
+                if (grad := member.take_grad()) is not None:
                     put_aside.append((member, grad))
-                    member.param.grad = None
         self._put_aside = put_aside
         self.schedule.accumulates = {unit for unit in self.units if not unit.options.reduces}
         self.schedule.begin_backward(forward, self._training())
@@ -265,7 +271,7 @@ class Driver:
 
     def _end_backward(self) -> None:
         """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
-        reduced = self.schedule.end_backward()
+        self.schedule.end_backward()
         if self._captured:
             names = ", ".join(self._captured)
             self.drop_backward()
@@ -277,10 +283,13 @@ class Driver:
             member.set_grad(grad)
         self._put_aside = []
         self._fence(LEAVE)
-        given = give(self.reductions[unit] for unit in reduced)
+        params = give(self._reduced)
+        self._reduced = []
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
-        call_postponed(given)
+        if self.schedule.unreduced and self.root.transport.uploads:
+            current_stream(self.root.device).synchronize()
+        call_postponed(params)
 
     def require_reduced(self, what: str) -> None:
         """Raise ValueError, naming ``what``, if gradients wait under `no_sync` or for more virtual ranks."""
@@ -302,8 +311,12 @@ class Driver:
 
     def drop_backward(self) -> None:
         """End a backward under way, and drop the gradients that wait."""
-        for unit in self.units:
-            self.reductions[unit].drop()
+        for pending in self._reducing.values():
+            pending.settle()
+        self._reducing.clear()
+        self._reduced = []
+        for reduction in self.reductions.values():
+            reduction.drop()
         self._put_aside = []
         self._captured.clear()
         self.schedule.drop()

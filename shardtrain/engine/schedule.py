@@ -314,10 +314,10 @@ class Schedule(Generic[U]):
         assert self.backward is not None
         self._open(self.backward, unit)
 
-    def end_backward(self) -> list[U]:
-        """Complete all units, start and finish all reductions; return the units that were reduced, in order.
+    def end_backward(self) -> None:
+        """Complete all units, start and finish all reductions.
 
-        A unit that got gradients again after its reduction had started is reduced twice, and returned once.
+        A unit that got gradients again after its reduction had started is reduced twice.
         """
         backward = self.backward
         assert backward is not None
@@ -336,7 +336,6 @@ class Schedule(Generic[U]):
             self._finish_oldest(backward)
         self.unreduced.difference_update(ready)
         self._end()
-        return [*backward.reduced]
 
     def drop(self) -> None:
         """End a backward that has failed, and forget the gradients that wait."""

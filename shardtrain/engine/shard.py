@@ -71,7 +71,6 @@ class ShardedParam:
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
     ``owners``: marks gradients as pieces, for norms; None on a single rank and on simulated ones.
-    ``no_grad``: an empty gradient, where others own all of it. Each parameter has its own: users may edit it.
     """
 
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
@@ -87,7 +86,6 @@ class ShardedParam:
         self.local_view = self.part.shown(self.piece_of(local))
         self.full_view = full_view
         self.owners = owners
-        self.no_grad = full_view.new_empty(0, dtype=local.dtype)
         self._address = _address(self.local_view)
 
     def piece_of(self, local: torch.Tensor) -> torch.Tensor:
@@ -106,6 +104,16 @@ class ShardedParam:
     def show_local(self) -> None:
         """Show the local piece."""
         self.param.data = self.local_view
+
+    # Only these write ``.grad``. Between steps it is the user's. A backward puts that aside with `take_grad`,
+    # then takes each gradient that autograd has made. At its end `set_grad` and `give_grad` return both.
+
+    def take_grad(self) -> torch.Tensor | None:
+        """Return ``.grad``, and let it be None."""
+        grad = self.param.grad
+        if grad is not None:
+            self.param.grad = None
+        return grad
 
     def set_grad(self, grad: torch.Tensor) -> None:
         """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""

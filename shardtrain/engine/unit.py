@@ -95,7 +95,7 @@ class Unit:
         self.state = State.SHARDED
         self.shown = Shown.SHARD
         self.account = Account()
-        self._moving = Pending()
+        self._moving = Pending.done(None)
         self._seen: dict[Shown, list[tuple[int, int]]] = {}  # `_look` by what was shown
 
     @property
@@ -207,7 +207,7 @@ class Unit:
         for segment in self.segments:
             segment.hold_full(True)
         flats = [segment.flat for segment in self.segments]
-        self._moving = self.transport.gather(self.title, flats) if flats else Pending()
+        self._moving = self.transport.gather(self.title, flats) if flats else Pending.done(None)
         trace.end("gather", self.title)
         self.state = State.GATHERING
 

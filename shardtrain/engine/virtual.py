@@ -4,8 +4,8 @@ A step of V virtual ranks computes V micro-batches. On N ranks, N a divisor of V
 r computes those of the virtual ranks r V/N, ..., (r+1) V/N - 1, one after the other. All that could tell one
 N from another is a function of the virtual rank:
 
-gradients           summed in one binary tree over V (``reduce.py`` on a rank, ``comm/arithmetic.py`` between
-                    ranks), in fp32 or wider, and divided by V once
+gradients           summed in one binary tree over V (``gradient.py`` on a rank, ``comm/arithmetic.py``
+                    between ranks), in fp32 or wider, and divided by V once
 norms               sums over V intervals (``comm/norms.py``), since cuts for N ranks are some of those for V
 random numbers      drawn from a seed, the step and the virtual rank
 running statistics  each virtual rank starts from the same, and the step's result is the mean over all V
