@@ -30,6 +30,7 @@ from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.nn.modules.batchnorm import _NormBase
 
 from shardtrain import Precision, UnitOptions, comm, forward_method, shard, unsharded
+from shardtrain.comm.channel import Channel
 from shardtrain.comm.transport import Transport
 from shardtrain.engine.api import check
 from shardtrain.engine.deferred_init import become
@@ -71,7 +72,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-    transport: str | Transport = "auto",
+    transport: str | Transport | Channel = "auto",
 ) -> Modules:
     """Mark ``module``, or each module of a list, as a unit; shard it if it encloses marked modules.
 

@@ -255,7 +255,7 @@ def test_the_transport_is_the_one_that_is_asked_for() -> None:
     for name, kind in kinds.items():
         config = composed(*VIT, *FOUR_STEPS, f"parallel.transport={name}")
         job, _ = build.build(config, comm.rank(), comm.world_size(), CPU)
-        assert type(introspect(job.model).transport) is kind
+        assert type(introspect(job.model).transport.transport) is kind
 
 
 # what no key changes

@@ -26,7 +26,6 @@ from shardtrain import checkpoint, comm
 from shardtrain.comm import signals
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.trace import GATHER, REDUCE
 from shardtrain.job.build import require_equal_groups
 from shardtrain.job.errors import UserError
 from shardtrain.layout import Policy
@@ -118,10 +117,10 @@ def opened_among_strangers(starts: int, told: list[Path]) -> None:
     with patch.object(signals, "gather_texts", slowly):
         for _ in range(starts):
             transport = comm.open_transport("shared_memory")
-            assert isinstance(transport, SharedMemoryTransport)
+            assert isinstance(transport.transport, SharedMemoryTransport)
             cut = patch.object(signals.mmap, "mmap", lambda file, length: os.ftruncate(file, 0))
             with cut, pytest.raises(PermissionError):  # who reads what is cut off dies
-                transport.signals.share(0, 1)
+                transport.transport.signals.share(0, 1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="nobody else can start another user's processes")
@@ -161,7 +160,7 @@ def test_two_jobs_with_the_same_names_do_not_meet() -> None:
         patch.object(signals.secrets, "token_hex", lambda size: f"{rank:0{2 * size}}"),
         suppress(ValueError),  # the ranks of the job that came second cannot reach one another
     ):
-        shared = comm.open_transport("shared_memory", group).signals.share(0, 1)
+        shared = comm.open_transport("shared_memory", group).transport.signals.share(0, 1)
         if rank == 0:
             shared[0] = 1
     dist.barrier()
@@ -179,7 +178,7 @@ def test_two_jobs_with_the_same_names_do_not_meet() -> None:
 def test_several_hosts_exchange_messages_and_one_line_says_so(of_ranks: list[int], why: str) -> None:
     with patch.object(logging.getLogger("shardtrain"), "info") as told:
         transport = shardtrain.introspect(sharded(of_ranks)).transport
-    assert type(transport) is comm.ProcessGroupTransport
+    assert type(transport.transport) is comm.ProcessGroupTransport
     messages = [call.args[0] % call.args[1:] for call in told.call_args_list]
     assert messages == ([f"not sharing memory between ranks: {why}"] if dist.get_rank() == 0 else [])
     with hosts(of_ranks):
@@ -375,7 +374,7 @@ def test_the_backends_own_collectives_serve_as_well() -> None:
     model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
     transport = shardtrain.introspect(model).transport
     for part in (transport.inner, transport.across):
-        part.has_gloo = False
+        part.transport.has_gloo = False
     train_alike(model, replica)
     assert_replicas_are_equal(model)
 
@@ -390,7 +389,7 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
         part.has_gloo = False
         own = part.rank + torch.tensor([0.1, 0.2])
         parts = [torch.zeros(2), torch.zeros(2)]
-        part.send_to_all("packets", [(own, parts)]).wait()
+        part._send_to_all([(own, parts)]).wait()
         assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
 
 
@@ -518,11 +517,11 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
 class ByTheBackend(comm.ProcessGroupTransport):
     """Move flat vectors by the backend's own collectives, as on an accelerator."""
 
-    def gather(self, name: str, flats: Any) -> Any:
-        return self.backend_for(GATHER, name).gather(flats)
+    def all_gather(self, flats: Any) -> Any:
+        return self._own_collectives.gather(flats)
 
-    def reduce(self, name: str, gradients: Any) -> Any:
-        return self.backend_for(REDUCE, name).reduce(gradients)
+    def reduce_scatter(self, gradients: Any) -> Any:
+        return self._own_collectives.reduce(gradients)
 
 
 @each_rank(2, transport="auto")

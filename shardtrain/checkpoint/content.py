@@ -26,7 +26,7 @@ from torch import nn
 from shardtrain import comm
 from shardtrain.checkpoint.files import DTYPES
 from shardtrain.checkpoint.manifest import Manifest, ParameterEntry, Slice, dtype_name, file_name
-from shardtrain.comm.transport import Ranks
+from shardtrain.comm.channel import Ranks
 from shardtrain.engine.hooks import Engine
 from shardtrain.engine.part import Part
 from shardtrain.engine.pieces import LocalPiece

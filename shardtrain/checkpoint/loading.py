@@ -26,7 +26,7 @@ from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, LocalShard, decode_extra, exchange, local_shards
 from shardtrain.checkpoint.files import DTYPES, verify
 from shardtrain.checkpoint.manifest import DTYPE_NAMED, Damaged, Manifest, file_name, parse, read_manifest
-from shardtrain.comm.transport import Ranks
+from shardtrain.comm.channel import Ranks
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences

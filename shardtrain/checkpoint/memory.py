@@ -26,7 +26,7 @@ from shardtrain import comm
 from shardtrain.checkpoint import cleanup
 from shardtrain.checkpoint.manifest import parse, read_manifest, write_manifest
 from shardtrain.checkpoint.store import Store, step_name, steps_in
-from shardtrain.comm.transport import Ranks
+from shardtrain.comm.channel import Ranks
 
 MEMORY = Path("/dev/shm")
 KEPT_S = 600.0  # seconds for which memory that no rank holds waits for the run to be started again

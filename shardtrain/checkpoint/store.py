@@ -42,7 +42,7 @@ from shardtrain.checkpoint.files import Record, sync_directory, write_tensors
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged, digest_line, dump, file_name, write_manifest
-from shardtrain.comm.transport import Ranks
+from shardtrain.comm.channel import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import Spec

@@ -3,9 +3,10 @@
 Read the files in this order. Each imports only from those before it:
 
 - ``trace``: the kinds of collectives, bytes sent, seconds waited
-- ``arithmetic``: sums; ``transport``: what the engine needs of a transport
+- ``arithmetic``: sums; ``guard``: ranks that diverge
+- ``transport``: what a transport is; ``channel``: the collectives of a model, over any transport
 - ``messages``, ``native``: collectives by messages, and the backend's own
-- ``guard``, ``reports``: ranks that diverge, and ranks that are lost
+- ``reports``: the guard over gloo, and ranks that are lost
 - ``process_group``: the transport between any ranks; ``agreement``: texts and verdicts of all ranks
 - ``signals``, ``shared_memory``: ranks of one host that share memory
 - ``wrappers``: offload and replicas, around any of these; simulated ranks
@@ -42,6 +43,7 @@ from torch.distributed import (
 
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.arithmetic import op_name
+from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.native import set_time_out
 from shardtrain.comm.opening import TRANSPORTS, open_transport, ranks_by_host
@@ -56,7 +58,7 @@ from shardtrain.comm.public import (
 )
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, Meter, Wait, count, meter
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Transport
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
 from shardtrain.comm.wrappers import Offloaded, Simulated, simulated
 
 Op = str | ReduceOp.RedOpType
@@ -108,9 +110,11 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op
 
 
 def plain_transport(group: Group | None = None) -> Ranks:
-    """Return a transport over ``group`` (default: the world) for use outside the engine."""
+    """Return a channel over ``group`` (default: the world) for use outside the engine."""
     group = group or dist.group.WORLD
-    return Alone() if group is None or dist.get_world_size(group) < 2 else ProcessGroupTransport(group)
+    if group is None or dist.get_world_size(group) < 2:
+        return Channel(Alone())
+    return Channel(ProcessGroupTransport(group))
 
 
 def barrier(*args: Any, **keywords: Any) -> Any:

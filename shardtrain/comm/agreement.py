@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import native
+from shardtrain.comm.channel import Ranks
 from shardtrain.comm.messages import ROW, Mailbox, call_tag, start_exchange
-from shardtrain.comm.transport import Pending, Ranks
+from shardtrain.comm.transport import Pending
 
 _WORDS = 1024  # characters of a rank's words that others get
 _NAMED = 4  # ranks that a refusal names in full

@@ -7,22 +7,22 @@ The k-th collective of one rank is the k-th of every rank. Where one rank's diff
     rank 1    0 entering the model    1 gathering the root    2 gathering layer1
     rank 2    0 entering the model    1 gathering the root    2 gathering layer2     <- differs at 2
 
-Over gloo and shared memory, a rank that has waited too long reports its latest collectives
-(``reports.py``). Over NCCL and other backends, whose collectives carry no tag, ranks compare a hash of them
-from time to time (`Paths.compare_hashes`).
+Every collective enters the path of its rank before it moves. How ranks compare depends on the transport:
+
+gloo, shared memory    a rank that has waited too long reports its latest collectives (``reports.py``)
+NCCL and others        whose collectives carry no tag: from time to time (`Paths.compare_hashes`)
+a user's transport     before each collective (`Handshake`)
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from shardtrain.comm import native
 from shardtrain.comm.trace import MOVEMENTS, STEP, Movement
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
@@ -127,20 +127,19 @@ class Paths:
         hint = _STEP_HINT if any(entry.kind == STEP.number for entry in shown) else ""
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
-    def compare_hashes(self, group: dist.ProcessGroup) -> None:
-        """Compare all collectives with those of the other ranks. Collective: one small all-gather.
+    def to_compare(self) -> tuple[int, int] | None:
+        """Return the digest and number of collectives, if ranks compare them now; see `compare_hashes`.
 
-        Nothing happens if all carry tags, if there were none, or in most steps from the third one on. If one
-        rank swaps two units of equal size between two comparisons, that goes unnoticed.
+        They do not if all collectives carry tags, if there were none, or in most steps from the third one on.
+        If one rank swaps two units of equal size between two comparisons, that goes unnoticed.
         """
-        last = self.step
         made = self.end - self._compared
-        if not (self.untagged and made and (last <= 2 or last % EVERY == 0) and native.moves_bytes(group)):
-            return
-        mine = torch.tensor([self.digest, made], device=native.device_types(group)[0])
-        table = mine.new_empty(2 * group.size())
-        native.all_gather(table, mine, group)
-        rows = {rank: tuple(row) for rank, row in enumerate(table.view(-1, 2).tolist())}
+        is_due = self.step <= 2 or self.step % EVERY == 0
+        return (self.digest, made) if self.untagged and made and is_due else None
+
+    def compare_hashes(self, rows: Mapping[int, tuple[int, int]]) -> None:
+        """Raise `Diverged` unless all ranks have the same row. ``rows``: of each rank, from `to_compare`."""
+        last = self.step
         if len({*rows.values()}) > 1:
             counts = [f"rank {rank} made {number}" for rank, (_, number) in rows.items()]
             first = self._compared_step + 1
@@ -155,6 +154,54 @@ class Paths:
         entry = self.own.get(position)
         step = f"step {self.step}" if self.step else "a point between steps"
         return f"{step}, {entry.text if entry else 'an earlier collective'}"
+
+
+class Guard:
+    """Note each collective of this rank in its path before it moves. This one compares nothing."""
+
+    def __init__(self, paths: Paths) -> None:
+        self.paths = paths
+
+    def post(self, kind: Movement, name: str) -> int:
+        """Post this rank's next collective. Return its position. Raises `Diverged` if ranks are to differ."""
+        return self.paths.add(kind, name)
+
+
+class Handshake(Guard):
+    """Compare paths before each collective, over a transport that knows of none: one small all-reduce.
+
+    ``all_reduce``: the transport's. So no rank sends or reads what others do not expect. Steps of the
+    optimizer are compared with the collective that follows.
+    """
+
+    def __init__(self, rank: int, world: int, all_reduce: Callable[[torch.Tensor, str], None]) -> None:
+        super().__init__(Paths(rank, [other for other in range(world) if other != rank]))
+        self._world = world
+        self._all_reduce = all_reduce
+
+    def post(self, kind: Movement, name: str) -> int:
+        position = super().post(kind, name)
+        if kind is not STEP:
+            digest = self.paths.digest // 2  # its negative is an int64, too
+            extremes = torch.tensor([digest, -digest], device="cpu")
+            self._all_reduce(extremes, "max")
+            if extremes[0] != -extremes[1]:
+                raise self._diverged(position)
+        return position
+
+    def _diverged(self, position: int) -> Diverged:
+        """Exchange all ranks' paths, and return the error that names the first difference. Collective."""
+        own = b"".join(entry.pack(at) for at, entry in self.paths.own.items())
+        table = torch.zeros(self._world, KEPT * MESSAGE.size, dtype=torch.uint8, device="cpu")
+        table[self.paths.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        sizes = torch.zeros(self._world, dtype=torch.int64, device="cpu")
+        sizes[self.paths.rank] = len(own)
+        self._all_reduce(sizes, "max")
+        self._all_reduce(table, "max")
+        for rank in self.paths.theirs:
+            self.paths.hear(rank, table[rank, : int(sizes[rank])].numpy().tobytes())
+        first = self.paths.difference
+        return self.paths.diverged(position if first is None else first)
 
 
 def odd_ones_out(keys: Mapping[int, object]) -> str:

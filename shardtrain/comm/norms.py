@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
+from shardtrain.comm.channel import Channel
 from shardtrain.comm.trace import ALL_REDUCE, waiting
-from shardtrain.comm.transport import Transport
 
 _NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
 _SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class Owners(NamedTuple):
     meets, each with its slice of the piece.
     """
 
-    transport: ReferenceType[Transport]  # weak, so that a gradient does not keep a model's threads alive
+    transport: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
     device: torch.device
     whole: bool = False
     virtual: int = 0
@@ -231,7 +231,7 @@ def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
     return joined
 
 
-def _over_all_ranks(norms: Tensor, order: float, transport: Transport, owners: Owners) -> Tensor:
+def _over_all_ranks(norms: Tensor, order: float, transport: Channel, owners: Owners) -> Tensor:
     """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective."""
     device = owners.device
     dtype = torch.promote_types(norms.dtype, torch.float32)

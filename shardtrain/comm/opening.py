@@ -26,20 +26,21 @@ import torch.distributed as dist
 
 from shardtrain.comm import native
 from shardtrain.comm.agreement import gather_texts, require_same
+from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.signals import connect
-from shardtrain.comm.transport import Alone, Ranks, Transport
+from shardtrain.comm.transport import Alone, Transport
 from shardtrain.comm.wrappers import Replicated
 
 
 class Opening:
     """Describe the ranks to the entries of `TRANSPORTS`. Opens the guard of their messages, if there is gloo.
 
-    ``all_ranks``: a transport by messages, or the backend's own collectives, between all ranks of all groups.
-    ``groups``: the ranks of every shard group. ``own``: those of this rank's group; ``shards``: its part of
-    ``all_ranks``. Raises ValueError if ranks ask for different kinds.
+    ``messages``: a transport by messages, or the backend's own collectives, between all ranks of all groups;
+    ``all_ranks``: the channel over it. ``groups``: the ranks of every shard group. ``own``: those of this
+    rank's group; ``shards``: its part of ``messages``. Raises ValueError if ranks ask for different kinds.
     """
 
     def __init__(
@@ -50,14 +51,15 @@ class Opening:
         inside: dist.ProcessGroup | None = None,
     ) -> None:
         reports = Reports(group) if native.has_gloo(group) else None
-        self.all_ranks = ProcessGroupTransport(group, reports)
-        self.shards = self.all_ranks
+        self.messages = ProcessGroupTransport(group, reports)
+        self.shards = self.messages
+        self.all_ranks = Channel(self.messages)
         if native.moves_bytes(group):
             require_same([repr(kind)], "transport=", self.all_ranks)
         self.groups = groups or [range(self.all_ranks.world)]
         self.own = next(ranks for ranks in self.groups if self.all_ranks.rank in ranks)
         if len(self.groups) > 1:
-            self.shards = self.all_ranks.part(self.own, inside)
+            self.shards = self.messages.part(self.own, inside)
 
 
 def _shared_memory(opening: Opening, or_messages: bool = False) -> Transport:
@@ -72,7 +74,7 @@ def _shared_memory(opening: Opening, or_messages: bool = False) -> Transport:
     except ValueError as error:
         if not or_messages:
             raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
-        if all_ranks.has_gloo and all_ranks.rank == 0:
+        if opening.messages.has_gloo and all_ranks.rank == 0:
             logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
         return opening.shards
     return SharedMemoryTransport(opening.shards, signals)
@@ -91,7 +93,7 @@ def open_transport(
     groups: Sequence[Sequence[int]] | None = None,
     inside: dist.ProcessGroup | None = None,
     across: dist.ProcessGroup | None = None,
-) -> Transport:
+) -> Channel:
     """Open the transport ``kind`` of `TRANSPORTS` between the ranks of ``group`` (default: the world).
 
     With ``groups`` each of them has a replica, and memory is shared inside them: their ranks, ascending in
@@ -102,19 +104,19 @@ def open_transport(
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is None or group.size() == 1:
-        return Alone()
+        return Channel(Alone())
     opening = Opening(kind, group, groups, inside)
-    shards = TRANSPORTS[kind](opening) if len(opening.own) > 1 else Alone()
+    transport = TRANSPORTS[kind](opening) if len(opening.own) > 1 else Alone()
     if groups is None:
-        return shards
+        return Channel(transport, opening.all_ranks)
     column = [ranks[opening.own.index(opening.all_ranks.rank)] for ranks in groups]
-    replicas = opening.all_ranks.part(column, across)
-    return Replicated(shards, replicas, opening.all_ranks, groups)
+    replicas = Channel(opening.messages.part(column, across))
+    return Replicated(Channel(transport), replicas, opening.all_ranks, groups)
 
 
 def _require_shared_hosts(opening: Opening) -> None:
     """Raise ValueError, on every rank, unless each shard group is on one host. Collective."""
-    if not opening.all_ranks.has_gloo:
+    if not opening.messages.has_gloo:
         raise ValueError("that needs gloo")
     hosts = ranks_by_host(opening.all_ranks)
     if "" in hosts:

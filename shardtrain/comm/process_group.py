@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,27 @@ from torch import Tensor
 
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.guard import Paths
+from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
 from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, BROADCAST, ENTER, GATHER, REDUCE, STEP, Movement, count
+from shardtrain.comm.trace import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Transport, intervals
 
 T = TypeVar("T")
 Start = Callable[[Mailbox, int], Pending[T]]  # starts messages with a tag
+
+
+class Call(NamedTuple):
+    """Identify one stage of a collective: its ``position`` and ``digest`` in the path.
+
+    ``messages``: how many tags earlier stages have used.
+    """
+
+    position: int
+    digest: int
+    messages: int
+
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 
@@ -48,9 +60,9 @@ class ProcessGroupTransport(Transport):
         self._group = weakref.ref(group)
         self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
         self.rank = dist.get_rank(group)
-        self._paths = Paths(self.rank, ()) if reports is None else reports.paths
+        self._guard = reports or Guard(Paths(self.rank, ()))
+        self._paths = self._guard.paths
         self._paths.untagged |= reports is None
-        self._post = self._paths.add if reports is None else reports.post
         self.world = dist.get_world_size(group)
         self.has_gloo = native.has_gloo(group)
         self._device_types = native.device_types(group)
@@ -77,81 +89,71 @@ class ProcessGroupTransport(Transport):
     def _mailbox(self) -> Mailbox:
         return Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
 
+    def open_guard(self) -> Guard:
+        return self._guard
+
     def fence(self, what: Movement) -> None:
-        """Count steps. No rank waits for shared memory; see `Paths.compare_hashes`."""
-        if what is STEP:
-            self._post(STEP, "the optimizer")
-        elif what is ENTER:
-            self._paths.step += 1
-        else:
-            self._paths.compare_hashes(self.group)
+        """Compare hashes of paths at ``LEAVE``. No rank waits at fences, since none shares memory."""
+        row = self._paths.to_compare() if what is LEAVE and native.moves_bytes(self.group) else None
+        if row is not None:
+            own = torch.tensor(row, device=self._device_types[0])
+            table = own.new_empty(2 * self.group.size())
+            native.all_gather(table, own, self.group)
+            numbers = table.tolist()
+            self._paths.compare_hashes(dict(enumerate(zip(numbers[::2], numbers[1::2], strict=True))))
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
-        count(GATHER, (flat.sent for flat in flats))
-        if self.by_messages([f.full for f in flats]):
-            return self.send_to_all(name, [(f.local, intervals(f.full, f.layout)) for f in flats])
-        return self.backend_for(GATHER, name).gather(flats)
+    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+        if self._by_messages([flat.full for flat in flats]):
+            return self._send_to_all([(flat.local, intervals(flat.full, flat.layout)) for flat in flats])
+        return self._own_collectives.gather(flats)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
-        count(REDUCE, (gradient.sent for gradient in gradients))
+    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         by_tree = any(each.terms for each in gradients)
-        if not by_tree and not self.by_messages([each.full for each in gradients]):
-            return self.backend_for(REDUCE, name).reduce(gradients)
+        if not by_tree and not self._by_messages([each.full for each in gradients]):
+            return self._own_collectives.reduce(gradients)
         parts = [each.parts for each in gradients]
-        dtypes = [each.dtype for each in gradients]
-        return self._combine(REDUCE, name, parts, dtypes, gradients[0].terms)
+        return self._combine(parts, [each.dtype for each in gradients], gradients[0].terms)
 
-    def average(
-        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
-    ) -> Pending[list[Tensor]]:
-        sizes = [len(each.own) * each.full.itemsize for each in gradients]
-        count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        if not (gradients[0].terms or self.by_messages([each.full for each in gradients])):
-            return self.backend_for(AVERAGE, name).average(gradients, means)
-        return self._average_in_two_stages(name, gradients, means.wait())
+    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+        if not (gradients[0].terms or self._by_messages([each.full for each in gradients])):
+            return self._own_collectives.average(gradients, means)
+        return self._average_in_two_stages(gradients, means.wait())
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
         target = tensor.detach()
         dense = target.contiguous()
         # As bytes, since gloo does not know all dtypes: neither int16 nor fp8.
-        with self._handshake(BROADCAST, dense.view(-1).view(torch.uint8)) as moved:
+        with self._handshake(dense.view(-1).view(torch.uint8)) as moved:
             dist.broadcast(moved, group=self.group, group_src=src)
         if dense is not target:
             target.copy_(dense)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-        with self._handshake(ALL_REDUCE, tensor) as moved:
+        with self._handshake(tensor) as moved:
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
 
-    def backend_for(self, kind: Movement, name: str) -> Backend:
-        """Return the backend's own collectives, after adding this one, which carries no tag, to the path."""
+    @property
+    def _own_collectives(self) -> Backend:
+        """The backend's own collectives, which carry no tag."""
         self._paths.untagged = True
-        self._post(kind, name)
         return self._backend
 
-    def by_messages(self, fulls: Sequence[Tensor]) -> bool:
-        """Return whether ``fulls`` are sent as messages, not by the backend's own collectives."""
-        return self.has_gloo and all(full.is_cpu for full in fulls)
+    def _by_messages(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether ``tensors`` are sent as messages, not by the backend's own collectives."""
+        return self.has_gloo and all(tensor.is_cpu for tensor in tensors)
 
-    def send_to_all(
-        self, name: str, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], kind: Movement = GATHER
+    def _send_to_all(
+        self, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], call: Call | None = None
     ) -> Pending[None]:
         """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
-        ``vectors``: for each segment ``local``, and its ``parts``, one per rank. ``kind``: its name for the
-        guard.
+        ``vectors``: for each segment ``local``, and its ``parts``, one per rank. ``call``: of which
+        collective this is a further stage; None begins the current one.
         """
-        return self._exchange(kind, name, [([local] * self.world, parts) for local, parts in vectors])
+        return self._exchange([([local] * self.world, parts) for local, parts in vectors], call)
 
     def _combine(
-        self,
-        kind: Movement,
-        name: str,
-        parts: Sequence[list[Tensor]],
-        dtypes: Sequence[torch.dtype],
-        terms: int,
+        self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
     ) -> Pending[list[Tensor]]:
         """Start sending each ``parts[r]`` to rank r. The result is the mean of all ranks' ``parts[rank]``.
 
@@ -159,17 +161,17 @@ class ProcessGroupTransport(Transport):
         `Gradient`.
         """
         op = dist.ReduceOp.AVG
-        if self.by_messages([of_segment[0] for of_segment in parts]):
+        if self._by_messages([of_segment[0] for of_segment in parts]):
             starts = list[Start[Tensor]]()
             for of_segment, dtype in zip(parts, dtypes, strict=True):
                 start = partial(start_reduce_scatter, parts=of_segment, dtype=dtype, op=op, terms=terms)
                 starts.append(start)
-            return self._watched(kind, name, starts)
+            return self._watched(starts)
         arrived = list[list[Tensor]]()
         for of_segment in parts:
             own = of_segment[self.rank]
             arrived.append([own if r == self.rank else torch.empty_like(own) for r in range(self.world)])
-        moving = self._exchange(kind, name, [*zip(parts, arrived, strict=True)])
+        moving = self._exchange([*zip(parts, arrived, strict=True)])
 
         def finish(_: None) -> list[Tensor]:
             means = []
@@ -181,26 +183,32 @@ class ProcessGroupTransport(Transport):
 
         return moving.then(finish)
 
-    def _exchange(self, kind: Movement, name: str, moves: Sequence[Move]) -> Pending[None]:
-        """Start ``moves``."""
-        if not self.by_messages([outgoing[0] for outgoing, _ in moves]):
-            return self.backend_for(kind, name).exchange(moves)
+    def _exchange(self, moves: Sequence[Move], call: Call | None = None) -> Pending[None]:
+        """Start ``moves``. ``call``: see `_send_to_all`."""
+        if not self._by_messages([outgoing[0] for outgoing, _ in moves]):
+            return self._own_collectives.exchange(moves)
         starts = [partial(start_exchange, outgoing=a, incoming=b) for a, b in moves]
-        return self._watched(kind, name, starts).then(lambda _: None)
+        return self._watched(starts, call).then(lambda _: None)
 
-    def _watched(self, kind: Movement, name: str, starts: Sequence[Start[T]]) -> Pending[list[T]]:
+    @property
+    def _call(self) -> Call:
+        """The collective that this rank has posted last."""
+        return Call(self._paths.end - 1, self._paths.digest, 0)
+
+    def _watched(self, starts: Sequence[Start[T]], call: Call | None = None) -> Pending[list[T]]:
         """Start the messages of every segment, each with its own tag, under the guard."""
+        call = call or self._call
         reports = self.reports
         mailbox = self._mailbox
-        position = self._post(kind, name)
-        tags = [collective_tag(position, self._paths.digest, index) for index in range(len(starts))]
-        with nullcontext() if reports is None else reports.waiting(position):
-            moving = [start(mailbox, each) for start, each in zip(starts, tags, strict=True)]
+        with nullcontext() if reports is None else reports.waiting(call.position):
+            moving = list[Pending[T]]()
+            for index, start in enumerate(starts, call.messages):
+                moving.append(start(mailbox, collective_tag(call.position, call.digest, index)))
         together = Pending(lambda: [each.wait() for each in moving])
-        return together if reports is None else reports.watch(position, together)
+        return together if reports is None else reports.watch(call.position, together)
 
     @contextmanager
-    def _handshake(self, kind: Movement, tensor: Tensor) -> Iterator[Tensor]:
+    def _handshake(self, tensor: Tensor) -> Iterator[Tensor]:
         """Make sure that all ranks call the same collective of the backend, on the yielded tensor.
 
         Gloo does not check that, so ranks first exchange messages, whose tags match only if the calls do.
@@ -208,20 +216,19 @@ class ProcessGroupTransport(Transport):
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
         moved = tensor if tensor.device.type in self._device_types else tensor.to(self._device_types[0])
-        name = f"{tensor.nbytes} bytes"
         if self.reports is None:
-            self._post(kind, name)
             yield moved
         else:
+            position = self._paths.end - 1
             token = torch.zeros(self.world, 1)
-            self.send_to_all(name, [(token[self.rank], list(token))], kind).wait()
-            with self.reports.waiting(self._paths.end - 1):
+            self._send_to_all([(token[self.rank], list(token))]).wait()
+            with self.reports.waiting(position):
                 yield moved
         if moved is not tensor:
             tensor.copy_(moved)
 
     def _average_in_two_stages(
-        self, name: str, gradients: Sequence[Gradient], means: Sequence[Tensor]
+        self, gradients: Sequence[Gradient], means: Sequence[Tensor]
     ) -> Pending[list[Tensor]]:
         """Average a part of every interval on each rank, which then sends it to the others."""
         parts = []
@@ -229,8 +236,8 @@ class ProcessGroupTransport(Transport):
             sent = mean.to(gradient.full.dtype).tensor_split(self.world)
             own = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
             parts.append([*sent[: self.rank], own, *sent[self.rank + 1 :]])
-        dtypes = [each.dtype for each in gradients]
-        pending = self._combine(AVERAGE, name, parts, dtypes, gradients[0].terms)
+        second = self._call._replace(messages=len(gradients))
+        pending = self._combine(parts, [each.dtype for each in gradients], gradients[0].terms)
 
         def finish(own_means: list[Tensor]) -> list[Tensor]:
             vectors = list[tuple[Tensor, list[Tensor]]]()
@@ -239,7 +246,7 @@ class ProcessGroupTransport(Transport):
                 whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
                 wholes.append(whole)
                 vectors.append((own.to(whole.dtype), [*whole.tensor_split(self.world)]))
-            self.send_to_all(name, vectors, AVERAGE).wait()
+            self._send_to_all(vectors, second).wait()
             for whole, mean in zip(wholes, means, strict=True):
                 if whole is not mean:
                     mean.copy_(whole)

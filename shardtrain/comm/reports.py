@@ -35,7 +35,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import MESSAGE, Diverged, Paths, PeerLost, named
+from shardtrain.comm.guard import MESSAGE, Diverged, Guard, Paths, PeerLost, named
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
@@ -206,7 +206,7 @@ def _end(known: weakref.ref[Links]) -> None:
         links.end()
 
 
-class Reports:
+class Reports(Guard):
     """Track what this rank waits for and what the others have reported. The constructor is collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -214,7 +214,7 @@ class Reports:
         dist.broadcast(number, group=group, group_src=0)
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards all attributes below
-        self.paths = Paths(group.rank(), peers)
+        super().__init__(Paths(group.rank(), peers))
         self.paths.digest = int(number.item())  # in all tags, so that messages of two models never match
         self._waiting: Wait | None = None
         self._asked_s = 0.0  # when this rank last asked where the others are

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.guard import Guard
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
-from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement, count
-from shardtrain.comm.transport import Flat, Gradient, Pending, TransportWrapper
+from shardtrain.comm.trace import ENTER, STEP, Movement
+from shardtrain.comm.transport import Flat, Gradient, Pending, Transport
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes of a cache line, so that no two ranks write to the same one
@@ -68,15 +69,18 @@ def _aligned(size: int) -> int:
     return max(1, -(-size // _ALIGN)) * _ALIGN
 
 
-class SharedMemoryTransport(TransportWrapper):
-    """Run collectives between ranks that share memory; ``inner``, guarded, moves what is not shared.
+class SharedMemoryTransport(Transport):
+    """Run collectives between ranks that share memory; ``messages``, guarded, move what is not shared.
 
     ``signals`` connects the ranks. ``host``: their numbers, ascending.
     """
 
-    def __init__(self, inner: ProcessGroupTransport, signals: Signals) -> None:
-        super().__init__(inner)
-        self.in_place = True
+    in_place = True
+
+    def __init__(self, messages: ProcessGroupTransport, signals: Signals) -> None:
+        self._messages = messages
+        self.rank = messages.rank
+        self.world = messages.world
         self.signals = signals
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
         # bytes of the largest gradient, and of all
@@ -84,7 +88,7 @@ class SharedMemoryTransport(TransportWrapper):
         self._size = 0
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
-        self._unread: dict[int, Tensor] = {}  # by position, gradients that others may still read
+        self._unread: dict[int, Tensor] = {}  # by number of the post, gradients that others may still read
 
     @property
     def reserved(self) -> int:
@@ -115,46 +119,47 @@ class SharedMemoryTransport(TransportWrapper):
     def discard(self, gradient: Tensor) -> None:
         self._open_arena().free(gradient)
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
-        if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, _ in flats):
-            return self.inner.gather(name, flats)
-        count(GATHER, (flat.sent for flat in flats))
-        self.signals.post(GATHER, name)
+    def open_guard(self) -> Guard:
+        return self._messages.open_guard()
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        self._messages.broadcast(tensor, src)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        self._messages.all_reduce(tensor, op)
+
+    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+        if any(flat.full.untyped_storage()._cdata != flat.local.untyped_storage()._cdata for flat in flats):
+            return self._messages.all_gather(flats)
+        self.signals.advance()
         return Pending.done(None)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
-        count(REDUCE, (gradient.sent for gradient in gradients))
-        return Pending(partial(self._average, self._offer(name, gradients), gradients))
+    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        numbers = []
+        for gradient in gradients:
+            numbers.append(self.signals.post(self._open_arena().offset_of(gradient.full)))
+        return Pending(partial(self._average, numbers, gradients))
 
     def fence(self, what: Movement) -> None:
         """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
         if what is STEP:
-            self.signals.post(STEP, "the optimizer")
+            self.signals.advance()
             return
-        self.inner.fence(what)
         if what is ENTER:
             self._open_arena()  # here, since it is collective: not every rank needs every gradient
-        self.signals.wait(self.signals.post(what, "the model"))
+        self.signals.wait(self.signals.post())
 
-    def _offer(self, name: str, gradients: Sequence[Gradient]) -> list[int]:
-        """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
-        positions = []
-        for gradient in gradients:
-            offset = self._open_arena().offset_of(gradient.full)
-            positions.append(self.signals.post(REDUCE, name, offset))
-        return positions
-
-    def _average(self, positions: Sequence[int], gradients: Sequence[Gradient]) -> list[Tensor]:
+    def _average(self, numbers: Sequence[int], gradients: Sequence[Gradient]) -> list[Tensor]:
         """Wait for all ranks' gradients, and return the means of this rank's intervals."""
         means = []
-        for position, gradient in zip(positions, gradients, strict=True):
-            offsets = self.signals.wait(position)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            offsets = self.signals.wait(number)
             parts = {rank: self._part_of(rank, offset, gradient) for rank, offset in offsets.items()}
             parts[self.signals.rank] = gradient.own
             mean = gradient.new_mean()
             merge([parts[rank] for rank in sorted(parts)], mean, ReduceOp.AVG, gradient.terms)
-            self.signals.done(position)
-            self._unread[position] = gradient.full
+            self.signals.done(number)
+            self._unread[number] = gradient.full
             means.append(mean)
         return means
 
@@ -164,9 +169,9 @@ class SharedMemoryTransport(TransportWrapper):
         return full[gradient.layout.interval(self.rank)]
 
     def _free_oldest(self) -> None:
-        position = next(iter(self._unread))
-        self.signals.wait_done(position)
-        self._open_arena().free(self._unread.pop(position))
+        number = next(iter(self._unread))
+        self.signals.wait_done(number)
+        self._open_arena().free(self._unread.pop(number))
 
     def _open_arena(self) -> Arena:
         """Return this rank's arena. Collective the first time: in the first forward, when sizes are known.

@@ -1,14 +1,14 @@
 """Synchronise the ranks of one host by signals, and share memory between them.
 
-Every two ranks share a Unix socket. A rank *posts* its collectives in order. A rank that must not continue
-before the others have reached the same collective *waits* for their posts. The kernel provides the rest: a
+Every two ranks share a Unix socket. A rank *posts* that it has reached a collective. A rank that must not
+continue before the others have reached it, too, *waits* for their posts. The kernel provides the rest: a
 waiting rank sleeps, what a rank wrote to shared memory before a post is visible to its receivers, and a rank
 that dies closes its sockets.
 
-A post carries a hash of all earlier posts of its rank. If the hashes differ, or a rank skips a position, the
-ranks have diverged, and `Reports` finds out where, as it does for ranks that wait too long. No rank waits for
-gathers in place, so these only enter the hash. Every 128th of them in a row is waited for: otherwise a report
-would not reach back to the position at which ranks differ.
+Posts are numbered, and each carries a hash of its rank's path. If hashes differ, the ranks have diverged, and
+`Reports` finds out where, as it does for ranks that wait too long. No rank waits for gathers in place, so
+these are not posted. They enter the hash, and the 128th of them in a row is posted and waited for: otherwise
+a report would not reach back to the position at which ranks differ.
 
 Memory comes from ``memfd_create``: one file each time that some is shared, which peers receive with a post.
 Files and sockets have no name in any file system, so nothing is left behind however a rank ends, and the size
@@ -29,16 +29,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from shardtrain.comm.agreement import gather_texts
+from shardtrain.comm.channel import Ranks
 from shardtrain.comm.guard import KEPT, Diverged, PeerLost
-from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
+from shardtrain.comm.trace import SHARE
 
-_POST = struct.Struct("<?qqq")  # whether it means `done`; position, hash, value
+_POST = struct.Struct("<?qqq")  # whether it means `done`; number, hash, value
 _FILE = struct.Struct("i")  # the descriptor of a shared file
 _FILE_BYTES = socket.CMSG_SPACE(_FILE.size)
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
@@ -48,15 +49,22 @@ _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not
 _UNHEARD = KEPT // 2  # the most posts in a row that are not sent
 
 
+class Posted(NamedTuple):
+    """Remember this rank's ``position`` and ``digest`` in its path at a post."""
+
+    position: int
+    digest: int
+
+
 class Peer:
     """Hold the socket to one other rank, and what has arrived from it."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank = rank
         self.link = link
-        self.posts: dict[int, tuple[int, int]] = {}  # by position: hash and value
-        self.reached = -1  # the position of the latest post
-        self.done: set[int] = set()  # positions of this rank's collectives that it has read
+        self.posts: dict[int, tuple[int, int]] = {}  # by number: hash and value
+        self.reached = -1  # the number of the latest post
+        self.done: set[int] = set()  # numbers of this rank's posts whose offer it has read
         self.files: list[int] = []  # descriptors of memory that it shares, not yet mapped
         self.has_ended = False
 
@@ -71,12 +79,12 @@ class Peer:
             control = []
         self.files += [_FILE.unpack(file)[0] for _, _, file in control]
         self.has_ended = not data
-        for is_done, position, digest, value in _POST.iter_unpack(data):
+        for is_done, number, digest, value in _POST.iter_unpack(data):
             if is_done:
-                self.done.add(position)
+                self.done.add(number)
             else:
-                self.posts[position] = (digest, value)
-                self.reached = position
+                self.posts[number] = (digest, value)
+                self.reached = number
 
 
 class Signals:
@@ -86,8 +94,9 @@ class Signals:
         self.rank = reports.paths.rank
         self.reports = reports
         self.peers = peers
-        self._digests: dict[int, int] = {}  # by position, of posts that `wait` will ask for
-        self._unsent = 0  # posts since the last one that was sent
+        self._number = -1  # of this rank's latest post
+        self._posted: dict[int, Posted] = {}  # by number, posts that `wait` will ask for
+        self._unsent = 0  # collectives since the last post
         self._open = {peer.link.fileno(): peer for peer in peers}
         self._poll = select.poll()
         for number in self._open:
@@ -96,53 +105,56 @@ class Signals:
         self.close = weakref.finalize(self, _close, peers)
         _all.add(self)
 
-    def post(self, kind: Movement, name: str, value: int = 0, files: Sequence[int] = ()) -> int:
-        """Post this rank's next collective to every peer, with ``files``. Return its position.
+    def post(self, value: int = 0, files: Sequence[int] = ()) -> int:
+        """Post to every peer that this rank has reached the latest collective of its path, with ``files``.
 
-        The caller must wait for all kinds but ``GATHER`` and ``STEP``.
+        Return the number of the post, which the caller must wait for.
         """
-        position = self.reports.post(kind, name)
-        self._unsent = self._unsent + 1 if kind in (GATHER, STEP) else 0
-        if self._unsent in (0, _UNHEARD):
-            digest = self.reports.paths.digest
-            self._digests[position] = digest
-            self._send(_POST.pack(False, position, digest, value), files)
+        self._unsent = 0
+        self._number = self._number + 1
+        paths = self.reports.paths
+        self._posted[self._number] = Posted(paths.end - 1, paths.digest)
+        self._send(_POST.pack(False, self._number, paths.digest, value), files)
+        return self._number
+
+    def advance(self) -> None:
+        """Note that this rank has reached a collective that nobody waits for."""
+        self._unsent = self._unsent + 1
         if self._unsent == _UNHEARD:
-            self._unsent = 0
-            self.wait(position)
-        return position
+            self.wait(self.post())
 
-    def done(self, position: int) -> None:
-        """Post to every peer that this rank has read what they offered at ``position``."""
-        self._send(_POST.pack(True, position, 0, 0))
+    def done(self, number: int) -> None:
+        """Post to every peer that this rank has read what they offered at ``number``."""
+        self._send(_POST.pack(True, number, 0, 0))
 
-    def wait(self, position: int) -> dict[int, int]:
-        """Wait until every peer has reached ``position``. Return the value that each offered there, by rank.
+    def wait(self, number: int) -> dict[int, int]:
+        """Wait for every peer's post ``number``. Return the value that each offered with it, by rank.
 
         Raises:
             Diverged: a peer made another collective there, or earlier.
             PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
-        self._wait_until(lambda peer: peer.reached >= position, position)
-        digest = self._digests.pop(position)
+        position = self._posted[number].position
+        self._wait_until(lambda peer: peer.reached >= number, position)
+        digest = self._posted.pop(number).digest
         values = {}
         for peer in self.peers:
-            posted, values[peer.rank] = peer.posts.pop(position, (None, 0))
+            posted, values[peer.rank] = peer.posts.pop(number, (None, 0))
             if posted != digest:
                 where = self.reports.paths.where(position)
                 self.reports.fail(position, Diverged(f"ranks differ before {where}"))
         return values
 
-    def wait_done(self, position: int) -> None:
-        """Wait until every peer has read what this rank offered at ``position``."""
-        self._wait_until(lambda peer: position in peer.done, position)
+    def wait_done(self, number: int) -> None:
+        """Wait until every peer has read what this rank offered with its post ``number``."""
+        self._wait_until(lambda peer: number in peer.done, self.reports.paths.end - 1)
         for peer in self.peers:
-            peer.done.discard(position)
+            peer.done.discard(number)
 
-    def is_done(self, position: int) -> bool:
+    def is_done(self, number: int) -> bool:
         """Return whether `wait_done` would return without waiting."""
         self._take_in(0)
-        return all(position in peer.done for peer in self.peers)
+        return all(number in peer.done for peer in self.peers)
 
     def share(self, owner: int, size: int) -> torch.Tensor:
         """Map ``size`` bytes that rank ``owner`` provides on every rank: uint8 zeros. Collective."""
@@ -154,7 +166,8 @@ class Signals:
             # Sealed against shrinking: reading a truncated mapping kills the process.
             fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         try:
-            self.wait(self.post(SHARE, f"{size} bytes", files=files))
+            self.reports.post(SHARE, f"{size} bytes")
+            self.wait(self.post(files=files))
             files += [peer.files.pop(0) for peer in self.peers if peer.rank == owner]
             return torch.frombuffer(mmap.mmap(files[0], length), dtype=torch.uint8)[:size]
         finally:
@@ -205,13 +218,14 @@ _all: weakref.WeakSet[Signals] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
 
 
-def connect(all_ranks: ProcessGroupTransport, own: Sequence[int]) -> Signals:
+def connect(all_ranks: Ranks, own: Sequence[int]) -> Signals:
     """Connect this rank with the others of ``own``, those of its host. Collective over ``all_ranks``.
 
     Each rank listens under a random name before it announces it, so no other process can take the name.
     Raises ValueError, on every rank, if some ranks cannot reach one another this way.
     """
-    assert all_ranks.reports is not None, "all ranks have gloo"
+    reports = all_ranks.guard
+    assert isinstance(reports, Reports), "all ranks have gloo"
     peers = list[Peer]()
     problem = ""
     name = f"shardtrain-{secrets.token_hex(16)}"
@@ -228,7 +242,7 @@ def connect(all_ranks: ProcessGroupTransport, own: Sequence[int]) -> Signals:
     if problem := next(filter(None, gather_texts(problem, all_ranks)), ""):
         _close(peers)
         raise ValueError(problem)
-    return Signals(all_ranks.reports, sorted(peers, key=lambda peer: peer.rank))
+    return Signals(reports, sorted(peers, key=lambda peer: peer.rank))
 
 
 def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> None:

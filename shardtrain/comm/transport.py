@@ -1,21 +1,14 @@
-"""Define what the engine needs of a transport: memory for flat vectors, gathers and reductions.
-
-A transport moves the intervals of one shard group. Buffers and the gradient's norm concern all ranks. With
-several replicas there are more ranks than in one shard group::
-
-    all ranks      ranks 0, 1, 2, 3
-    shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
-"""
+"""Define what a transport is: it allocates flat vectors, and moves them between the ranks of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from shardtrain.comm.guard import Guard
 from shardtrain.comm.trace import Movement
 from shardtrain.layout import Layout
 
@@ -27,7 +20,7 @@ class Flat(NamedTuple):
     """Hold one flat vector to be gathered, and this rank's interval of it.
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, of the same
-    dtype and device unless the transport ``uploads``. A gather reads ``local`` and fills ``full``.
+    dtype and device. A gather reads ``local`` and fills ``full``.
     """
 
     full: Tensor
@@ -107,56 +100,42 @@ class Pending(Generic[T]):
             self._result = finish()
         return self._result
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._finish is None
+
     def settle(self) -> None:
-        """Wait, unless that was done before, so that no memory is in use. A failure was raised elsewhere."""
+        """Wait, so that no memory is in use, unless that was done before. It may have raised then."""
         if self._finish is not None:
-            with suppress(RuntimeError):
-                self.wait()
+            self.wait()
 
 
 class Transport:
     """Move bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
+    A subclass needs `all_gather`, `reduce_scatter`, `all_reduce` and `broadcast`. `Channel` adds what is the
+    same for all: the guard, the meter, and ranges for the profiler. All ranks make the same calls in the same
+    order, and one may be under way while the next one starts. `check.check_transport` tests it.
+
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
-    nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``stages``: the shard groups, whose gradients are summed first, where replicas are a second stage. A
-    transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
+    nothing and a release frees nothing.
     """
 
     rank: int
     world: int
     in_place = False
-    uploads = False
-    stages: Sequence[Sequence[int]] = ()
-    _all_ranks: Transport | None = None
 
     @property
     def reserved(self) -> int:
         """Bytes of this rank's memory that are reserved for gradients under way."""
         return 0
 
-    @property
-    def all_ranks(self) -> Transport:
-        """The transport of all ranks that train the model. Errors name ranks by their numbers here."""
-        return self._all_ranks or self
+    def open_guard(self) -> Guard | None:
+        """Return what notices that ranks differ, or None: ranks then compare before each collective."""
+        return None
 
-    @property
-    def silent(self) -> bool:
-        """Whether no other rank exists."""
-        return isinstance(self.all_ranks, Alone)
-
-    @property
-    def primary_ranks(self) -> Sequence[int]:
-        """The ranks of the first shard group, in order. They count or save what replicas hold alike."""
-        return range(self.world) if self.all_ranks.world == self.world else self.stages[0]
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
-        raise NotImplementedError
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
-        raise NotImplementedError
+    # memory
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a full vector and this rank's interval of ``like``'s dtype and device, uninitialized.
@@ -167,31 +146,40 @@ class Transport:
         return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        """Return a full gradient for `reduce`: 1-D, of ``like``'s dtype, uninitialized."""
+        """Return a full gradient for `reduce_scatter`: 1-D, of ``like``'s dtype, uninitialized."""
         return like.new_empty(layout.padded)
 
     def discard(self, gradient: Tensor) -> None:
         """Free a result of `gradient` that will not be reduced."""
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
-        """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""
+    # collectives
+
+    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+        """Start filling every ``full`` from all ranks' ``local``."""
         raise NotImplementedError
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         """Start reducing ``gradients``, whose memory is the transport's now.
 
         The result has for each of them the mean over all ranks of this rank's interval: 1-D, of ``dtype``.
+        `arithmetic.merge` computes it in the order that gives equal bits on every transport.
         """
         raise NotImplementedError
 
-    def average(
-        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
-    ) -> Pending[list[Tensor]]:
-        """Start averaging over replicas the ``means`` of ``gradients`` that a stage of a reduction computes.
+    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+        """Start averaging the ``means`` of ``gradients`` over ranks that have the same interval: replicas.
 
-        They are sent in the dtype of each ``full``. With ``terms``, ``means`` are complete already, on every
-        rank. The interval is the same on all ranks.
+        A stage of a reduction computes ``means``. They are sent in the dtype of each ``full``. With
+        ``terms``, ``means`` are complete already, on every rank. Only replicas need it.
         """
+        raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
         raise NotImplementedError
 
     def fence(self, what: Movement) -> None:
@@ -199,37 +187,6 @@ class Transport:
 
         ``STEP`` does not wait. It tells the other ranks that an optimizer has stepped on this rank.
         """
-
-
-Ranks = Transport  # where `Transport.all_ranks` is meant
-
-
-class TransportWrapper(Transport):
-    """Wrap the transport ``inner``, and forward all that subclasses do not override."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.world = inner.world
-        self.in_place = inner.in_place
-        self.stages = inner.stages
-        self._all_ranks = inner.all_ranks
-
-    @property
-    def reserved(self) -> int:
-        return self.inner.reserved
-
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.inner.allocate(layout, like, reduced)
-
-    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        return self.inner.gradient(layout, like)
-
-    def discard(self, gradient: Tensor) -> None:
-        self.inner.discard(gradient)
-
-    def fence(self, what: Movement) -> None:
-        self.inner.fence(what)
 
 
 class Alone(Transport):
@@ -243,10 +200,10 @@ class Alone(Transport):
         full = like.new_empty(layout.padded)
         return full, full
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
+    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
         return Pending.done(None)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         means = []
         for gradient in gradients:
             mean = gradient.full.to(gradient.dtype)

@@ -1,4 +1,4 @@
-"""Wrap transports: shards in host memory, several replicas as one, and simulated ranks."""
+"""Wrap channels: shards in host memory, several replicas as one; and simulate ranks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ import torch
 from torch import Tensor
 
 from shardtrain import device as devices
+from shardtrain.comm.channel import Channel, ChannelWrapper
+from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import open_inbox
-from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, LEAVE, REDUCE, Movement, count
-from shardtrain.comm.transport import (
-    Alone,
-    Flat,
-    Gradient,
-    Pending,
-    Transport,
-    TransportWrapper,
-)
+from shardtrain.comm.trace import LEAVE, Movement
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending
 from shardtrain.device import current_stream
 from shardtrain.layout import Layout
 
 
-class Offloaded(TransportWrapper):
+class Offloaded(ChannelWrapper):
     """Run ``inner``'s collectives on ``device``, for shards that lie in host memory.
 
     At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks, a unit of 4 elements::
@@ -44,12 +39,13 @@ class Offloaded(TransportWrapper):
     ``inner`` must not share memory between ranks: such shards are in host memory anyway.
     """
 
-    def __init__(self, inner: Transport, device: torch.device) -> None:
+    uploads = True
+
+    def __init__(self, inner: Channel, device: torch.device) -> None:
         assert not inner.in_place or inner.world == 1
         super().__init__(inner)
         self.device = device
         self.in_place = False
-        self.uploads = True
         self._stream = devices.new_stream(device)
         self._downloaded: Any = None  # event after the latest copy of a gradient to the host
 
@@ -105,7 +101,7 @@ class Offloaded(TransportWrapper):
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._stream is not None)
 
 
-class Replicated(TransportWrapper):
+class Replicated(ChannelWrapper):
     """Train several shard groups, each with a full copy of the model, as one: hybrid sharding (HSDP).
 
     A rank exchanges parameters ``inside`` its shard group only. Gradients are averaged there first. Then the
@@ -129,15 +125,11 @@ class Replicated(TransportWrapper):
     """
 
     def __init__(
-        self, inside: Transport, across: Transport, all_ranks: Transport, groups: Sequence[Sequence[int]]
+        self, inside: Channel, across: Channel, all_ranks: Channel, groups: Sequence[Sequence[int]]
     ) -> None:
-        super().__init__(inside)
-        self._all_ranks = all_ranks
+        super().__init__(inside, all_ranks)
         self.stages = groups
         self.across = across
-
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
-        return self.inner.gather(name, flats)
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         means = self.inner.reduce(name, [gradient.of_a_stage() for gradient in gradients])
@@ -169,8 +161,8 @@ class Simulated(Alone):
         self._largest = 0  # bytes of the largest gradient
         self._arena: Tensor | None = None
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+    def open_guard(self) -> Guard:
+        return Guard(Paths(self.rank, ()))
 
     def _inbox_of(self, own: Tensor, sent: Tensor) -> list[Tensor]:
         """Return an inbox for all ranks' parts of ``own``, of ``sent``'s dtype; nothing without ``inbox``."""
@@ -194,13 +186,8 @@ class Simulated(Alone):
             self._arena = like.new_empty(self._largest, dtype=torch.uint8)
         return self._arena[: layout.padded * like.element_size()].view(like.dtype)
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
-        count(GATHER, (flat.sent for flat in flats))
-        return Pending.done(None)
-
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
-        count(REDUCE, (gradient.sent for gradient in gradients))
         inboxes = list[Tensor]()
         for gradient in [] if self.in_place else gradients:
             inboxes += self._inbox_of(gradient.own, gradient.full)
@@ -208,12 +195,8 @@ class Simulated(Alone):
             return Pending(partial(_means, gradients, inboxes))
         return Pending.done(_means(gradients, inboxes))
 
-    def average(
-        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
-    ) -> Pending[list[Tensor]]:
+    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
-        sizes = [len(each.own) * each.full.itemsize for each in gradients]
-        count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         held = list[Tensor]()
         for gradient, mean in zip(gradients, means.wait(), strict=True):
             sent = mean.to(gradient.full.dtype)
@@ -234,12 +217,12 @@ def _means(gradients: Sequence[Gradient], held: list[Tensor]) -> list[Tensor]:
     return means
 
 
-def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:
-    """Return the simulated transport of rank ``rank``, in the first of ``replicas`` shard groups."""
+def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Channel:
+    """Return the simulated channel of rank ``rank``, in the first of ``replicas`` shard groups."""
     group = world // replicas
-    inside = Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox)
+    inside = Channel(Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox))
     if replicas == 1:
         return inside
-    across = Simulated(0, replicas, inbox=inbox or in_place)
+    across = Channel(Simulated(0, replicas, inbox=inbox or in_place))
     groups = [range(first, first + group) for first in range(0, world, group)]
-    return Replicated(inside, across, Simulated(rank, world), groups)
+    return Replicated(inside, across, Channel(Simulated(rank, world)), groups)

@@ -78,7 +78,7 @@ class Twins:
             optimizer = config.optim.make(parameter_groups(whole, config.optim, config.allow), config.allow)
             self._engines = [job.model]
         else:
-            optimizer = shard_with_optimizer(whole, config, comm.Alone())
+            optimizer = shard_with_optimizer(whole, config, comm.Channel(comm.Alone()))
             self._engines = [job.model, whole]
         self.models = (job.model, whole)
         self.optimizers = (job.optimizer, optimizer)
@@ -111,7 +111,7 @@ class Twins:
 
     def _tolerance(self, phase: str) -> float:
         """Return the allowed difference of tensors, as a fraction of the largest element."""
-        transport = introspect(self.job.model).transport
+        transport = introspect(self.job.model).transport.transport
         precision = self.config.parallel.precision
         gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
         in_one_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
-from shardtrain.comm.transport import Ranks, Transport
+from shardtrain.comm.channel import Channel, Ranks
+from shardtrain.comm.transport import Transport
 from shardtrain.device import is_accelerator, is_deterministic, return_freed_memory
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
@@ -40,7 +41,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     precision: Precision | None = None,
     reshard_after_forward: bool = True,
-    transport: str | Transport = "auto",
+    transport: str | Transport | Channel = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     conditional: Iterable[nn.Module] = (),
     layout: Policy = "even",
@@ -118,7 +119,7 @@ def shard(
 
 
 def _segments_of(
-    infos: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: InitialValues
+    infos: Sequence[ParamInfo], transport: Channel, precision: Precision, cut: Cut, initial: InitialValues
 ) -> list[Segment]:
     """Make a segment of each dtype, device and ``requires_grad``, in order. Collective."""
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
@@ -250,7 +251,7 @@ def _call_as_forward(method: Callable[..., Any], module: nn.Module, *args: Any, 
 
 def check(
     module: nn.Module,
-    transport: str | Transport,
+    transport: str | Transport | Channel,
     mesh: DeviceMesh | None,
     precision: Precision,
     ignored: Iterable[nn.Module | nn.Parameter],
@@ -294,7 +295,7 @@ def _check_sums(
     module: nn.Module,
     ignored: set[nn.Parameter],
     precisions: Sequence[Precision],
-    link: Transport,
+    link: Channel,
     count: int,
 ) -> None:
     """Raise ValueError if ``count`` virtual ranks would not give the same bits."""
@@ -354,13 +355,18 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 
 def _open(
-    transport: str | Transport, mesh: DeviceMesh | None, homes: Sequence[torch.device], offload: bool
-) -> Transport:
+    transport: str | Transport | Channel,
+    mesh: DeviceMesh | None,
+    homes: Sequence[torch.device],
+    offload: bool,
+) -> Channel:
     """Open ``transport`` for parameters on the devices ``homes``, or return it if it is open."""
     on_accelerators = any(is_accelerator(home) for home in homes)
     kind = "process_group" if transport == "auto" and on_accelerators else transport
-    if not isinstance(kind, str):
+    if isinstance(kind, Channel):
         link = kind
+    elif isinstance(kind, Transport):
+        link = Channel(kind)
     elif mesh is None:
         link = comm.open_transport(kind)
     elif mesh.ndim == 1 or mesh.size(0) == 1:

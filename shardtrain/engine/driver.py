@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardtrain.comm import trace
-from shardtrain.comm.trace import ENTER, LEAVE, REDUCE, STEP, Movement, waiting
+from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import current_stream
 from shardtrain.engine.gradient import Mean, Reduction, give
@@ -93,13 +93,10 @@ class Driver:
         self.reductions[unit].take(self.micro_batch or 0, self._captured)
 
     def reduce(self, unit: Unit) -> None:
-        trace.begin("reduce", unit.title)
         self._reducing[unit] = self.reductions[unit].reduce()
-        trace.end("reduce", unit.title)
 
     def finish(self, unit: Unit) -> None:
-        with waiting(REDUCE, unit.title, unit.device):
-            self._reduced.append((unit, self._reducing.pop(unit).wait()))
+        self._reduced.append((unit, self._reducing.pop(unit).wait()))
 
     # forward
 
@@ -288,7 +285,7 @@ class Driver:
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.transport.uploads:
-            current_stream(self.root.device).synchronize()
+            current_stream(self.root.device).record_event().synchronize()
         call_postponed(params)
 
     def require_reduced(self, what: str) -> None:
@@ -311,8 +308,7 @@ class Driver:
 
     def drop_backward(self) -> None:
         """End a backward under way, and drop the gradients that wait."""
-        for pending in self._reducing.values():
-            pending.settle()
+        under_way = [*self._reducing.values()]
         self._reducing.clear()
         self._reduced = []
         for reduction in self.reductions.values():
@@ -320,6 +316,8 @@ class Driver:
         self._put_aside = []
         self._captured.clear()
         self.schedule.drop()
+        for pending in under_way:
+            pending.settle()
 
 
 def _room(units: Sequence[Unit]) -> int:

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.comm.channel import Channel
 from shardtrain.comm.norms import GradientPiece, Owners
-from shardtrain.comm.transport import Flat, Transport
+from shardtrain.comm.transport import Flat
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.precision import Precision
@@ -185,7 +186,7 @@ class Segment:
     def __init__(
         self,
         infos: Sequence[ParamInfo],
-        transport: Transport,
+        transport: Channel,
         precision: Precision,
         cut: Cut,
         initial: InitialValues,

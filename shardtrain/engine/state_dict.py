@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import comm
-from shardtrain.comm.transport import Flat, Ranks
+from shardtrain.comm.channel import Ranks
+from shardtrain.comm.transport import Flat
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.shard import Segment, ShardedParam, plain_name

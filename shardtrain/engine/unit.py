@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardtrain.comm import trace
-from shardtrain.comm.trace import GATHER, waiting
-from shardtrain.comm.transport import Pending, Transport
+from shardtrain.comm.channel import Channel
+from shardtrain.comm.transport import Pending
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import Segment, ShardedParam
 
@@ -82,7 +81,7 @@ class Unit:
         name: str,
         module: nn.Module,
         segments: Sequence[Segment],
-        transport: Transport,
+        transport: Channel,
         options: UnitOptions,
     ) -> None:
         self.name = name
@@ -202,26 +201,18 @@ class Unit:
     def gather(self) -> None:
         """Start gathering the full vector. It must not be read before `show`."""
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
-        trace.begin("gather", self.title)
         self.account.add(int(bool(self.segments)), self.full_bytes)
         for segment in self.segments:
             segment.hold_full(True)
         flats = [segment.flat for segment in self.segments]
         self._moving = self.transport.gather(self.title, flats) if flats else Pending.done(None)
-        trace.end("gather", self.title)
         self.state = State.GATHERING
-
-    def _finish_gather(self) -> None:
-        """Wait until the full vector is valid."""
-        with waiting(GATHER, self.title, self.device):
-            self._moving.wait()
-        self.state = State.GATHERED
 
     def show(self) -> None:
         """Wait for the gather, and let the parameters show full values."""
         assert self.state is not State.SHARDED, f"{self.name}: {self.state}"
-        if self.state is State.GATHERING:
-            self._finish_gather()
+        self._moving.wait()
+        self.state = State.GATHERED
         for member in self.members:
             member.param.data = member.full_view
         self.shown = Shown.FULL
@@ -229,8 +220,7 @@ class Unit:
     def release(self) -> None:
         """Free the full vector, whose parameters show their local shards."""
         assert self.shown is Shown.SHARD, f"{self.name}: {self.shown}"
-        if self.state is State.GATHERING:
-            self._finish_gather()
+        self._moving.settle()
         self.account.add(-int(bool(self.segments)), -self.full_bytes)
         for segment in self.segments:
             segment.hold_full(False)

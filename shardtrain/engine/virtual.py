@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from shardtrain import device as devices
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.transport import Ranks
+from shardtrain.comm.channel import Ranks
 
 OUTSIDE = (
     "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run each of "

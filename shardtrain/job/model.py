@@ -21,7 +21,7 @@ from torchvision import models
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.checkpoint.loading import Spec, differences
-from shardtrain.comm import Transport
+from shardtrain.comm import Channel
 from shardtrain.device import is_accelerator
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks
 from shardtrain.job.config import Config, Optim
@@ -113,7 +113,7 @@ def uncompiled(config: Config) -> Config:
 
 
 def shard_with_optimizer(
-    model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
+    model: nn.Module, config: Config, transport: Channel | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
     """Shard ``model`` in place, over ``transport`` and on ``device`` if given; return its optimizer."""
     groups = parameter_groups(model, config.optim, config.allow)

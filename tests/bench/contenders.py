@@ -78,7 +78,7 @@ def adamw(model: nn.Module) -> Optimizer:
 
 def usual() -> tuple[str, ...]:
     """Return the contenders that differ on these ranks. Collective."""
-    messages = isinstance(comm.open_transport("auto"), comm.ProcessGroupTransport)
+    messages = isinstance(comm.open_transport("auto").transport, comm.ProcessGroupTransport)
     return tuple(name for name in TITLES if not (messages and name == "shardtrain_process_group"))
 
 

@@ -1,0 +1,187 @@
+"""Make the collectives of a model: what is the same over every transport is done here, once.
+
+Each collective enters this rank's path, which the guard compares with the others', and is counted by the
+meter. While torch's profiler runs, its start and the wait for its result are ranges. Then the transport moves
+the bytes.
+
+A channel connects the ranks of one shard group. Buffers and the gradient's norm concern all ranks. With
+several replicas there are more ranks than in one shard group::
+
+    all ranks      ranks 0, 1, 2, 3
+    shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shardtrain.comm import trace
+from shardtrain.comm.guard import Guard, Handshake
+from shardtrain.comm.trace import (
+    ALL_REDUCE,
+    AVERAGE,
+    BROADCAST,
+    ENTER,
+    GATHER,
+    REDUCE,
+    STEP,
+    Movement,
+    count,
+    waiting,
+)
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
+from shardtrain.layout import Layout
+
+T = TypeVar("T")
+
+
+class Channel:
+    """Make collectives between the ranks of ``transport``.
+
+    ``all_ranks``: a channel between all ranks that train the model; None if these are the transport's. Errors
+    name ranks by their numbers there. ``guard``: the transport's own if None. ``stages``: the shard groups,
+    whose gradients are summed first, where replicas are a second stage. ``uploads``: shards lie in host
+    memory, and a gather casts them.
+    """
+
+    uploads = False
+    stages: Sequence[Sequence[int]] = ()
+
+    def __init__(
+        self, transport: Transport, all_ranks: Channel | None = None, guard: Guard | None = None
+    ) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.world = transport.world
+        self.in_place = transport.in_place
+        self._all_ranks = all_ranks
+        guard = guard or transport.open_guard()
+        self.guard: Guard = guard or Handshake(self.rank, self.world, transport.all_reduce)
+
+    @property
+    def all_ranks(self) -> Channel:
+        return self._all_ranks or self
+
+    @property
+    def silent(self) -> bool:
+        """Whether no other rank exists."""
+        return isinstance(self.all_ranks.transport, Alone)
+
+    @property
+    def primary_ranks(self) -> Sequence[int]:
+        """The ranks of the first shard group, in order. They count or save what replicas hold alike."""
+        return range(self.world) if self.all_ranks.world == self.world else self.stages[0]
+
+    @property
+    def reserved(self) -> int:
+        return self.transport.reserved
+
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `Transport.allocate`."""
+        return self.transport.allocate(layout, like, reduced)
+
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
+        """See `Transport.gradient`."""
+        return self.transport.gradient(layout, like)
+
+    def discard(self, gradient: Tensor) -> None:
+        """See `Transport.discard`."""
+        self.transport.discard(gradient)
+
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
+        """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""
+        if self.world == 1:
+            return self.transport.all_gather(flats)
+        count(GATHER, (flat.sent for flat in flats))
+        self.guard.post(GATHER, name)
+        trace.begin("gather", name)
+        pending = self.transport.all_gather(flats)
+        trace.end("gather", name)
+        return self._timed(GATHER, name, flats[0].full.device, pending)
+
+    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        """Start reducing ``gradients`` of the unit ``name``. See `Transport.reduce_scatter`."""
+        if self.world == 1:
+            return self.transport.reduce_scatter(gradients)
+        count(REDUCE, (gradient.sent for gradient in gradients))
+        self.guard.post(REDUCE, name)
+        trace.begin("reduce", name)
+        pending = self.transport.reduce_scatter(gradients)
+        trace.end("reduce", name)
+        return self._timed(REDUCE, name, gradients[0].full.device, pending)
+
+    def average(
+        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
+    ) -> Pending[list[Tensor]]:
+        """Start averaging ``means`` of the unit ``name`` over replicas. See `Transport.average`."""
+        sizes = [len(gradient.own) * gradient.full.itemsize for gradient in gradients]
+        count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
+        self.guard.post(AVERAGE, name)
+        return self.transport.average(gradients, means)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
+        if self.world == 1:
+            return
+        count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
+        self.guard.post(BROADCAST, f"{tensor.nbytes} bytes")
+        self.transport.broadcast(tensor, src)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
+        if self.world == 1:
+            return
+        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+        self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes")
+        self.transport.all_reduce(tensor, op)
+
+    def fence(self, what: Movement) -> None:
+        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; note a ``STEP`` of the optimizer."""
+        if self.world == 1:
+            return
+        if what is ENTER:
+            self.guard.paths.step += 1
+        if what is STEP:
+            self.guard.post(STEP, "the optimizer")
+        elif self.in_place:
+            self.guard.post(what, "the model")
+        self.transport.fence(what)
+
+    def _timed(self, kind: Movement, name: str, device: torch.device, pending: Pending[T]) -> Pending[T]:
+        """Return ``pending`` with its wait measured."""
+        if pending.is_done:
+            return pending
+
+        def finish() -> T:
+            with waiting(kind, name, device):
+                return pending.wait()
+
+        return Pending(finish)
+
+
+Ranks = Channel  # where `Channel.all_ranks` is meant
+
+
+class ChannelWrapper(Channel):
+    """Wrap the channel ``inner``, and forward all that subclasses do not override."""
+
+    def __init__(self, inner: Channel, all_ranks: Channel | None = None) -> None:
+        super().__init__(inner.transport, all_ranks or inner.all_ranks, inner.guard)
+        self.inner = inner
+        self.stages = inner.stages
+
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.inner.allocate(layout, like, reduced)
+
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
+        return self.inner.gradient(layout, like)
+
+    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
+        return self.inner.gather(name, flats)
+
+    def fence(self, what: Movement) -> None:
+        self.inner.fence(what)
