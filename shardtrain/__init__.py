@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Return a name of `public.py` or a room. The first use imports torch, which `--help` does without."""
     room = util.find_spec(f"shardtrain.{name}")  # rooms import one another before `public` is complete
-    return import_module(room.name) if room else getattr(import_module("shardtrain.public"), name)
+    value = import_module(room.name) if room else getattr(import_module("shardtrain.public"), name)
+    globals()[name] = value  # so that the next use searches nothing
+    return value
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 # From the ground floor upward: a room imports from those before it.
 ENGINE = ["layout", "device", "comm", "engine", "optim", "checkpoint"]
 PROGRAM = ["job", "plan", "monitor", "train", "export", "doctor"]
-ORDER = [*ENGINE, PUBLIC, "fsdp", *PROGRAM]
+ORDER = [*ENGINE, PUBLIC, "fsdp", "transport_check", *PROGRAM]
 
 # Files that still break a rule of density; a file that keeps the rule leaves the list.
 DENSE: dict[str, list[str]] = {
@@ -28,7 +28,6 @@ DENSE: dict[str, list[str]] = {
         "shardtrain/checkpoint/manifest.py",
         "shardtrain/checkpoint/memory.py",
         "shardtrain/checkpoint/store.py",
-        "shardtrain/comm/arithmetic.py",
         "shardtrain/comm/guard.py",
         "shardtrain/comm/messages.py",
         "shardtrain/comm/norms.py",

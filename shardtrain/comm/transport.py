@@ -116,7 +116,7 @@ class Transport:
 
     A subclass needs `all_gather`, `reduce_scatter`, `all_reduce` and `broadcast`. `Channel` adds what is the
     same for all: the guard, the meter, and ranges for the profiler. All ranks make the same calls in the same
-    order, and one may be under way while the next one starts. `check.check_transport` tests it.
+    order, and one may be under way while the next one starts. `transport_check.check_transport` tests it.
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing.

@@ -15,7 +15,7 @@ import torch
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.comm.transport import Pending
-from shardtrain.device import current_stream
+from shardtrain.device import finish_downloads
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
@@ -285,7 +285,7 @@ class Driver:
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.transport.uploads:
-            current_stream(self.root.device).record_event().synchronize()
+            finish_downloads(self.root.device)
         call_postponed(params)
 
     def require_reduced(self, what: str) -> None:
