@@ -20,16 +20,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
-from torch.nn.modules.batchnorm import _NormBase
 
-from shardtrain import Precision, UnitOptions, comm, forward_method, shard, unsharded
+from shardtrain import Precision, UnitOptions, comm, forward_method, shard, torch_private, unsharded
 from shardtrain.comm.transport import Transport
 from shardtrain.engine.api import check
 from shardtrain.engine.deferred_init import become
@@ -88,7 +86,7 @@ def fully_shard(
     policy = mp_policy or MixedPrecisionPolicy()
     dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
     # FSDP2 casts BatchNorm, too, which then fails.
-    precision = Precision(*dtypes, cast_inputs=policy.cast_forward_inputs, keep=(_NormBase,))
+    precision = Precision(*dtypes, cast_inputs=policy.cast_forward_inputs, keep=(torch_private.NormBase,))
     ignored = set(ignored_params or ())
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     device = None if mesh is None else mesh.device_type
@@ -223,7 +221,7 @@ def _withdraw(module: nn.Module) -> None:
         inner.root = None
 
 
-@_disable_dynamo
+@torch_private.disable_dynamo  # type: ignore[untyped-decorator]
 def _shard(root: nn.Module) -> None:
     """Shard ``root``, with the marked modules in it as units. Raises ValueError if they differ in ranks."""
     marks = _marks(root)

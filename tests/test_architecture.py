@@ -16,7 +16,7 @@ PACKAGE = ROOT / "shardtrain"
 PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it.
-ENGINE = ["errors", "layout", "device", "comm", "engine", "optim", "checkpoint"]
+ENGINE = ["errors", "torch_private", "layout", "device", "comm", "engine", "optim", "checkpoint"]
 PROGRAM = ["job", "plan", "monitor", "train", "export", "doctor"]
 ORDER = [*ENGINE, PUBLIC, "fsdp", *PROGRAM]
 

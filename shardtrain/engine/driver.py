@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardtrain import torch_private
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.engine.reduce import Reduction, give
@@ -244,7 +245,7 @@ class Driver:
         self.schedule.begin_backward(forward, self._training())
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch_private.execution_engine.queue_callback(self._end_backward)
 
     def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
         """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
@@ -297,7 +298,9 @@ class Driver:
 
         Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
         """
-        if self.schedule.backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
+        if (
+            self.schedule.backward and torch_private.current_graph_task_id() == -1
+        ):  # else still inside autograd
             self.drop_backward()
 
     def drop_backward(self) -> None:

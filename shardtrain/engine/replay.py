@@ -28,9 +28,8 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from shardtrain import comm
+from shardtrain import comm, torch_private
 from shardtrain.comm.guard import named
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.introspection import introspect
@@ -101,7 +100,7 @@ def recording(
 
     def output(name: str, _: nn.Module, __: object, found: object) -> None:
         if not torch.compiler.is_compiling():
-            for leaf in tree_leaves(found):
+            for leaf in torch_private.tree_leaves(found):
                 if isinstance(leaf, Tensor):
                     add(record.outputs, name, leaf)
 

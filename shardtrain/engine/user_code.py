@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+
+from shardtrain import torch_private
 
 Hook = Callable[..., None]
 
@@ -60,11 +60,11 @@ def undisturbed(hook: Hook) -> Hook:
     Raises ValueError inside ``torch.func``'s grad, jvp and others that wrap all that is computed inside. Uses
     Dynamo only while it compiles or runs compiled code: importing Dynamo takes seconds.
     """
-    broken = _disable_dynamo(hook)
+    broken = torch_private.disable_dynamo(hook)
 
     @functools.wraps(hook)
     def either(*args: Any) -> None:
-        if torch.compiler.is_compiling() or get_eval_frame_callback():
+        if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
             broken(*args)
             return
         probe = torch.empty(0, device="cpu")
