@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed import fsdp
@@ -31,7 +31,9 @@ from shardtrain import Precision, UnitOptions, comm, forward_method, shard, torc
 from shardtrain.comm.transport import Transport
 from shardtrain.engine.api import check
 from shardtrain.engine.deferred_init import become
-from shardtrain.engine.hooks import Engine, engine_of, is_inside, refuse_copy
+from shardtrain.engine.hooks import Engine, engine_of, is_inside
+from shardtrain.engine.module_class import add
+from shardtrain.engine.refusals import Uncopied
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import unit_modules
 
@@ -105,7 +107,7 @@ def fully_shard(
         unit_modules(part, {})  # raises without a forward
         options = UnitOptions(precision, reshard_after_forward is None or bool(reshard_after_forward))
         part.__dict__[_MARK] = _Mark(options, shared, ignored)
-        part.__class__ = _class_of(type(part))  # type: ignore[arg-type]
+        add(part, FSDPModule, prefix="FSDP")
         if inner:
             _shard(part)
     return module
@@ -121,16 +123,14 @@ def _accept(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Do nothing: this concerns speed or memory alone, and the schedule has its own way."""
 
 
-class FSDPModule(nn.Module):
-    """Have FSDP2's methods. `fully_shard` makes it a base of a module's class."""
+class FSDPModule(Uncopied):
+    """Have FSDP2's methods. `fully_shard` adds them to a module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__[_MARK].root is None:
             _shard(self)
+            return self(*args, **kwargs)  # by its new class
         return super().__call__(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        refuse_copy(memo)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit and show full parameters until `reshard`. They must not be changed."""
@@ -194,11 +194,6 @@ def _refuse(what: str, *args: Any, **kwargs: Any) -> None:
 for _name in vars(fsdp.FSDPModule):
     if _name[0] != "_" and not hasattr(FSDPModule, _name):
         setattr(FSDPModule, _name, functools.partialmethod(functools.partial(_refuse, f"{_name}()")))
-
-
-@functools.cache
-def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    return kind if issubclass(kind, FSDPModule) else type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
 def _marks(module: nn.Module, recurse: bool = True) -> dict[nn.Module, _Mark]:

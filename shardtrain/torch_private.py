@@ -175,11 +175,6 @@ IN_PLACE = {
         "overridden: `to_empty` of FSDP2's marked modules shards them first",
         "test_fsdp.py::test_a_script_has_the_losses_of_fsdp2",
     ),
-    "torch.nn:Module._call_impl": Row(
-        "to run a module's forward and hooks, also compiled",
-        _STEP,
-    ),
-    "torch.nn:Module()._compiled_call_impl": Row("to run what `Module.compile` has made", _COMPILE),
     "torch.nn:MultiheadAttention._reset_parameters": Row(
         "overridden: fan-ins are those of whole parameters",
         "test_user_code.py::test_reset_parameters_draws_what_it_draws_for_the_whole_model",

@@ -111,7 +111,7 @@ def shard(
     segments = {u: _segments_of(infos[u], link, options[u].precision, cut, initial) for u in largest_first}
     built = [Unit(u, anchors[u], segments[u], link, options[u]) for u in infos]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, built, virtual_ranks)
+    Engine(module, built, virtual_ranks).attach()
     return_freed_memory()  # that of the whole parameters
     return module
 

@@ -15,17 +15,19 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import pieces, user_code
+from shardtrain.engine import pieces, resets, user_code
 from shardtrain.engine.driver import Driver
+from shardtrain.engine.module_class import Addition, add
 from shardtrain.engine.precision import cast, leaves, tensors_in
+from shardtrain.engine.refusals import Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards
@@ -33,8 +35,8 @@ from shardtrain.engine.virtual import Virtual
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
+_CALLS = "_shardtrain_calls"
 Trial = Callable[[torch.optim.Optimizer, torch.device, Policy], None]
-_ABSENT = object()
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -56,15 +58,14 @@ class Engine:
         self._ignored = set(module.parameters()).difference(member.param for member in self.members)
         # Trainable parameters, each with the handle of its hook.
         self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
-        self._replaced: list[tuple[nn.Module, str, Any]] = []  # attributes of modules, see `_set`
+        self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
+        self._marks: list[tuple[nn.Module, str]] = []  # attributes that `attach` has set
         self._modules = _modules_below(module)
         # What `check_optimizer` knows of each optimizer.
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        self._attach()
         assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
-        _ENGINES.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -73,127 +74,58 @@ class Engine:
 
     # attaching
 
-    def _attach(self) -> None:
-        """Wrap calls, register all hooks, and set the attributes that mark the module as sharded."""
+    def attach(self) -> None:
+        """Wrap calls, register all hooks, and mark the module as sharded."""
         self._hook_parameters()
         for unit in self.units:
             # A call of one of these gathers the unit.
             entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
             for module in entrances:
-                self._wrap_calls(unit, module)
+                # A unit of which the root has a tied parameter enters the root's gather, and then its own.
+                outer = module.__dict__.get(_CALLS, ())
+                self._mark(module, _CALLS, (*outer, Calls(self, unit, is_root=module is self.module)))
+                self._add_to_class(module, Entrance)
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
+                self._add_to_class(module, Uncopied)
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
         homes = {module: unit for unit in self.units for module in unit.module.modules()}  # inner units last
         for module, unit in homes.items():
-            for name in ("reset_parameters", "_reset_parameters"):
-                if callable(getattr(type(module), name, None)):
-                    self._wrap_reset(unit, module, name)
+            for addition in resets.additions(module):
+                self._mark(module, resets.HOME, resets.Home(unit, self.release))
+                self._add_to_class(module, addition)
         self._hook_casts()
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
-        self._set(self.module, _ENGINE, self)
-        # `copy` and `pickle` look up these.
-        for module in self._entrances_and_holders():
-            self._set(module, "__deepcopy__", refuse_copy)
-        self._set(self.module, "__reduce_ex__", _refuse_pickling)
+        self._mark(self.module, _ENGINE, self)
+        _ENGINES.add(self)
 
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of ``module`` itself, until `detach`."""
-        self._replaced.append((module, name, module.__dict__.get(name, _ABSENT)))
+    def _mark(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of ``module`` until `detach`."""
+        self._marks.append((module, name))
         module.__dict__[name] = value
 
+    def _add_to_class(self, module: nn.Module, addition: type[Addition]) -> None:
+        """Add methods to ``module`` until `detach`."""
+        self._classes.setdefault(module, type(module))
+        add(module, addition)
+
     def detach(self) -> None:
-        """Undo `_attach`."""
+        """Undo `attach`."""
         for handle in [*self._handles, *(handle for _, handle in self._hooked.values())]:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
-        for module, name, before in reversed(self._replaced):
-            module.__dict__[name] = before
-            if before is _ABSENT:
-                del module.__dict__[name]
-        self._replaced.clear()
-
-    def _entrances_and_holders(self) -> set[nn.Module]:
-        """Return the modules of units, and all that hold sharded parameters."""
-        modules = {unit.module for unit in self.units}
-        for unit in self.units:
-            modules.update(unit.holders)
-        return modules
+        for module, own_class in self._classes.items():
+            module.__class__ = own_class
+        self._classes.clear()
+        for module, name in self._marks:
+            module.__dict__.pop(name, None)
+        self._marks.clear()
 
     # forward
-
-    def _wrap_calls(self, unit: Unit, module: nn.Module) -> None:
-        """Have each call of ``module`` gather ``unit``, and release it however the call ends.
-
-        The wrapper is a bound method in the place of torch's. ``torch.compile`` breaks the graph there. What
-        ran compiled before runs so inside the wrapper.
-        """
-        is_root = module is self.module
-        is_only = len(self.units) == 1
-        driver = self.driver
-        run = module._compiled_call_impl or module._call_impl
-
-        @user_code.undisturbed
-        def before() -> None:
-            self.adopt_changes()
-            if is_root:
-                driver.begin_forward()
-            driver.begin_call(unit)
-
-        @user_code.undisturbed
-        def after(outputs: Sequence[Any], error: BaseException | None) -> None:
-            if error is not None and driver.under_way[0] != "backward":
-                note_shards(error, self.units)
-            driver.end_call(unit, outputs, error is not None)
-            if is_root:
-                driver.end_forward(error is not None)
-
-        def call(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
-            if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
-                return run(*args, **kwargs)
-            try:
-                before()
-                output = run(*args, **kwargs)
-                after([*leaves(output)], None)
-            except BaseException as error:
-                after((), error)
-                raise
-            return output
-
-        self._set(module, "named_modules", MethodType(user_code.modules_unless_wrapped, module))
-        self._set(module, "_compiled_call_impl", None)
-        call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile breaks the graph
-        self._set(module, "_call_impl", MethodType(call, module))
-
-    def _wrap_reset(self, unit: Unit, module: nn.Module, name: str) -> None:
-        """Have ``module.reset_parameters()`` see whole parameters of ``unit``, since it computes fan-ins.
-
-        Each rank keeps its part of what it draws: with one seed on all ranks, that of the whole model.
-        """
-        reset = getattr(type(module), name)
-
-        def whole(called: nn.Module, *args: Any, **kwargs: Any) -> None:
-            below = set(module.modules())
-            members = [m for m in unit.members if not below.isdisjoint(h for h, _ in m.info.holders)]
-            if unit.shown is not Shown.SHARD or any(m.info.parameter.is_meta for m in members):
-                reset(called, *args, **kwargs)
-                return
-            self.adopt_changes()
-            self.driver.schedule.release(unit)
-            unit.show_private({member: member.part.padded(member.local_view) for member in members})
-            try:
-                reset(module, *args, **kwargs)
-                for member in members:
-                    member.local_view.copy_(member.piece_of_whole(member.param.data))
-            finally:
-                unit.hide()
-
-        self._set(module, name, MethodType(whole, module))
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
@@ -289,6 +221,11 @@ class Engine:
         self.driver.show_shards()
         self.adopt_changes()
 
+    def release(self, unit: Unit) -> None:
+        """Adopt users' changes, and release ``unit``, whose parameters are about to be changed."""
+        self.adopt_changes()
+        self.driver.schedule.release(unit)
+
     def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
 
@@ -315,6 +252,59 @@ class Engine:
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
                 "with module.to_empty(device=...) and load or initialise their values first"
             )
+
+
+class Calls:
+    """Gather a unit before each call of one of its modules, and release it however the call ends."""
+
+    def __init__(self, engine: Engine, unit: Unit, is_root: bool) -> None:
+        driver = engine.driver
+        is_only = len(engine.units) == 1
+
+        @user_code.undisturbed
+        def begin() -> None:
+            engine.adopt_changes()
+            if is_root:
+                driver.begin_forward()
+            driver.begin_call(unit)
+
+        @user_code.undisturbed
+        def end(outputs: Sequence[Any], error: BaseException | None) -> None:
+            if error is not None and driver.under_way[0] != "backward":
+                note_shards(error, engine.units)
+            driver.end_call(unit, outputs, error is not None)
+            if is_root:
+                driver.end_forward(error is not None)
+
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
+            if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
+                return call(*args, **kwargs)
+            try:
+                begin()
+                output = call(*args, **kwargs)
+                end([*leaves(output)], None)
+            except BaseException as error:
+                end((), error)
+                raise
+            return output
+
+        self.around = around
+
+
+class Entrance(Unwrapped, Uncopied):
+    """Have calls of a module gather its unit.
+
+    ``torch.compile`` breaks the graph here. What `nn.Module.compile` has compiled runs so inside.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__
+        for calls in self.__dict__[_CALLS]:
+            call = partial(calls.around, call)
+        return call(*args, **kwargs)
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -349,7 +339,7 @@ def is_inside(module: nn.Module) -> bool:
 
 def is_entrance(module: nn.Module) -> bool:
     """Return whether a call of ``module`` gathers a unit."""
-    return "_call_impl" in module.__dict__
+    return isinstance(module, Entrance)
 
 
 def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable[[torch.Tensor], None]:
@@ -373,20 +363,6 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
             drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 
     return hook
-
-
-def refuse_copy(memo: dict[int, Any]) -> NoReturn:
-    raise ValueError(
-        "a sharded model, or one that contains it, cannot be copied: each rank has pieces only; copy before "
-        "shard(), and shard the copy, too, or load full_state_dict(model) into a new model"
-    )
-
-
-def _refuse_pickling(protocol: int) -> NoReturn:
-    raise ValueError(
-        "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
-        "shardtrain.full_state_dict(model)"
-    )
 
 
 def _modules_below(root: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:

@@ -8,7 +8,6 @@ Then the parameter shows its piece with the reduced gradient, and the hook may s
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,13 +18,6 @@ from torch.autograd import forward_ad
 from shardtrain import torch_private
 
 Hook = Callable[..., None]
-
-_WRAPPERS = (
-    "torch.nn.parallel.",
-    "torch.distributed.fsdp.",
-    "torch.distributed._composable.",
-    "torch.distributed.tensor.",
-)
 
 
 class Postponed:
@@ -86,19 +78,3 @@ def tracked(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     tangent = forward_ad.unpack_dual(tensor).tangent
     if tangent is not None:
         yield tangent
-
-
-def modules_unless_wrapped(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """Return ``module.named_modules()``. Raises ValueError if torch's data parallel wrappers ask for them.
-
-    They ask through any model that contains ``module``, before they broadcast or replace its parameters.
-    """
-    frame = sys._getframe(1)
-    while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
-        frame = frame.f_back
-    if frame.f_globals["__name__"].startswith(_WRAPPERS):
-        raise ValueError(
-            "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, in "
-            "DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from doing so"
-        )
-    return type(module).named_modules(module, *args, **options)
