@@ -146,7 +146,7 @@ class FSDPModule(Uncopied):
         """Release this unit."""
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.FULL:
-            unit.refuse_edits()
+            engine.driver.edits.refuse(unit)
             engine.driver.schedule.kept.pop(unit, None)
             engine.driver.refresh(unit)
 

@@ -35,7 +35,6 @@ DENSE: dict[str, list[str]] = {
         "shardtrain/comm/public.py",
         "shardtrain/engine/api.py",
         "shardtrain/engine/deferred_init.py",
-        "shardtrain/engine/hooks.py",
         "shardtrain/engine/introspection.py",
         "shardtrain/engine/pieces.py",
         "shardtrain/engine/reduce.py",

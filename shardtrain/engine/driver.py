@@ -15,11 +15,12 @@ import torch
 from shardtrain import torch_private
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
+from shardtrain.engine.edits import Edits
 from shardtrain.engine.reduce import Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.engine.user_code import call_postponed, postpone
+from shardtrain.engine.users_hooks import call_postponed, postpone
 from shardtrain.engine.virtual import OUTSIDE
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
@@ -31,10 +32,11 @@ class Driver:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.root = units[0]
+        self.edits = Edits()
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
-        self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
+        self._stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
         self._captured: list[str] = []  # parameters whose gradient autograd did not keep
@@ -60,10 +62,14 @@ class Driver:
         """Whether the last forward prepared for a backward that has not come."""
         return bool(self.schedule.forward.calls)
 
+    def note_step(self) -> None:
+        """Note that an optimizer changes this rank's shards."""
+        self._stepped = True
+
     def _fence(self, what: Movement) -> None:
-        if what is ENTER and self.stepped:
+        if what is ENTER and self._stepped:
             self.root.transport.fence(STEP)
-            self.stepped = False
+            self._stepped = False
         with waiting(what, "the model", self.root.device):
             self.root.transport.fence(what)
 
@@ -75,7 +81,7 @@ class Driver:
     def show(self, unit: Unit) -> None:
         unit.show()
         if self.schedule.backward is None:
-            unit.note_values()
+            self.edits.note(unit)
         else:
             trace.begin("backward", unit.title)
 
@@ -108,6 +114,7 @@ class Driver:
         self.schedule.begin_forward(self._training())
         for unit in self.units:
             unit.refresh()
+            self.edits.note(unit)
         self._fence(ENTER)
         self.forget_nodes()
 
@@ -128,6 +135,7 @@ class Driver:
         else:
             self.schedule.trains.discard(unit)
         unit.refresh()
+        self.edits.note(unit)
         self._fence(ENTER)
 
     def end_forward(self, failed: bool) -> None:
@@ -141,7 +149,7 @@ class Driver:
         if failed:  # an exception must not wait for other ranks
             return
         for unit in self.units:
-            unit.refuse_edits_inside_forward()
+            self.edits.refuse_inside_forward(unit)
         self.forget_nodes()
         self._fence(LEAVE)
 
@@ -151,7 +159,7 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
-                unit.refuse_edits_inside_forward()
+                self.edits.refuse_inside_forward(unit)
             else:  # called by itself, perhaps after an update
                 self.refresh(unit)
         schedule.enter(unit)
@@ -194,13 +202,13 @@ class Driver:
             if not (failed or schedule.backward):
                 if not schedule.in_forward:
                     self._fence(LEAVE)
-                unit.refuse_edits()
+                self.edits.refuse(unit)
         schedule.leave(unit, learns, stays)
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
         for unit in self.schedule.kept:
-            unit.refuse_edits()
+            self.edits.refuse(unit)
 
     def show_shards(self) -> None:
         """Show local shards where a forward without a backward has left full parameters shown.

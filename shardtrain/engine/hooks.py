@@ -6,16 +6,17 @@
   since a loss may depend on the latter alone. It tells how far backward has come.
 - A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
-Another hook checks each optimizer before it steps: see ``shardtrain/optim/trial.py``.
+`Engine` attaches these, and forwards events to what protects users: files of their own, which a step does not
+need. Another hook checks each optimizer before it steps: see `optimizers.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,20 +24,20 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import pieces, resets, user_code
+from shardtrain.engine import casts, pieces, resets, user_code
+from shardtrain.engine.adoption import Adoption
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition, add
-from shardtrain.engine.precision import cast, leaves, tensors_in
+from shardtrain.engine.optimizers import Optimizers, Trial
+from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards
 from shardtrain.engine.virtual import Virtual
-from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
-Trial = Callable[[torch.optim.Optimizer, torch.device, Policy], None]
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -46,8 +47,8 @@ class Engine:
     def __init__(self, module: nn.Module, units: list[Unit], virtual: int = 0) -> None:
         self.module = module
         self.units = units
-        self.segments = [segment for unit in units for segment in unit.segments]
-        self.members = [member for unit in units for member in unit.members]
+        self.segments = [*chain.from_iterable(unit.segments for unit in units)]
+        self.members = [*chain.from_iterable(unit.members for unit in units)]
         self.transport = units[0].transport
         self.driver = Driver(units)
         self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
@@ -55,15 +56,12 @@ class Engine:
             self.driver.micro_batch = None
         for unit in units:
             unit.account = units[0].account
-        self._ignored = set(module.parameters()).difference(member.param for member in self.members)
+        self.optimizers = Optimizers(self.driver, self.segments, self.members)
+        self._adoption = Adoption(module, units)
         # Trainable parameters, each with the handle of its hook.
         self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
         self._marks: list[tuple[nn.Module, str]] = []  # attributes that `attach` has set
-        self._modules = _modules_below(module)
-        # What `check_optimizer` knows of each optimizer.
-        self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
-        self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
 
@@ -91,12 +89,14 @@ class Engine:
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
-        homes = {module: unit for unit in self.units for module in unit.module.modules()}  # inner units last
+        homes: dict[nn.Module, Unit] = {}
+        for unit in self.units:  # inner units last
+            homes.update(dict.fromkeys(unit.module.modules(), unit))
         for module, unit in homes.items():
             for addition in resets.additions(module):
                 self._mark(module, resets.HOME, resets.Home(unit, self.release))
                 self._add_to_class(module, addition)
-        self._hook_casts()
+        self._handles += casts.attach(self.units)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._mark(self.module, _ENGINE, self)
@@ -134,33 +134,6 @@ class Engine:
 
         self._handles.append(module.register_forward_hook(after))
 
-    def _hook_casts(self) -> None:
-        """Cast inputs and outputs of modules. Inside `unsharded` a unit computes in its own dtype."""
-        for unit in self.units:
-            precision = unit.options.precision
-            if precision.cast_inputs:
-                self._cast(unit, unit.module, precision.param, None)
-            for module, segment in unit.holders.items() if precision.param is not None else ():
-                if precision.wants_wide_inputs(module):
-                    self._cast(unit, module, segment.local.dtype, precision.param)
-            self._cast(unit, unit.module, None, precision.output)
-
-    def _cast(
-        self, unit: Unit, module: nn.Module, inputs: torch.dtype | None, output: torch.dtype | None
-    ) -> None:
-        if inputs is not None:
-
-            def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-                return (args, kwargs) if unit.shown is Shown.PRIVATE else cast((args, kwargs), inputs)
-
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        if output is not None:
-
-            def after(_: nn.Module, args: Any, result: Any) -> Any:
-                return result if unit.shown is Shown.PRIVATE else cast(result, output)
-
-            self._handles.append(module.register_forward_hook(after))
-
     # gradients and optimizers
 
     def _hook_parameters(self) -> None:
@@ -175,41 +148,9 @@ class Engine:
                     handle = param.register_hook(_gradient_hook(self.driver, unit, member))
                     self._hooked[member] = param, handle
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
-        """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
-        groups = optimizer.param_groups
-        # What decides whether it steps parameters of this model. If it does, it has been found right.
-        state = len(groups), sum([len(group["params"]) for group in groups]), len(self._hooked)
-        known, steps = self._optimizers.get(optimizer, (None, False))
-        if known != state:
-            own = {param for param, _ in self._hooked.values()}
-            steps = any(param in own for group in groups for param in group["params"])
-            if steps:
-                held = self.segments[0]
-                trial(optimizer, held.local.device, "whole" if held.layout.whole else "even")
-                self.describe_state(optimizer)
-                for member in self.members:
-                    member.cut_state(optimizer.state.get(member.param, {}))
-            self._optimizers[optimizer] = state, steps
-        if not steps:
-            return
-        self.driver.reset_failed_backward()
-        self.driver.require_reduced("an optimizer's step()")
-        self.driver.show_shards()
-        if self.driver.awaits_backward and all(member.param.grad is None for member in self.members):
-            warnings.warn(
-                "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
-                "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
-                stacklevel=3,
-            )
-        skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
-        self.driver.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
-
-    def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
-        if optimizer not in self._described:
-            self._described.add(optimizer)
-            pieces.describe_state(optimizer, self.members)
+    def before_step(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
+        """Prepare a step of ``optimizer``. Raises ValueError if it is not right on local shards."""
+        self.optimizers.before_step(optimizer, self._hooked, trial)
 
     # between steps
 
@@ -234,24 +175,10 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
-        for unit in self.units:
-            unit.adopt(self.driver.before_conversion)
+        self._adoption.adopt(self.driver.before_conversion)
         self._hook_parameters()
-        if any(
-            len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
-        ):
-            known = self._ignored.union(member.param for member in self.members)
-            if new := [name for name, param in self.module.named_parameters() if param not in known]:
-                raise ValueError(
-                    f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "
-                    "gradients. Attach them first, then shard"
-                )
-            self._modules = _modules_below(self.module)
-        if on_meta := [m.name for s in self.segments if s.local.is_meta for m in s.members]:
-            raise ValueError(
-                f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
-                "with module.to_empty(device=...) and load or initialise their values first"
-            )
+        self._adoption.refuse_attached()
+        self._adoption.refuse_meta()
 
 
 class Calls:
@@ -316,7 +243,7 @@ def check_optimizers(trial: Trial) -> None:
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in list(_ENGINES):
-            engine.check_optimizer(optimizer, trial)
+            engine.before_step(optimizer, trial)
 
     register_optimizer_step_pre_hook(before_step)
 
@@ -333,8 +260,11 @@ def engine_of(module: nn.Module) -> Engine:
 
 def is_inside(module: nn.Module) -> bool:
     """Return whether ``module`` is, or is inside, a module that is sharded now."""
-    roots = [engine.module for engine in _ENGINES if engine.module.__dict__.get(_ENGINE) is engine]
-    return any(module is each for root in roots for each in root.modules())
+    for engine in list(_ENGINES):
+        root = engine.module
+        if root.__dict__.get(_ENGINE) is engine and any(module is inner for inner in root.modules()):
+            return True
+    return False
 
 
 def is_entrance(module: nn.Module) -> bool:
@@ -363,8 +293,3 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
             drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 
     return hook
-
-
-def _modules_below(root: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
-    """Return all modules with their children and parameter counts, to notice when one is attached."""
-    return [(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
