@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from shardtrain import torch_private
+
 # The backend of the process group by type of device. Gloo moves no MPS tensors, so MPS has a single rank.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
 
@@ -50,7 +52,7 @@ def fastest_precision() -> str:
     if count():
         fast = ACCELERATOR != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        fast = torch_private.is_avx512_bf16_supported() or torch_private.is_amx_tile_supported()
     return "bf16" if fast else "fp32"
 
 

@@ -17,24 +17,24 @@ from __future__ import annotations
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
-from torch.nn.modules.batchnorm import _NormBase
 
-from shardtrain import Precision, UnitOptions, comm, forward_method, shard, unsharded
+from shardtrain import Precision, UnitOptions, comm, forward_method, shard, torch_private, unsharded
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.transport import Transport
 from shardtrain.engine.api import check
 from shardtrain.engine.deferred_init import become
-from shardtrain.engine.hooks import Engine, engine_of, is_inside, refuse_copy
+from shardtrain.engine.hooks import Engine, engine_of, is_inside
+from shardtrain.engine.module_class import add
+from shardtrain.engine.refusals import Uncopied
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import unit_modules
 
@@ -89,7 +89,7 @@ def fully_shard(
     policy = mp_policy or MixedPrecisionPolicy()
     dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
     # FSDP2 casts BatchNorm, too, which then fails.
-    precision = Precision(*dtypes, cast_inputs=policy.cast_forward_inputs, keep=(_NormBase,))
+    precision = Precision(*dtypes, cast_inputs=policy.cast_forward_inputs, keep=(torch_private.NormBase,))
     ignored = set(ignored_params or ())
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     device = None if mesh is None else mesh.device_type
@@ -108,7 +108,7 @@ def fully_shard(
         unit_modules(part, {})  # raises without a forward
         options = UnitOptions(precision, reshard_after_forward is None or bool(reshard_after_forward))
         part.__dict__[_MARK] = _Mark(options, shared, ignored)
-        part.__class__ = _class_of(type(part))  # type: ignore[arg-type]
+        add(part, FSDPModule, prefix="FSDP")
         if inner:
             _shard(part)
     return module
@@ -124,16 +124,14 @@ def _accept(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Do nothing: this concerns speed or memory alone, and the schedule has its own way."""
 
 
-class FSDPModule(nn.Module):
-    """Have FSDP2's methods. `fully_shard` makes it a base of a module's class."""
+class FSDPModule(Uncopied):
+    """Have FSDP2's methods. `fully_shard` adds them to a module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__[_MARK].root is None:
             _shard(self)
+            return self(*args, **kwargs)  # by its new class
         return super().__call__(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        refuse_copy(memo)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit and show full parameters until `reshard`. They must not be changed."""
@@ -149,7 +147,7 @@ class FSDPModule(nn.Module):
         """Release this unit."""
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.FULL:
-            unit.refuse_edits()
+            engine.driver.edits.refuse(unit)
             engine.driver.schedule.kept.pop(unit, None)
             engine.driver.refresh(unit)
 
@@ -199,11 +197,6 @@ for _name in vars(fsdp.FSDPModule):
         setattr(FSDPModule, _name, functools.partialmethod(functools.partial(_refuse, f"{_name}()")))
 
 
-@functools.cache
-def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    return kind if issubclass(kind, FSDPModule) else type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-
-
 def _marks(module: nn.Module, recurse: bool = True) -> dict[nn.Module, _Mark]:
     """Return ``module``, and with ``recurse`` the modules in it, if they are marked, with their marks."""
     modules = module.modules() if recurse else [module]
@@ -224,7 +217,7 @@ def _withdraw(module: nn.Module) -> None:
         inner.root = None
 
 
-@_disable_dynamo
+@torch_private.disable_dynamo  # type: ignore[untyped-decorator]
 def _shard(root: nn.Module) -> None:
     """Shard ``root``, with the marked modules in it as units. Raises ValueError if they differ in ranks."""
     marks = _marks(root)

@@ -16,6 +16,7 @@ from shardtrain.engine.state_dict import (
 )
 from shardtrain.engine.unit import UnitOptions
 from shardtrain.engine.units import blocks
+from shardtrain.errors import ShardtrainError
 from shardtrain.optim import GradScaler, clip_grad_norm_
 
 _REMOVED = {

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "shardtrain"
 PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it.
-ENGINE = ["layout", "device", "comm", "engine", "optim", "checkpoint"]
+ENGINE = ["errors", "torch_private", "layout", "device", "comm", "engine", "optim", "checkpoint"]
 PROGRAM = ["job", "plan", "monitor", "train", "export", "doctor"]
 ORDER = [*ENGINE, PUBLIC, "fsdp", "transport_check", *PROGRAM]
 
@@ -34,7 +34,6 @@ DENSE: dict[str, list[str]] = {
         "shardtrain/comm/public.py",
         "shardtrain/engine/api.py",
         "shardtrain/engine/deferred_init.py",
-        "shardtrain/engine/hooks.py",
         "shardtrain/engine/introspection.py",
         "shardtrain/engine/pieces.py",
         "shardtrain/engine/gradient.py",

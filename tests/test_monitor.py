@@ -17,7 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from shardtrain import clip_grad_norm_, comm, introspect
+from shardtrain import clip_grad_norm_, comm, introspect, torch_private
 from shardtrain.comm import trace
 from shardtrain.comm.trace import GATHER, count, waiting
 from shardtrain.job import pictures, tags
@@ -372,8 +372,8 @@ def test_a_profile_is_written_when_training_ends_first_and_dropped_when_it_fails
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["steps-3-4-rank0.json"]
     with Watch(config, place, metrics, Monitor()) as watch:
         watch.step_done(2, None)
-        assert trace.profiling()
-    assert not trace.profiling()
+        assert torch_private.profiler_enabled()
+    assert not torch_private.profiler_enabled()
 
 
 def test_a_meter_that_is_open_for_long_stays_small() -> None:

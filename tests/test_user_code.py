@@ -6,7 +6,7 @@ import functools
 import gc
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.schedule import Call
 
 from behaviours.calls import CALLS
@@ -140,6 +141,39 @@ def test_calls_are_refused() -> None:
     ):
         with refused(message):
             call()
+
+
+class Registered(nn.Linear):
+    """A class that hears of its subclasses, and calls itself in its own way."""
+
+    subclasses: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        Registered.subclasses.append(cls)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) + self.weight.sum()
+
+
+@each_rank(2)
+def test_a_sharded_module_has_another_class_that_looks_like_its_own() -> None:
+    model = nn.Sequential(Registered(3, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3))))
+    classes = {module: type(module) for module in model.modules()}
+    looks = repr(model)
+    shard(model, units=[Registered, torch.fx.GraphModule])
+    assert repr(model) == looks
+    for module, kind in classes.items():
+        assert isinstance(module, kind)
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(type(module), name) == getattr(kind, name)
+        of_torch = {"__call__", "_call_impl", "_compiled_call_impl", "named_modules", "reset_parameters"}
+        assert not (of_torch | {"__deepcopy__", "__reduce_ex__"}) & vars(module).keys()
+    assert not Registered.subclasses
+    model[1].recompile()  # torch.fx writes methods into the module's class
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    engine_of(model).detach()
+    assert {module: type(module) for module in model.modules()} == classes
 
 
 class Marked(torch.Tensor):
@@ -433,7 +467,8 @@ def test_a_copy_from_before_shard_is_sharded_too() -> None:
             average.update_parameters(getattr(net, "module", net))
     ours, theirs = (average.module for average in averages)
     assert_same_parameters(ours, theirs)
-    assert type(ours) is OddNet
+    assert isinstance(ours, OddNet)
+    assert type(ours).__name__ == "OddNet"
     train(ours, sgd(ours), 2)  # trains by itself,
     assert_same_parameters(model, replica)  # and leaves the other alone
     for net, optimizer in zip(nets, optimizers, strict=True):

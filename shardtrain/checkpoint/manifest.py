@@ -33,6 +33,7 @@ import torch
 from shardtrain.checkpoint.files import DTYPES, Record, read_text, write_text
 from shardtrain.engine.part import dense_stride
 from shardtrain.engine.state_dict import Spec
+from shardtrain.errors import Damaged as Damaged
 
 FORMAT = "shardtrain checkpoint"
 VERSION = 1
@@ -41,10 +42,6 @@ DIGEST_NAME = "manifest.sha256"
 MOST_BYTES = 256 << 20  # the largest manifest that is read: a million slices take about 50 MiB
 
 DTYPE_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-
-
-class Damaged(ValueError):
-    """Tell that a checkpoint is incomplete or differs from its manifest. Nothing has been loaded."""
 
 
 class Slice(NamedTuple):

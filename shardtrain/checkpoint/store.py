@@ -46,15 +46,12 @@ from shardtrain.comm.channel import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import Spec
+from shardtrain.errors import SaveFailed as SaveFailed
 
 TEMPORARY = ".tmp-"
 ASIDE = "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
 _CUT = ("parameters/", "optimizer/", "ema/")  # tensors that only an update changes
-
-
-class SaveFailed(RuntimeError):
-    """Tell, on every rank, that a checkpoint was not saved. Earlier ones are untouched."""
 
 
 class Snapshot:

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 
 from shardtrain.comm.trace import MOVEMENTS, STEP, Movement
+from shardtrain.errors import Diverged as Diverged
+from shardtrain.errors import PeerLost as PeerLost
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
 KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
@@ -32,14 +34,6 @@ EVERY = 100  # steps from one comparison of hashes to the next, after the first 
 _STEP_HINT = (
     ". Ranks must step alike: torch.amp.GradScaler lets each rank decide by itself, use shardtrain.GradScaler"
 )
-
-
-class PeerLost(RuntimeError):
-    """Tell that another rank has ended, or has been silent for too long."""
-
-
-class Diverged(RuntimeError):
-    """Tell that ranks take different paths through the model."""
 
 
 class Entry(NamedTuple):

@@ -23,14 +23,12 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
+from shardtrain import torch_private
 from shardtrain.comm.transport import Flat, Gradient, Move, Pending, intervals
 
 # Renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# Makes one launch of several calls of one collective. torch has no public name for it.
-_coalescing = dist.distributed_c10d._coalescing_manager
 
 _SUM = dist.ReduceOp.SUM
 _AVG = dist.ReduceOp.AVG
@@ -39,15 +37,14 @@ _AVG = dist.ReduceOp.AVG
 # such as gloo, are asked for sums of equal intervals only. torch's fake backend moves nothing.
 _COMPLETE = ("nccl", "xccl", "fake")
 
-# Public since torch 2.15.
-_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-
 
 def set_time_out(time_out: timedelta) -> None:
     """Set the time-out of all later collectives of all process groups of this rank."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    # Public from torch 2.14 on.
+    set_timeout = getattr(dist, "set_timeout", None) or torch_private.set_pg_timeout
+    for group in list(torch_private.pg_map):
         if moves_bytes(group):
-            _set_timeout(time_out, group)
+            set_timeout(time_out, group)
 
 
 def time_out_s(group: dist.ProcessGroup) -> float:
@@ -182,7 +179,8 @@ class Backend:
     def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which collectives of one kind for ``tensors`` are one launch."""
         if len(tensors) > 1 and devices.on_accelerator(tensors[0]) and self._is_complete(tensors[0]):
-            return _coalescing(self.group)
+            together: AbstractContextManager[object] = torch_private.coalescing_manager(self.group)
+            return together
         return nullcontext()
 
     def _op(self, tensors: Sequence[Tensor]) -> dist.ReduceOp.RedOpType:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
+from shardtrain import torch_private
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.trace import ALL_REDUCE, waiting
 
@@ -68,7 +69,7 @@ class GradientPiece(Tensor):
         kwargs = kwargs or {}
         if PieceNorm in types:
             return NotImplemented  # so that `PieceNorm` refuses
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             if func not in _NORMS:
                 return _marked(func.__name__, func(*args, **kwargs), [*args, *kwargs.values()])
             order = _order(func, *args, **kwargs)
@@ -109,7 +110,7 @@ class PieceNorm(Tensor):
         kwargs = kwargs or {}
         one = _first(cls, args)
         transport = one.owners.transport()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             if transport and func in _NORMS and _order(func, *args, **kwargs) == one.order:
                 return _over_all_ranks(one.as_subclass(Tensor), one.order, transport, one.owners)
             if transport and func in _SAME_NORMS:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from shardtrain import comm
+from shardtrain import comm, torch_private
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.transport import Transport
 from shardtrain.device import is_accelerator, is_deterministic, return_freed_memory
@@ -113,7 +112,7 @@ def shard(
     segments = {u: _segments_of(infos[u], link, options[u].precision, cut, initial) for u in largest_first}
     built = [Unit(u, anchors[u], segments[u], link, options[u]) for u in infos]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, built, virtual_ranks)
+    Engine(module, built, virtual_ranks).attach()
     return_freed_memory()  # that of the whole parameters
     return module
 
@@ -277,7 +276,7 @@ def check(
         raise ValueError(f"parameters without a shape yet: {', '.join(lazy)}; run one forward before shard()")
     for name, param in module.named_parameters():
         kind = type(param.data)
-        if param not in left_alone and kind not in (torch.Tensor, FakeTensor):
+        if param not in left_alone and kind not in (torch.Tensor, torch_private.FakeTensor):
             raise ValueError(
                 f"parameter {name} is a {kind.__module__}.{kind.__name__}, expected a plain torch.Tensor: a "
                 "tensor subclass cannot be cut into pieces; convert it, or leave it whole with ignored=[...]"

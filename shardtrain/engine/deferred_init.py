@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from shardtrain import comm
+from shardtrain import comm, torch_private
 
 _MARK = "_shardtrain_deferred"
 
@@ -51,7 +50,7 @@ def _on_meta(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model | 
     except Exception:  # the build with values raises again whatever has another cause
         return None
     state = {*model.parameters(), *model.buffers()}
-    attributes = tree_leaves([vars(module) for module in model.modules()])
+    attributes = torch_private.tree_leaves([vars(module) for module in model.modules()])
     plain = (leaf for leaf in attributes if isinstance(leaf, Tensor) and leaf.is_meta and leaf not in state)
     return model if next(plain, None) is None else None
 

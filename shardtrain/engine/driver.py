@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
+from shardtrain import torch_private
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
+from shardtrain.engine.edits import Edits
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.engine.user_code import call_postponed, postpone
+from shardtrain.engine.users_hooks import call_postponed, postpone
 from shardtrain.engine.virtual import OUTSIDE
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
@@ -32,10 +34,11 @@ class Driver:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.root = units[0]
+        self.edits = Edits()
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
-        self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
+        self._stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Unit, list[Mean]]] = []  # by this backward, in order
@@ -63,10 +66,14 @@ class Driver:
         """Whether the last forward prepared for a backward that has not come."""
         return bool(self.schedule.forward.calls)
 
+    def note_step(self) -> None:
+        """Note that an optimizer changes this rank's shards."""
+        self._stepped = True
+
     def _fence(self, what: Movement) -> None:
-        if what is ENTER and self.stepped:
+        if what is ENTER and self._stepped:
             self.root.transport.fence(STEP)
-            self.stepped = False
+            self._stepped = False
         with waiting(what, "the model", self.root.device):
             self.root.transport.fence(what)
 
@@ -78,7 +85,7 @@ class Driver:
     def show(self, unit: Unit) -> None:
         unit.show()
         if self.schedule.backward is None:
-            unit.note_values()
+            self.edits.note(unit)
         else:
             trace.begin("backward", unit.title)
 
@@ -111,6 +118,7 @@ class Driver:
         self.schedule.begin_forward(self._training())
         for unit in self.units:
             unit.refresh()
+            self.edits.note(unit)
         self._fence(ENTER)
         self.forget_nodes()
 
@@ -131,6 +139,7 @@ class Driver:
         else:
             self.schedule.trains.discard(unit)
         unit.refresh()
+        self.edits.note(unit)
         self._fence(ENTER)
 
     def end_forward(self, failed: bool) -> None:
@@ -144,7 +153,7 @@ class Driver:
         if failed:  # an exception must not wait for other ranks
             return
         for unit in self.units:
-            unit.refuse_edits_inside_forward()
+            self.edits.refuse_inside_forward(unit)
         self.forget_nodes()
         self._fence(LEAVE)
 
@@ -154,7 +163,7 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
-                unit.refuse_edits_inside_forward()
+                self.edits.refuse_inside_forward(unit)
             else:  # called by itself, perhaps after an update
                 self.refresh(unit)
         schedule.enter(unit)
@@ -197,13 +206,13 @@ class Driver:
             if not (failed or schedule.backward):
                 if not schedule.in_forward:
                     self._fence(LEAVE)
-                unit.refuse_edits()
+                self.edits.refuse(unit)
         schedule.leave(unit, learns, stays)
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
         for unit in self.schedule.kept:
-            unit.refuse_edits()
+            self.edits.refuse(unit)
 
     def show_shards(self) -> None:
         """Show local shards where a forward without a backward has left full parameters shown.
@@ -247,7 +256,7 @@ class Driver:
         self.schedule.begin_backward(forward, self._training())
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch_private.execution_engine.queue_callback(self._end_backward)
 
     def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
         """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
@@ -303,7 +312,9 @@ class Driver:
 
         Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
         """
-        if self.schedule.backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
+        if (
+            self.schedule.backward and torch_private.current_graph_task_id() == -1
+        ):  # else still inside autograd
             self.drop_backward()
 
     def drop_backward(self) -> None:

@@ -6,35 +6,38 @@
   since a loss may depend on the latter alone. It tells how far backward has come.
 - A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
-Another hook checks each optimizer before it steps: see ``shardtrain/optim/trial.py``.
+`Engine` attaches these, and forwards events to what protects users: files of their own, which a step does not
+need. Another hook checks each optimizer before it steps: see `optimizers.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import Any, NoReturn
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import pieces, user_code
+from shardtrain.engine import casts, pieces, resets, user_code
+from shardtrain.engine.adoption import Adoption
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.precision import cast, leaves, tensors_in
+from shardtrain.engine.module_class import Addition, add
+from shardtrain.engine.optimizers import Optimizers, Trial
+from shardtrain.engine.precision import leaves, tensors_in
+from shardtrain.engine.refusals import Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards
 from shardtrain.engine.virtual import Virtual
-from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
-Trial = Callable[[torch.optim.Optimizer, torch.device, Policy], None]
-_ABSENT = object()
+_CALLS = "_shardtrain_calls"
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -44,8 +47,8 @@ class Engine:
     def __init__(self, module: nn.Module, units: list[Unit], virtual: int = 0) -> None:
         self.module = module
         self.units = units
-        self.segments = [segment for unit in units for segment in unit.segments]
-        self.members = [member for unit in units for member in unit.members]
+        self.segments = [*chain.from_iterable(unit.segments for unit in units)]
+        self.members = [*chain.from_iterable(unit.members for unit in units)]
         self.transport = units[0].transport
         self.driver = Driver(units)
         self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
@@ -53,18 +56,14 @@ class Engine:
             self.driver.micro_batch = None
         for unit in units:
             unit.account = units[0].account
-        self._ignored = set(module.parameters()).difference(member.param for member in self.members)
+        self.optimizers = Optimizers(self.driver, self.segments, self.members)
+        self._adoption = Adoption(module, units)
         # Trainable parameters, each with the handle of its hook.
         self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
-        self._replaced: list[tuple[nn.Module, str, Any]] = []  # attributes of modules, see `_set`
-        self._modules = _modules_below(module)
-        # What `check_optimizer` knows of each optimizer.
-        self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
-        self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
+        self._marks: list[tuple[nn.Module, str]] = []  # attributes that `attach` has set
         self._handles: list[RemovableHandle] = []
-        self._attach()
         assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
-        _ENGINES.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -73,127 +72,60 @@ class Engine:
 
     # attaching
 
-    def _attach(self) -> None:
-        """Wrap calls, register all hooks, and set the attributes that mark the module as sharded."""
+    def attach(self) -> None:
+        """Wrap calls, register all hooks, and mark the module as sharded."""
         self._hook_parameters()
         for unit in self.units:
             # A call of one of these gathers the unit.
             entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
             for module in entrances:
-                self._wrap_calls(unit, module)
+                # A unit of which the root has a tied parameter enters the root's gather, and then its own.
+                outer = module.__dict__.get(_CALLS, ())
+                self._mark(module, _CALLS, (*outer, Calls(self, unit, is_root=module is self.module)))
+                self._add_to_class(module, Entrance)
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
+                self._add_to_class(module, Uncopied)
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
-        homes = {module: unit for unit in self.units for module in unit.module.modules()}  # inner units last
+        homes: dict[nn.Module, Unit] = {}
+        for unit in self.units:  # inner units last
+            homes.update(dict.fromkeys(unit.module.modules(), unit))
         for module, unit in homes.items():
-            for name in ("reset_parameters", "_reset_parameters"):
-                if callable(getattr(type(module), name, None)):
-                    self._wrap_reset(unit, module, name)
-        self._hook_casts()
+            for addition in resets.additions(module):
+                self._mark(module, resets.HOME, resets.Home(unit, self.release))
+                self._add_to_class(module, addition)
+        self._handles += casts.attach(self.units)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
-        self._set(self.module, _ENGINE, self)
-        # `copy` and `pickle` look up these.
-        for module in self._entrances_and_holders():
-            self._set(module, "__deepcopy__", refuse_copy)
-        self._set(self.module, "__reduce_ex__", _refuse_pickling)
+        self._mark(self.module, _ENGINE, self)
+        _ENGINES.add(self)
 
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of ``module`` itself, until `detach`."""
-        self._replaced.append((module, name, module.__dict__.get(name, _ABSENT)))
+    def _mark(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of ``module`` until `detach`."""
+        self._marks.append((module, name))
         module.__dict__[name] = value
 
+    def _add_to_class(self, module: nn.Module, addition: type[Addition]) -> None:
+        """Add methods to ``module`` until `detach`."""
+        self._classes.setdefault(module, type(module))
+        add(module, addition)
+
     def detach(self) -> None:
-        """Undo `_attach`."""
+        """Undo `attach`."""
         for handle in [*self._handles, *(handle for _, handle in self._hooked.values())]:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
-        for module, name, before in reversed(self._replaced):
-            module.__dict__[name] = before
-            if before is _ABSENT:
-                del module.__dict__[name]
-        self._replaced.clear()
-
-    def _entrances_and_holders(self) -> set[nn.Module]:
-        """Return the modules of units, and all that hold sharded parameters."""
-        modules = {unit.module for unit in self.units}
-        for unit in self.units:
-            modules.update(unit.holders)
-        return modules
+        for module, own_class in self._classes.items():
+            module.__class__ = own_class
+        self._classes.clear()
+        for module, name in self._marks:
+            module.__dict__.pop(name, None)
+        self._marks.clear()
 
     # forward
-
-    def _wrap_calls(self, unit: Unit, module: nn.Module) -> None:
-        """Have each call of ``module`` gather ``unit``, and release it however the call ends.
-
-        The wrapper is a bound method in the place of torch's. ``torch.compile`` breaks the graph there. What
-        ran compiled before runs so inside the wrapper.
-        """
-        is_root = module is self.module
-        is_only = len(self.units) == 1
-        driver = self.driver
-        run = module._compiled_call_impl or module._call_impl
-
-        @user_code.undisturbed
-        def before() -> None:
-            self.adopt_changes()
-            if is_root:
-                driver.begin_forward()
-            driver.begin_call(unit)
-
-        @user_code.undisturbed
-        def after(outputs: Sequence[Any], error: BaseException | None) -> None:
-            if error is not None and driver.under_way[0] != "backward":
-                note_shards(error, self.units)
-            driver.end_call(unit, outputs, error is not None)
-            if is_root:
-                driver.end_forward(error is not None)
-
-        def call(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
-            if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
-                return run(*args, **kwargs)
-            try:
-                before()
-                output = run(*args, **kwargs)
-                after([*leaves(output)], None)
-            except BaseException as error:
-                after((), error)
-                raise
-            return output
-
-        self._set(module, "named_modules", MethodType(user_code.modules_unless_wrapped, module))
-        self._set(module, "_compiled_call_impl", None)
-        call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile breaks the graph
-        self._set(module, "_call_impl", MethodType(call, module))
-
-    def _wrap_reset(self, unit: Unit, module: nn.Module, name: str) -> None:
-        """Have ``module.reset_parameters()`` see whole parameters of ``unit``, since it computes fan-ins.
-
-        Each rank keeps its part of what it draws: with one seed on all ranks, that of the whole model.
-        """
-        reset = getattr(type(module), name)
-
-        def whole(called: nn.Module, *args: Any, **kwargs: Any) -> None:
-            below = set(module.modules())
-            members = [m for m in unit.members if not below.isdisjoint(h for h, _ in m.info.holders)]
-            if unit.shown is not Shown.SHARD or any(m.info.parameter.is_meta for m in members):
-                reset(called, *args, **kwargs)
-                return
-            self.adopt_changes()
-            self.driver.schedule.release(unit)
-            unit.show_private({member: member.part.padded(member.local_view) for member in members})
-            try:
-                reset(module, *args, **kwargs)
-                for member in members:
-                    member.local_view.copy_(member.piece_of_whole(member.param.data))
-            finally:
-                unit.hide()
-
-        self._set(module, name, MethodType(whole, module))
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
@@ -201,33 +133,6 @@ class Engine:
                 self.driver.mark(unit, tensors_in(output))
 
         self._handles.append(module.register_forward_hook(after))
-
-    def _hook_casts(self) -> None:
-        """Cast inputs and outputs of modules. Inside `unsharded` a unit computes in its own dtype."""
-        for unit in self.units:
-            precision = unit.options.precision
-            if precision.cast_inputs:
-                self._cast(unit, unit.module, precision.param, None)
-            for module, segment in unit.holders.items() if precision.param is not None else ():
-                if precision.wants_wide_inputs(module):
-                    self._cast(unit, module, segment.local.dtype, precision.param)
-            self._cast(unit, unit.module, None, precision.output)
-
-    def _cast(
-        self, unit: Unit, module: nn.Module, inputs: torch.dtype | None, output: torch.dtype | None
-    ) -> None:
-        if inputs is not None:
-
-            def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-                return (args, kwargs) if unit.shown is Shown.PRIVATE else cast((args, kwargs), inputs)
-
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        if output is not None:
-
-            def after(_: nn.Module, args: Any, result: Any) -> Any:
-                return result if unit.shown is Shown.PRIVATE else cast(result, output)
-
-            self._handles.append(module.register_forward_hook(after))
 
     # gradients and optimizers
 
@@ -243,41 +148,9 @@ class Engine:
                     handle = param.register_hook(_gradient_hook(self.driver, unit, member))
                     self._hooked[member] = param, handle
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
-        """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
-        groups = optimizer.param_groups
-        # What decides whether it steps parameters of this model. If it does, it has been found right.
-        state = len(groups), sum([len(group["params"]) for group in groups]), len(self._hooked)
-        known, steps = self._optimizers.get(optimizer, (None, False))
-        if known != state:
-            own = {param for param, _ in self._hooked.values()}
-            steps = any(param in own for group in groups for param in group["params"])
-            if steps:
-                held = self.segments[0]
-                trial(optimizer, held.local.device, "whole" if held.layout.whole else "even")
-                self.describe_state(optimizer)
-                for member in self.members:
-                    member.cut_state(optimizer.state.get(member.param, {}))
-            self._optimizers[optimizer] = state, steps
-        if not steps:
-            return
-        self.driver.reset_failed_backward()
-        self.driver.require_reduced("an optimizer's step()")
-        self.driver.show_shards()
-        if self.driver.awaits_backward and all(member.param.grad is None for member in self.members):
-            warnings.warn(
-                "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
-                "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
-                stacklevel=3,
-            )
-        skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
-        self.driver.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
-
-    def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
-        if optimizer not in self._described:
-            self._described.add(optimizer)
-            pieces.describe_state(optimizer, self.members)
+    def before_step(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
+        """Prepare a step of ``optimizer``. Raises ValueError if it is not right on local shards."""
+        self.optimizers.before_step(optimizer, self._hooked, trial)
 
     # between steps
 
@@ -289,6 +162,11 @@ class Engine:
         self.driver.show_shards()
         self.adopt_changes()
 
+    def release(self, unit: Unit) -> None:
+        """Adopt users' changes, and release ``unit``, whose parameters are about to be changed."""
+        self.adopt_changes()
+        self.driver.schedule.release(unit)
+
     def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
 
@@ -297,24 +175,63 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
-        for unit in self.units:
-            unit.adopt(self.driver.before_conversion)
+        self._adoption.adopt(self.driver.before_conversion)
         self._hook_parameters()
-        if any(
-            len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
-        ):
-            known = self._ignored.union(member.param for member in self.members)
-            if new := [name for name, param in self.module.named_parameters() if param not in known]:
-                raise ValueError(
-                    f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "
-                    "gradients. Attach them first, then shard"
-                )
-            self._modules = _modules_below(self.module)
-        if on_meta := [m.name for s in self.segments if s.local.is_meta for m in s.members]:
-            raise ValueError(
-                f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
-                "with module.to_empty(device=...) and load or initialise their values first"
-            )
+        self._adoption.refuse_attached()
+        self._adoption.refuse_meta()
+
+
+class Calls:
+    """Gather a unit before each call of one of its modules, and release it however the call ends."""
+
+    def __init__(self, engine: Engine, unit: Unit, is_root: bool) -> None:
+        driver = engine.driver
+        is_only = len(engine.units) == 1
+
+        @user_code.undisturbed
+        def begin() -> None:
+            engine.adopt_changes()
+            if is_root:
+                driver.begin_forward()
+            driver.begin_call(unit)
+
+        @user_code.undisturbed
+        def end(outputs: Sequence[Any], error: BaseException | None) -> None:
+            if error is not None and driver.under_way[0] != "backward":
+                note_shards(error, engine.units)
+            driver.end_call(unit, outputs, error is not None)
+            if is_root:
+                driver.end_forward(error is not None)
+
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
+            if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
+                return call(*args, **kwargs)
+            try:
+                begin()
+                output = call(*args, **kwargs)
+                end([*leaves(output)], None)
+            except BaseException as error:
+                end((), error)
+                raise
+            return output
+
+        self.around = around
+
+
+class Entrance(Unwrapped, Uncopied):
+    """Have calls of a module gather its unit.
+
+    ``torch.compile`` breaks the graph here. What `nn.Module.compile` has compiled runs so inside.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__
+        for calls in self.__dict__[_CALLS]:
+            call = partial(calls.around, call)
+        return call(*args, **kwargs)
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -326,7 +243,7 @@ def check_optimizers(trial: Trial) -> None:
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in list(_ENGINES):
-            engine.check_optimizer(optimizer, trial)
+            engine.before_step(optimizer, trial)
 
     register_optimizer_step_pre_hook(before_step)
 
@@ -343,13 +260,16 @@ def engine_of(module: nn.Module) -> Engine:
 
 def is_inside(module: nn.Module) -> bool:
     """Return whether ``module`` is, or is inside, a module that is sharded now."""
-    roots = [engine.module for engine in _ENGINES if engine.module.__dict__.get(_ENGINE) is engine]
-    return any(module is each for root in roots for each in root.modules())
+    for engine in list(_ENGINES):
+        root = engine.module
+        if root.__dict__.get(_ENGINE) is engine and any(module is inner for inner in root.modules()):
+            return True
+    return False
 
 
 def is_entrance(module: nn.Module) -> bool:
     """Return whether a call of ``module`` gathers a unit."""
-    return "_call_impl" in module.__dict__
+    return isinstance(module, Entrance)
 
 
 def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable[[torch.Tensor], None]:
@@ -373,22 +293,3 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
             drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 
     return hook
-
-
-def refuse_copy(memo: dict[int, Any]) -> NoReturn:
-    raise ValueError(
-        "a sharded model, or one that contains it, cannot be copied: each rank has pieces only; copy before "
-        "shard(), and shard the copy, too, or load full_state_dict(model) into a new model"
-    )
-
-
-def _refuse_pickling(protocol: int) -> NoReturn:
-    raise ValueError(
-        "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
-        "shardtrain.full_state_dict(model)"
-    )
-
-
-def _modules_below(root: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
-    """Return all modules with their children and parameter counts, to notice when one is attached."""
-    return [(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]

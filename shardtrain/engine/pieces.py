@@ -22,9 +22,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from shardtrain import torch_private
 from shardtrain.engine.part import Index, Part
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
@@ -67,11 +67,11 @@ class LocalPiece(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in _DESCRIBING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if not isinstance(result, Tensor):  # as `.data` is
                 return result
-        piece = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        piece = next(leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         return piece._refuse(f"used by {func.__name__}: only load_state_dict, copy.deepcopy and DCP take it")
 
     def __repr__(self) -> str:  # type: ignore[override]

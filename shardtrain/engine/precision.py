@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shardtrain import torch_private
 from shardtrain.engine.user_code import tracked
 
-NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS: tuple[type[nn.Module], ...] = (torch_private.NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Precision:
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
         """Return whether ``module``'s inputs are cast to its parameters' dtype, and its outputs back."""
-        return isinstance(module, self.keep) and not isinstance(module, _NormBase)
+        return isinstance(module, self.keep) and not isinstance(module, torch_private.NormBase)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -88,7 +87,7 @@ def leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield from tracked(value)
         return
-    for leaf in tree_leaves(value):
+    for leaf in torch_private.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield from tracked(leaf)
         elif isinstance(leaf, Mapping):
@@ -124,4 +123,4 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         fields = [field.name for field in dataclasses.fields(item) if field.init]
         return dataclasses.replace(item, **{name: cast(getattr(item, name), dtype) for name in fields})
 
-    return tree_map(of, value, is_leaf=lambda item: item is not value)
+    return torch_private.tree_map(of, value, is_leaf=lambda item: item is not value)

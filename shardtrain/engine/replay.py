@@ -28,20 +28,16 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from shardtrain import comm
+from shardtrain import comm, torch_private
 from shardtrain.comm.guard import named
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.introspection import introspect
+from shardtrain.errors import ReplayMismatch as ReplayMismatch
 
 _BLOCK = 1 << 16
 _FACTOR = 0x5851F42D4C957F2D  # odd, so that no difference is lost in a product
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class ReplayMismatch(RuntimeError):
-    """Tell, on every rank, that two ranks computed other bits from the same micro-batch."""
 
 
 @dataclass
@@ -104,7 +100,7 @@ def recording(
 
     def output(name: str, _: nn.Module, __: object, found: object) -> None:
         if not torch.compiler.is_compiling():
-            for leaf in tree_leaves(found):
+            for leaf in torch_private.tree_leaves(found):
                 if isinstance(leaf, Tensor):
                     add(record.outputs, name, leaf)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -72,6 +72,7 @@ class ShardedParam:
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
     ``owners``: marks gradients as pieces, for norms; None on a single rank and on simulated ones.
+    ``address``: where ``local_view`` lies.
     """
 
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
@@ -80,14 +81,14 @@ class ShardedParam:
         self.param = info.parameter
         self.part = part
         self.offset = offset
-        self._address = 0
+        self.address = 0
 
     def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view = self.part.shown(self.piece_of(local))
         self.full_view = full_view
         self.owners = owners
-        self._address = _address(self.local_view)
+        self.address = address_of(self.local_view)
 
     def piece_of(self, local: torch.Tensor) -> torch.Tensor:
         """Return this parameter's piece (1-D) of ``local``, which is laid out as the rank's interval."""
@@ -134,45 +135,6 @@ class ShardedParam:
             held.add_(piece)
         else:
             self.set_grad(piece)
-
-    def cut_state(self, state: dict[str, Any]) -> None:
-        """Cut the optimizer state of the full parameter, in place, to this rank's part, unless it is cut."""
-        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        if all(value.shape != self.part.local_shape for value in tensors.values()):
-            for key, value in tensors.items():
-                if key != "step" and value.shape == self.part.shape:
-                    state[key] = self.part.shown(self.part.of(value).clone())
-
-    # what users change
-
-    def was_replaced(self) -> bool:
-        """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave the parameter other storage.
-
-        The old storage is still held here, so a new one has another address.
-        """
-        module, attribute = self.info.holders[0]
-        return module._parameters.get(attribute) is not self.param or _address(self.param) != self._address
-
-    def check_like(self, first: ShardedParam) -> None:
-        """Raise ValueError unless the value is a piece of the right size, dtype and device (``first``'s)."""
-        param = self.param
-        expected = first.param
-        if not param.is_leaf:
-            raise ValueError(
-                f"parameter {self.name} was replaced by the result of a computation, through which "
-                "gradients cannot flow here; do that (torch.func.functional_call) with an unsharded model"
-            )
-        if param.shape != self.part.local_shape:
-            raise ValueError(
-                f"parameter {self.name} now has shape {tuple(param.shape)} on this rank, but its local piece "
-                f"has {self.part.local_shape}; change whole parameters inside shardtrain.unsharded(model)"
-            )
-        if (param.dtype, param.device) != (expected.dtype, expected.device):
-            raise ValueError(
-                f"parameter {self.name} is now {param.dtype} on {param.device}, while {first.name} of the "
-                f"same unit is {expected.dtype} on {expected.device}; convert the whole model, or convert it "
-                "before shard()"
-            )
 
 
 class Segment:
@@ -286,35 +248,20 @@ class Segment:
                 member.param.data = self._of_another_dtype
                 member.param.data = shown
 
-    # what users change
+    def converts(self, local: torch.Tensor) -> bool:
+        """Return whether ``local`` has another dtype or device than this rank's interval."""
+        return (local.dtype, local.device) != (self.local.dtype, self.local.device)
 
-    def shown_pieces(self) -> torch.Tensor:
-        """Return the pieces that the parameters hold now, laid out like ``local``.
-
-        Raises ValueError if a piece is not of its part's size, or if dtypes or devices differ.
-        """
-        for member in self.members:
-            member.param = member.info.parameter
-        local = self.members[0].param.new_zeros(self.layout.length(self.transport.rank))
-        for member in self.members:
-            member.check_like(self.members[0])
-            member.part.shown(member.piece_of(local)).copy_(member.param.data)
-        return local
-
-    def converts(self, held: torch.Tensor) -> bool:
-        """Return whether ``held`` has another dtype or device than this rank's interval."""
-        return (held.dtype, held.device) != (self.local.dtype, self.local.device)
-
-    def adopt(self, held: torch.Tensor) -> None:
-        """Use ``held``, which `shown_pieces` returned, as this rank's interval."""
-        if self.converts(held):
-            self._allocate(held)
+    def adopt(self, local: torch.Tensor) -> None:
+        """Use ``local``, which is laid out like it, as this rank's interval."""
+        if self.converts(local):
+            self._allocate(local)
             return
-        self.local.copy_(held)
+        self.local.copy_(local)
         for member in self.members:
             member.show_local()
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     """Return an identifier of where ``tensor`` lies: its address, or an empty one's storage."""
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)

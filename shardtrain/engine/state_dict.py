@@ -199,7 +199,7 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     engine = engine_of(module)
     engine.require_rest("optimizer_state_dict() cannot be called")
-    engine.describe_state(optimizer)
+    engine.optimizers.describe_state(optimizer)
     return dict(get_optimizer_state_dict(module, optimizer))
 
 

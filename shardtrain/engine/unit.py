@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -95,7 +95,6 @@ class Unit:
         self.shown = Shown.SHARD
         self.account = Account()
         self._moving = Pending.done(None)
-        self._seen: dict[Shown, list[tuple[int, int]]] = {}  # `_look` by what was shown
 
     @property
     def device(self) -> torch.device:
@@ -145,58 +144,10 @@ class Unit:
             member.param.data = value
         self.shown = Shown.PRIVATE
 
-    def adopt(self, before_conversion: Callable[[], None]) -> None:
-        """Adopt the pieces that users have replaced: all, or none and ValueError if one does not fit.
-
-        ``before_conversion`` is called first if a piece has another dtype or device; it may raise.
-        """
-        replaced = [s for s in self.segments if any(m.was_replaced() for m in s.members)]
-        held = [
-            (segment, segment.shown_pieces()) for segment in (replaced if self.shown is Shown.SHARD else [])
-        ]
-        if any(segment.converts(local) for segment, local in held):
-            before_conversion()
-        for segment, local in held:
-            segment.adopt(local)
-
     def refresh(self) -> None:
         """Let the next gather include changes of the local shards."""
         for segment in self.segments:
             segment.cast()
-        self.note_values()
-
-    def note_values(self) -> None:
-        """Note the values that parameters show now, to notice edits of them."""
-        self._seen[self.shown] = self._look()
-
-    def _look(self) -> list[tuple[int, int]]:
-        """Return what tells that users change a parameter: autograd's version of it, and where it lies."""
-        return [(member.param._version, member.param.data_ptr()) for member in self.members]
-
-    def _edited(self) -> list[str]:
-        """Return the names of parameters that users have changed."""
-        new = self._look()
-        seen = self._seen.get(self.shown, new)
-        if new == seen:
-            return []
-        return [m.name for m, state, old in zip(self.members, new, seen, strict=True) if state != old]
-
-    def refuse_edits(self) -> None:
-        """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost."""
-        if self.shown is Shown.FULL and (edited := self._edited()):
-            raise ValueError(
-                f"{', '.join(edited)} changed while {self.title} was whole, which would be lost or done once "
-                "per rank; change parameters between steps, inside shardtrain.unsharded(model). After a "
-                "forward with gradients, the root is whole until its backward: evaluate under torch.no_grad()"
-            )
-
-    def refuse_edits_inside_forward(self) -> None:
-        """Raise ValueError if local pieces were changed since forward began: other ranks may read them."""
-        if self.shown is Shown.SHARD and (edited := self._edited()):
-            raise ValueError(
-                f"forward changed {', '.join(edited)} of {self.title}, with which other ranks may compute "
-                "now; change parameters between steps (a momentum encoder after optimizer.step())"
-            )
 
     def gather(self) -> None:
         """Start gathering the full vector. It must not be read before `show`."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
+from shardtrain import torch_private
 from shardtrain.engine.shard import ParamInfo, plain_name
 from shardtrain.engine.unit import Shown, Unit, UnitOptions
 
@@ -21,7 +21,6 @@ UnitChoice = (
 )
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_LAYERS = (nn.Linear, _ConvNd)  # single layers that are units of their own
 _READ = "If forward read a parameter of a module that it did not call, it read this rank's shard"
 _LISTED = 12  # names of parameters in a note
 _SMALL = 1 << 16  # bytes; smaller units are not worth collectives of their own
@@ -137,11 +136,12 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
     small = _SMALL if sizes[""] > _TINY else sizes[""]
     if every_block:
         small = min(_SMALL, sizes[""] // 64)
+    layers = (nn.Linear, torch_private.ConvNd)  # single ones that are units of their own
     chosen: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module) -> None:
         layer = next(module.children(), None) is None
-        if sizes[name] <= small or (layer and not isinstance(module, _LAYERS)):
+        if sizes[name] <= small or (layer and not isinstance(module, layers)):
             return
         divisible = not (layer or isinstance(module, nn.MultiheadAttention))
         container = isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward

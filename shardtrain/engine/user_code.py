@@ -1,57 +1,17 @@
-"""Keep the engine right under what users bring: their hooks, compilers, transforms and wrappers.
-
-Autograd would call a user's post-accumulate hook with this rank's full gradient, before the reduction. So
-such hooks are replaced when a backward begins, and each is called once when a backward that reduces ends.
-Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
-"""
+"""Stay correct under users' compilers and transforms."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
+from shardtrain import torch_private
+
 Hook = Callable[..., None]
-
-_WRAPPERS = (
-    "torch.nn.parallel.",
-    "torch.distributed.fsdp.",
-    "torch.distributed._composable.",
-    "torch.distributed.tensor.",
-)
-
-
-class Postponed:
-    """Stand in for a user's hook while autograd runs, and do nothing."""
-
-    def __init__(self, hook: Hook) -> None:
-        self.hook = hook
-
-    def __call__(self, param: torch.Tensor) -> None:
-        pass
-
-
-def postpone(param: nn.Parameter) -> None:
-    """Replace users' hooks of ``param`` by `Postponed` ones. Their handles stay valid."""
-    if hooks := param._post_accumulate_grad_hooks:
-        for number, hook in hooks.items():
-            if not isinstance(hook, Postponed):
-                hooks[number] = Postponed(hook)
-
-
-def call_postponed(params: Iterable[nn.Parameter]) -> None:
-    """Call the postponed hooks of ``params``, each once."""
-    for param in dict.fromkeys(params):
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            if isinstance(hook, Postponed):
-                hook.hook(param)
 
 
 def undisturbed(hook: Hook) -> Hook:
@@ -60,11 +20,11 @@ def undisturbed(hook: Hook) -> Hook:
     Raises ValueError inside ``torch.func``'s grad, jvp and others that wrap all that is computed inside. Uses
     Dynamo only while it compiles or runs compiled code: importing Dynamo takes seconds.
     """
-    broken = _disable_dynamo(hook)
+    broken = torch_private.disable_dynamo(hook)
 
     @functools.wraps(hook)
     def either(*args: Any) -> None:
-        if torch.compiler.is_compiling() or get_eval_frame_callback():
+        if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
             broken(*args)
             return
         probe = torch.empty(0, device="cpu")
@@ -86,19 +46,3 @@ def tracked(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     tangent = forward_ad.unpack_dual(tensor).tangent
     if tangent is not None:
         yield tangent
-
-
-def modules_unless_wrapped(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """Return ``module.named_modules()``. Raises ValueError if torch's data parallel wrappers ask for them.
-
-    They ask through any model that contains ``module``, before they broadcast or replace its parameters.
-    """
-    frame = sys._getframe(1)
-    while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
-        frame = frame.f_back
-    if frame.f_globals["__name__"].startswith(_WRAPPERS):
-        raise ValueError(
-            "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, in "
-            "DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from doing so"
-        )
-    return type(module).named_modules(module, *args, **options)

@@ -21,9 +21,9 @@ import hashlib
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.nn.modules.batchnorm import _NormBase
 
 from shardtrain import device as devices
+from shardtrain import torch_private
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.channel import Ranks
 
@@ -70,7 +70,7 @@ class Virtual:
             buffer.copy_(value)
 
     def _begin_step(self) -> None:
-        norms = [m for m in self._module.modules() if isinstance(m, _NormBase) and m.training]
+        norms = [m for m in self._module.modules() if isinstance(m, torch_private.NormBase) and m.training]
         statistics = {buffer for norm in norms for buffer in norm._buffers.values()}
         buffers = dict.fromkeys(b for b in self._module.buffers() if not (b.is_meta or b.is_complex()))
         again = len(self.ranks) > 1  # another virtual rank starts from the same values

@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain import blocks
+from shardtrain import blocks, torch_private
 from shardtrain.job.errors import UserError
 
 
@@ -34,7 +32,8 @@ def compile_blocks(
     if backend == "inductor":
         require_inductor(device)
     # Blocks of one class share the code that torch compiles, once per size, in training and in evaluation.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(chosen))
+    config = torch_private.config
+    config.recompile_limit = max(config.recompile_limit, 8 * len(chosen))
     for block in chosen.values():
         block.forward = torch.compile(block.forward, backend=backend)
 
@@ -59,11 +58,11 @@ def _blocks(model: nn.Module, key: str) -> dict[str, nn.Module]:
 def _checkpointed(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    norms = [module for module in block.modules() if isinstance(module, torch_private.NormBase)]
     statistics = set[Tensor]()
     for norm in norms:
         statistics.update(norm.buffers(recurse=False))
-    needed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    needed = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     needed += [buffer for buffer in block.buffers() if buffer not in statistics]
     versions = [(tensor, tensor._version) for tensor in needed if not tensor.is_inference()]
 
@@ -91,16 +90,12 @@ def _checkpointed(name: str, block: nn.Module, forward: Callable[..., Any], *arg
 
 def require_inductor(device: torch.device) -> None:
     """Raise UserError if inductor lacks its compiler: a C++ compiler for the CPU, Triton for a GPU."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
     try:
         if device.type == "cpu":
-            get_cpp_compiler()
-        elif not has_triton():
+            torch_private.get_cpp_compiler()
+        elif not torch_private.has_triton():
             raise UserError(f"parallel.compile=true for {device.type} needs Triton, which does not work here")
-    except InvalidCxxCompiler:
+    except torch_private.InvalidCxxCompiler:
         raise UserError(
             "parallel.compile=true for the CPU needs a C++ compiler, and there is none: install g++, or name "
             "one in CXX"

@@ -7,16 +7,11 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
+from shardtrain.errors import UserError as UserError
+
 Kinds = type[Exception] | tuple[type[Exception], ...]
 MOST_REASON = 400  # characters of a parser's message
 MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all of a hundred models
-
-
-class UserError(ValueError):
-    """Report a user's mistake: one clear message, exit code 2, no traceback.
-
-    The message says what was found, what was expected, and what to do.
-    """
 
 
 def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:

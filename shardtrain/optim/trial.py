@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardtrain import torch_private
 from shardtrain.layout import Policy, cut_of
 
 # Cut inside a row and inside a block of 8-bit states; large enough for optimizers that factor their state.
@@ -33,7 +33,7 @@ def refuse_unless_right_on_pieces(
     """
     name = type(optimizer).__name__
     # The trial needs values, even where the model has none (FakeTensorMode).
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with torch_private.disable_current_modes(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         wholes = [torch.randn(shape, device="cpu").to(device) for shape in _SHAPES]
         try:

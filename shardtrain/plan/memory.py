@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from shardtrain import introspect
+from shardtrain import introspect, torch_private
 from shardtrain.job.format import MIB
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema
@@ -191,7 +190,9 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | N
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors of ``optimizer``'s state."""
-    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    return [
+        leaf for leaf in torch_private.tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)
+    ]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -204,10 +205,10 @@ def _address(tensor: Tensor) -> int:
 
 def _addresses(tree: object) -> dict[int, Tensor]:
     """Return the tensors in ``tree`` by storage, one per storage."""
-    return {_address(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    return {_address(leaf): leaf for leaf in torch_private.tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
 def _in_gradient() -> bool:
     """Return whether autograd runs a parameter's accumulation node, or is at the end of backward."""
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch_private.current_autograd_node()
     return node is None or node.name() == "torch::autograd::AccumulateGrad"

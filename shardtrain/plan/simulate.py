@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardtrain import UnitInfo, comm, device, introspect
+from shardtrain import UnitInfo, comm, device, introspect, torch_private
 from shardtrain.job.build import Job, loss_of
 from shardtrain.job.config import Config
 from shardtrain.job.errors import reading
@@ -65,7 +63,7 @@ class Plan:
 def simulate(config: Config, question: Question) -> Plan:
     """Return the plan for ``config``, whose model's keys are complete, as if nothing were compiled."""
     config = uncompiled(config)
-    with warnings.catch_warnings(), FakeTensorMode():
+    with warnings.catch_warnings(), torch_private.FakeTensorMode():
         # The engine compares addresses to notice replaced parameters; here all are 0.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         model, optimizer = _sharded(config, question)
@@ -132,7 +130,7 @@ def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim
 def _unsharded(config: Config) -> nn.Module:
     """Return the model of the configuration, of tensors without memory."""
     # On the meta device initialisation costs nothing; torch 2.11 refuses meta inside `FakeTensorMode`.
-    with _disable_current_modes(), torch.device("meta"):
+    with torch_private.disable_current_modes(), torch.device("meta"):
         model = plain_model(config.model, config.allow)
         if config.train.channels_last:
             model.to(memory_format=torch.channels_last)

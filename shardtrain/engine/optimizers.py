@@ -1,0 +1,88 @@
+"""Check each optimizer before it steps a sharded model, and describe its state as local shards.
+
+Its own file, since only `Engine` calls it, and no step of the schedule needs it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtrain.engine import pieces
+from shardtrain.engine.driver import Driver
+from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.layout import Policy
+
+Trial = Callable[[torch.optim.Optimizer, torch.device, Policy], None]
+
+
+class Optimizers:
+    """Hold what is known of the optimizers that step a model. Written here only."""
+
+    def __init__(self, driver: Driver, segments: Sequence[Segment], members: Sequence[ShardedParam]) -> None:
+        self._driver = driver
+        self._segments = segments
+        self._members = members
+        # The sizes of each optimizer's groups when it was checked, and whether it steps this model.
+        self._known: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+        self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def before_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hooked: Mapping[ShardedParam, tuple[nn.Parameter, Any]],
+        trial: Trial,
+    ) -> None:
+        """Prepare a step of ``optimizer``, if it steps one of the parameters that are ``hooked``.
+
+        Raises ValueError if it is not right on local shards, by ``trial``, or if gradients wait.
+        """
+        groups = optimizer.param_groups
+        sizes = len(groups), sum([len(group["params"]) for group in groups]), len(hooked)
+        known, steps = self._known.get(optimizer, (None, False))
+        if known != sizes:
+            own = {param for param, _ in hooked.values()}
+            steps = not all(own.isdisjoint(group["params"]) for group in groups)
+            if steps:
+                first = self._segments[0]
+                trial(optimizer, first.local.device, "whole" if first.layout.whole else "even")
+                self.describe_state(optimizer)
+                for member in self._members:
+                    _cut_state(member, optimizer.state.get(member.param, {}))
+            self._known[optimizer] = sizes, steps
+        if not steps:
+            return
+        driver = self._driver
+        driver.reset_failed_backward()
+        driver.require_reduced("an optimizer's step()")
+        driver.show_shards()
+        if driver.awaits_backward and all(member.param.grad is None for member in self._members):
+            warnings.warn(
+                "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
+                "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
+                stacklevel=4,
+            )
+        skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
+        if skips is None or skips.device.type != "cpu" or not skips.item():
+            driver.note_step()
+
+    def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the state dict of ``optimizer`` give local shards to torch.distributed.checkpoint."""
+        if optimizer not in self._described:
+            self._described.add(optimizer)
+            pieces.describe_state(optimizer, self._members)
+
+
+def _cut_state(member: ShardedParam, state: dict[str, Any]) -> None:
+    """Cut the optimizer state of the full parameter, in place, to this rank's part, unless it is cut."""
+    part = member.part
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    if all(value.shape != part.local_shape for value in tensors.values()):
+        for key, value in tensors.items():
+            if key != "step" and value.shape == part.shape:
+                state[key] = part.shown(part.of(value).clone())

@@ -1,0 +1,56 @@
+"""Refuse what would treat a rank's shards as whole parameters: copies, pickles, and other wrappers.
+
+Its own file, since nothing here is needed for a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from torch import nn
+
+from shardtrain.engine.module_class import Addition
+
+_WRAPPERS = (
+    "torch.nn.parallel.",
+    "torch.distributed.fsdp.",
+    "torch.distributed._composable.",
+    "torch.distributed.tensor.",
+)
+
+
+class Uncopied(Addition):
+    """Refuse copies and pickles of a module that holds shards, and of models that contain it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ValueError(
+            "a sharded model, or one that contains it, cannot be copied: each rank has pieces only; copy "
+            "before shard(), and shard the copy, too, or load full_state_dict(model) into a new model"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ValueError(
+            "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
+            "shardtrain.full_state_dict(model)"
+        )
+
+
+class Unwrapped(Addition):
+    """Refuse to be inside of torch's data parallel wrappers."""
+
+    def named_modules(self, *args: Any, **options: Any) -> Any:
+        """Yield modules. Raises ValueError if torch's data parallel wrappers ask for them.
+
+        They ask through any model that contains the module, before they broadcast or replace its parameters.
+        """
+        frame = sys._getframe(1)
+        while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
+            frame = frame.f_back
+        if frame.f_globals["__name__"].startswith(_WRAPPERS):
+            raise ValueError(
+                "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, "
+                "in DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from "
+                "doing so"
+            )
+        return super().named_modules(*args, **options)

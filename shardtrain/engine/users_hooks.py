@@ -1,0 +1,41 @@
+"""Call users' post-accumulate hooks once gradients are reduced. Its own file, since no step needs it.
+
+Autograd would call such a hook with this rank's full gradient, before the reduction. So hooks are replaced
+when a backward begins, and each is called once when a backward that reduces ends. Then the parameter shows
+its local shard with the reduced gradient, and the hook may step an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+Hook = Callable[..., None]
+
+
+class Postponed:
+    """Stand in for a user's hook while autograd runs, and do nothing."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+    def __call__(self, param: torch.Tensor) -> None:
+        pass
+
+
+def postpone(param: nn.Parameter) -> None:
+    """Replace users' hooks of ``param`` by `Postponed` ones. Their handles stay valid."""
+    if hooks := param._post_accumulate_grad_hooks:
+        for number, hook in hooks.items():
+            if not isinstance(hook, Postponed):
+                hooks[number] = Postponed(hook)
+
+
+def call_postponed(params: Iterable[nn.Parameter]) -> None:
+    """Call the postponed hooks of ``params``, each once."""
+    for param in dict.fromkeys(params):
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            if isinstance(hook, Postponed):
+                hook.hook(param)
