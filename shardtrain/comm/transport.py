@@ -125,7 +125,8 @@ class Transport:
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``stages``: the shard groups, whose gradients are summed first, where replicas are a second stage. A
+    ``stages``: the shard groups, whose gradients are summed first, where replicas are a second stage.
+    ``stepping``: an optimizer that was tried steps now; the engine's (see ``norms.py``). A
     transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
     """
 
@@ -134,6 +135,7 @@ class Transport:
     in_place = False
     uploads = False
     stages: Sequence[Sequence[int]] = ()
+    stepping = False
     _all_ranks: Transport | None = None
 
     @property

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import pieces, user_code
@@ -61,6 +61,7 @@ class Engine:
         # What `check_optimizer` knows of each optimizer.
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in step() now
         self._handles: list[RemovableHandle] = []
         self._attach()
         assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
@@ -272,6 +273,13 @@ class Engine:
             )
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         self.driver.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
+        self._stepping.add(optimizer)
+        self.transport.stepping = True
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that ``optimizer`` has stepped. If its step raised, that is not before its next one."""
+        self._stepping.discard(optimizer)
+        self.transport.stepping = bool(self._stepping)
 
     def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
@@ -328,7 +336,12 @@ def check_optimizers(trial: Trial) -> None:
         for engine in list(_ENGINES):
             engine.check_optimizer(optimizer, trial)
 
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for engine in list(_ENGINES):
+            engine.end_step(optimizer)
+
     register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def engine_of(module: nn.Module) -> Engine:
