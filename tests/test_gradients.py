@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 
 import shardtrain
+from shardtrain import comm
 from shardtrain.recipes.muon import Muon
 
 from pool import Ranks, each_rank
@@ -245,6 +249,56 @@ def test_numbers_of_one_owner_are_not_added_and_do_not_leave(virtual: int) -> No
     torch.testing.assert_close(
         nn.utils.clip_grad_norm_(model.parameters(), torch.inf), shardtrain.clip_grad_norm_(model, torch.inf)
     )
+
+
+# By name: a call of a collective, of torch's (`dist`) or of ours, with a gradient.
+COLLECTIVES: dict[str, Callable[[Any, Tensor], object]] = {
+    "all_reduce": lambda of, g: of.all_reduce(g),
+    "all_reduce of its data": lambda of, g: of.all_reduce(g.data.div_(2)),
+    "all_reduce later": lambda of, g: of.all_reduce(g, async_op=True),
+    "broadcast": lambda of, g: of.broadcast(g, 0),
+    "all_gather": lambda of, g: of.all_gather([torch.empty_like(g.as_subclass(Tensor))] * 2, g),
+    "all_gather_into_tensor": lambda of, g: of.all_gather_into_tensor(torch.empty(2 * g.numel()), g),
+    "reduce_scatter": lambda of, g: of.reduce_scatter(g, [torch.ones(g.numel())] * 2),
+    "reduce_scatter_tensor": lambda of, g: of.reduce_scatter_tensor(torch.empty(g.numel()), g),
+    "all_to_all": lambda of, g: of.all_to_all([g, g], [g, g]),
+    "all_to_all_single": lambda of, g: of.all_to_all_single(torch.empty(g.numel()), g),
+    "gather": lambda of, g: of.gather(g, None, 0),
+    "scatter": lambda of, g: of.scatter(g, None, 0),
+    "send": lambda of, g: of.send(g, 0),
+    "a norm of one": lambda of, g: of.all_reduce(g.norm()),
+}
+TORCH_S: dict[str, Callable[[Any, Tensor], object]] = {
+    "reduce": lambda of, g: of.reduce(g, 0),
+    "all_reduce_coalesced": lambda of, g: of.all_reduce_coalesced([g]),
+    "isend in a batch": lambda of, g: of.batch_isend_irecv([of.P2POp(of.isend, g, 0)]),
+    "functional": lambda _, g: functional_collectives.all_reduce(g, "sum", dist.group.WORLD),
+    "with gradients": lambda _, g: dist.nn.functional.all_reduce(g),
+}
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(2, transport="auto")
+def test_collectives_of_gradients_are_refused(layout: str) -> None:
+    """Each rank refuses by itself, before anything is sent; ours by an agreement, where they have one."""
+    model = with_gradients(layout=layout)
+    grad = next(param.grad for param in model.parameters() if param.grad is not None and param.numel())
+    ours = {f"ours: {name}": (comm, call) for name, call in COLLECTIVES.items()}
+    theirs = {name: (dist, call) for name, call in {**COLLECTIVES, **TORCH_S}.items()}
+    for name, (of, call) in {**ours, **theirs}.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch renames some
+            text = raised_soon(ValueError, lambda of=of, call=call: call(of, grad))
+        assert "of a gradient would " in text, name
+        assert "ranks already, so leave it out" in text or SEES in text, name
+
+
+@each_rank(2, transport="auto")
+def test_owners_of_whole_models_are_refused_by_class() -> None:
+    model = with_gradients()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    text = raised_soon(ValueError, optimizer.step)
+    assert text.startswith("ZeroRedundancyOptimizer owns, averages or broadcasts whole parameters itself")
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -66,7 +66,7 @@ _COMBINING = frozenset(ARITHMETIC.split())
 _EXACT = {f"__{prefix}{name}__" for name in OPERATORS.split() for prefix in ("", "r", "i")}
 _EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max", "min"}
 _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
-_OF_TORCH = {"aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd", "c10d"}
+_OF_TORCH = {"aten", "prim", "prims"}
 _JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
 _SELECTING = {"__getitem__", "__setitem__", "masked_select", "index_put", "index_put_"}
 # Results are no pieces: plain tensors, and what a test compares.
@@ -95,6 +95,12 @@ def describes(func: Any) -> bool:
 def changes_no_shape(func: Any) -> bool:
     """Return whether ``func`` combines its tensors element by element, in one shape."""
     return func.__name__ in _EXACT or _plain_name(func.__name__) in _COMBINING
+
+
+def is_collective(func: Any) -> bool:
+    """Return whether ``func`` is one of ``torch.distributed``, or an operator behind one."""
+    module = str(getattr(func, "__module__", ""))
+    return module.startswith(("torch.distributed", "torch._ops._c10d", "torch._ops.c10d"))
 
 
 def is_kernel(func: Any) -> bool:

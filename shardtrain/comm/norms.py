@@ -29,7 +29,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
-from shardtrain.comm.element_wise import UNMARKED, changes_no_shape, describes, is_element_wise, is_kernel
+from shardtrain.comm.element_wise import (
+    UNMARKED,
+    changes_no_shape,
+    describes,
+    is_collective,
+    is_element_wise,
+    is_kernel,
+)
 from shardtrain.comm.trace import ALL_REDUCE, waiting
 from shardtrain.comm.transport import Transport
 
@@ -85,7 +92,7 @@ class GradientPiece(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
                 return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
-            if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+            if is_collective(func):
                 refuse_collective(func.__name__)
             if owners.whole:
                 if owners.stepping:
@@ -368,7 +375,7 @@ def refuse_collective(name: str) -> NoReturn:
     )
 
 
-def refuse_pieces(name: str, tensors: Iterable[Tensor]) -> None:
+def refuse_pieces(name: str, tensors: Iterable[Any]) -> None:
     """Raise ValueError if a piece of a gradient is among the ``tensors`` of the collective ``name``."""
     if any(isinstance(tensor, GradientPiece | PieceNorm) for tensor in tensors):
         refuse_collective(name)

@@ -32,6 +32,11 @@ def refuse_unless_right_on_pieces(
     Warns (UserWarning) of an optimizer that cannot be tried.
     """
     name = type(optimizer).__name__
+    if any(kind.__module__.startswith("torch.distributed.") for kind in type(optimizer).__mro__):
+        raise ValueError(
+            f"{name} owns, averages or broadcasts whole parameters itself, of which a rank holds pieces: "
+            "use the optimizer that it wraps, such as torch.optim.AdamW; its state is sharded already"
+        )
     # The trial needs values, even where the model has none (FakeTensorMode).
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
