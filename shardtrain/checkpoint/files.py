@@ -70,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
 def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for tensor in tensors:
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        raw = tensor.as_subclass(torch.Tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(raw), BLOCK_BYTES):
             yield raw[start : start + BLOCK_BYTES]
 

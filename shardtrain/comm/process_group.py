@@ -73,10 +73,10 @@ class ProcessGroupTransport(Transport):
     def _mailbox(self) -> Mailbox:
         return Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
 
-    def fence(self, what: Movement) -> None:
+    def fence(self, what: Movement, name: str = "the model") -> None:
         """Count steps. No rank waits for shared memory; see `Paths.compare_hashes`."""
         if what is STEP:
-            self._post(STEP, "the optimizer")
+            self._post(STEP, name)
         elif what is ENTER:
             self._paths.step += 1
         else:

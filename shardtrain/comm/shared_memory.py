@@ -135,15 +135,15 @@ class SharedMemoryTransport(TransportWrapper):
         offered = zip(self._offer(name, gradients), gradients, strict=True)
         return Pending(*[partial(self._average, *each) for each in offered])
 
-    def fence(self, what: Movement) -> None:
+    def fence(self, what: Movement, name: str = "the model") -> None:
         """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
         if what is STEP:
-            self.signals.post(STEP, "the optimizer")
+            self.signals.post(STEP, name)
             return
-        self.inner.fence(what)
+        self.inner.fence(what, name)
         if what is ENTER:
             self._open_arena()  # here, since it is collective: not every rank needs every gradient
-        self.signals.wait(self.signals.post(what, "the model"))
+        self.signals.wait(self.signals.post(what, name))
 
     def _offer(self, name: str, gradients: Sequence[Gradient]) -> list[int]:
         """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""

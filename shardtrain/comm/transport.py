@@ -197,10 +197,11 @@ class Transport:
         """
         raise NotImplementedError
 
-    def fence(self, what: Movement) -> None:
+    def fence(self, what: Movement, name: str = "the model") -> None:
         """Wait for every rank that shares memory: at ``ENTER``, before parameters are read, and at ``LEAVE``.
 
-        ``STEP`` does not wait. It tells the other ranks that an optimizer has stepped on this rank.
+        ``STEP`` does not wait. It tells the other ranks that an optimizer has stepped on this rank; ``name``
+        says which, and with which options.
         """
 
 
@@ -231,8 +232,8 @@ class TransportWrapper(Transport):
     def discard(self, gradient: Tensor) -> None:
         self.inner.discard(gradient)
 
-    def fence(self, what: Movement) -> None:
-        self.inner.fence(what)
+    def fence(self, what: Movement, name: str = "the model") -> None:
+        self.inner.fence(what, name)
 
 
 class Alone(Transport):

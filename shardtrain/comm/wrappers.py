@@ -96,9 +96,9 @@ class Offloaded(TransportWrapper):
 
         return Pending(finish)
 
-    def fence(self, what: Movement) -> None:
+    def fence(self, what: Movement, name: str = "the model") -> None:
         """Run ``inner``'s fence; at ``LEAVE``, also wait until gradients have arrived in host memory."""
-        super().fence(what)
+        super().fence(what, name)
         if what is LEAVE and self._downloaded is not None:
             self._downloaded.synchronize()
             self._downloaded = None
@@ -149,8 +149,8 @@ class Replicated(TransportWrapper):
             return Pending(moving.wait, lambda: self._average(name, gradients, moving).wait())
         return self._average(name, gradients, moving)
 
-    def fence(self, what: Movement) -> None:
-        (self.inner if self.world > 1 else self.all_ranks).fence(what)
+    def fence(self, what: Movement, name: str = "the model") -> None:
+        (self.inner if self.world > 1 else self.all_ranks).fence(what, name)
 
     def _average(self, name: str, gradients: Sequence[Gradient], after: Pending) -> Pending:
         intervals = [(each.pack_own(self.rank), each.full.dtype) for each in gradients]

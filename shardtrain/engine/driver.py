@@ -17,6 +17,7 @@ from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.engine.reduce import Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.user_code import call_postponed, postpone
 from shardtrain.engine.virtual import OUTSIDE
@@ -33,7 +34,7 @@ class Driver:
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
-        self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
+        self.steps = Steps()  # of optimizers since the last forward
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
         self._captured: list[str] = []  # parameters whose gradient autograd did not keep
@@ -60,9 +61,8 @@ class Driver:
         return bool(self.schedule.forward.calls)
 
     def _fence(self, what: Movement) -> None:
-        if what is ENTER and self.stepped:
-            self.root.transport.fence(STEP)
-            self.stepped = False
+        for name in self.steps.take() if what is ENTER else ():
+            self.root.transport.fence(STEP, name)
         with waiting(what, "the model", self.root.device):
             self.root.transport.fence(what)
 

@@ -272,7 +272,8 @@ class Engine:
                 stacklevel=3,
             )
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
-        self.driver.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
+        if skips is None or skips.device.type != "cpu" or not skips.item():
+            self.driver.steps.note(optimizer)
         self._stepping.add(optimizer)
         self.transport.stepping = True
 
