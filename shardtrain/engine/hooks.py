@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -33,9 +33,22 @@ from shardtrain.engine.virtual import Virtual
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
-Trial = Callable[[torch.optim.Optimizer, torch.device, Policy], None]
+Trial = Callable[[torch.optim.Optimizer, "Tryable"], None]
 _ABSENT = object()
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Tryable(NamedTuple):
+    """Describe a sharded model to what tries its optimizers.
+
+    ``shapes``: of whole parameters. ``passed``: names of optimizers, with options, that were found right.
+    """
+
+    device: torch.device
+    layout: Policy
+    virtual: int
+    shapes: Mapping[nn.Parameter, tuple[int, ...]]
+    passed: set[str]
 
 
 class Engine:
@@ -60,6 +73,7 @@ class Engine:
         self._modules = _modules_below(module)
         # What `check_optimizer` knows of each optimizer.
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+        self._passed: set[str] = set()  # see `Tryable`
         self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in step() now
         self._handles: list[RemovableHandle] = []
@@ -255,7 +269,11 @@ class Engine:
             steps = any(param in own for group in groups for param in group["params"])
             if steps:
                 held = self.segments[0]
-                trial(optimizer, held.local.device, "whole" if held.layout.whole else "even")
+                shapes = {member.param: member.part.shape for member in self.members}
+                layout: Policy = "whole" if held.layout.whole else "even"
+                trial(
+                    optimizer, Tryable(held.local.device, layout, held.layout.virtual, shapes, self._passed)
+                )
                 self.describe_state(optimizer)
                 for member in self.members:
                     member.cut_state(optimizer.state.get(member.param, {}))
