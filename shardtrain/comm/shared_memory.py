@@ -89,6 +89,7 @@ class SharedMemoryTransport(TransportWrapper):
         # bytes of the largest gradient, and of all
         self._largest = 0
         self._size = 0
+        self._addresses: dict[int, int] = {}  # of full vectors, by their storage
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
         self._unread: dict[int, Tensor] = {}  # by position, gradients that others may still read
@@ -112,6 +113,7 @@ class SharedMemoryTransport(TransportWrapper):
             self._largest = max(self._largest, size)
             self._size = self._size + size
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)
+            self._addresses[full.untyped_storage()._cdata] = full.data_ptr()
         return full, full[layout.interval(self.rank)]
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
@@ -126,6 +128,14 @@ class SharedMemoryTransport(TransportWrapper):
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending:
         if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, _ in flats):
             return self.inner.gather(name, flats)
+        for full, _, _ in flats:
+            address = full.data_ptr()
+            if self._addresses.get(full.untyped_storage()._cdata, address) != address:
+                raise ValueError(
+                    f"parameters of {name} have left the memory that ranks share, moved by share_memory() or "
+                    "a queue of torch.multiprocessing: send copies (param.detach().clone()), or "
+                    "full_state_dict(model), or call shard(..., transport='process_group')"
+                )
         count(GATHER, (flat.sent for flat in flats))
         self.signals.post(GATHER, name)
         return Pending()
