@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import pieces, user_code
+from shardtrain.engine import initialize, pieces, user_code
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.precision import cast, leaves, tensors_in
 from shardtrain.engine.shard import ShardedParam
@@ -73,6 +73,7 @@ class Engine:
         self._modules = _modules_below(module)
         # What `check_optimizer` knows of each optimizer.
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+        self.initializing = False  # see ``initialize.py``
         self._passed: set[str] = set()  # see `Tryable`
         self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in step() now
@@ -103,9 +104,7 @@ class Engine:
                     self._handles += pieces.attach(module, attribute, unit, member)
         homes = {module: unit for unit in self.units for module in unit.module.modules()}  # inner units last
         for module, unit in homes.items():
-            for name in ("reset_parameters", "_reset_parameters"):
-                if callable(getattr(type(module), name, None)):
-                    self._wrap_reset(unit, module, name)
+            self._wrap_initialization(unit, module)
         self._hook_casts()
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
@@ -184,6 +183,13 @@ class Engine:
         self._set(module, "_compiled_call_impl", None)
         call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile breaks the graph
         self._set(module, "_call_impl", MethodType(call, module))
+
+    def _wrap_initialization(self, unit: Unit, module: nn.Module) -> None:
+        for name in ("reset_parameters", "_reset_parameters"):
+            if callable(getattr(type(module), name, None)):
+                self._wrap_reset(unit, module, name)
+        for name, method in initialize.methods(self, module):
+            self._set(module, name, MethodType(method, module))
 
     def _wrap_reset(self, unit: Unit, module: nn.Module, name: str) -> None:
         """Have ``module.reset_parameters()`` see whole parameters of ``unit``, since it computes fan-ins.
