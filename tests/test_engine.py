@@ -324,7 +324,7 @@ def test_a_figure_of_a_piece_is_refused_and_results_of_arithmetic_are_pieces() -
         lambda: torch.std_mean(grad),
     ):
         with pytest.raises(
-            ValueError, match=r"^this is a norm, sum or test of one rank's piece of a gradient"
+            ValueError, match=r"^[\w ]+ of a gradient would see this rank's piece alone: call "
         ):
             look()
     expected = torch.stack([param.grad.norm() for param in replica.parameters()]).norm()
@@ -332,8 +332,7 @@ def test_a_figure_of_a_piece_is_refused_and_results_of_arithmetic_are_pieces() -
     for marked in (again, torch._foreach_mul(grads, 1.0)):
         norm = torch.stack([each.norm() for each in marked]).norm()
         torch.testing.assert_close(norm, expected)
-    assert f"{grad[0].flatten()[0]:.3f} {grad.numpy().sum():.3f} {grad}"
-    assert torch.topk(grad.flatten(), 1).indices.numel() == grad.new_zeros(1).numel()
+    assert f"{grad.as_subclass(torch.Tensor).flatten()[0]:.3f} {grad.new_zeros(1)} {grad}"
     torch.testing.assert_close(copy.deepcopy(grad), grad)
     assert type(pickle.loads(pickle.dumps(grad))) is torch.Tensor
 

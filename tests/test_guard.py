@@ -30,7 +30,7 @@ from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
 
 from pool import Ranks, each_rank
-from small import Block, OddNet, Parts, mesh, raised_soon, sgd, shard, train, until
+from small import Block, OddNet, Parts, classify, mesh, raised_soon, sgd, shard, train, until
 
 
 class TwoPaths(nn.Module):
@@ -147,6 +147,94 @@ def test_a_rank_that_ends_early_is_named() -> None:
     text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
     at = f"rank {dist.get_rank()} was at step 3, (entering|gathering) the "
     assert re.match(f"rank 1 has ended: {at}", text), text
+
+
+def on_a_plateau(optimizer: torch.optim.Optimizer) -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for _ in range(3):
+        plateau.step(1.0 if is_last() else -plateau.last_epoch)  # of each rank's own loss
+
+
+def in_the_second_group(optimizer: torch.optim.Optimizer) -> None:
+    if is_last():
+        optimizer.param_groups[1]["betas"] = (0.9, 0.9)
+
+
+def a_number_of_its_own(optimizer: torch.optim.Optimizer) -> None:
+    """Such as D-Adaptation's d, which sums over what a rank holds."""
+    optimizer.param_groups[0]["d"] = 1e-6 * (1 + dist.get_rank())
+
+
+DIFFERENCES: dict[str, tuple[Any, Any, str, str]] = {
+    "plateau": (
+        torch.optim.AdamW,
+        on_a_plateau,
+        "AdamW, other options as before",
+        "AdamW with lr=0.025, 0.0025",
+    ),
+    "group": (
+        torch.optim.Adam,
+        in_the_second_group,
+        "Adam, other",
+        "Adam with betas=(0.9, 0.999), (0.9, 0.9)",
+    ),
+    "d": (torch.optim.SGD, a_number_of_its_own, "SGD with d=1e-06, None", "SGD with d=2e-06, None"),
+}
+
+
+def with_groups(model: nn.Module, kind: Any) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    return kind([{"params": [first]}, {"params": rest, "lr": 0.01}], lr=0.1)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+@each_rank(2)
+def test_options_that_differ_between_ranks_are_named(name: str) -> None:
+    kind, change, first, second = DIFFERENCES[name]
+    model = shard(OddNet(), units=[Block])
+    optimizer = with_groups(model, kind)
+    train(model, optimizer, 2)
+    change(optimizer)
+    text = raised_soon(comm.Diverged, lambda: train(model, optimizer, 3, start=2))
+    assert text.startswith("step 3: ranks 0 and 1 take different paths: rank 0 is stepping "), text
+    assert f"rank 0 is stepping {first}" in text, text
+    assert f"rank 1 is stepping {second}" in text, text
+    assert ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau" in text
+
+
+@each_rank(2)
+def test_optimizers_that_differ_between_ranks_are_named() -> None:
+    kinds = torch.optim.Adam, torch.optim.RMSprop
+    model = shard(OddNet(), units=[Block])
+    optimizer = kinds[dist.get_rank()](model.parameters(), lr=0.1)
+    text = raised_soon(comm.Diverged, lambda: train(model, optimizer, 2))
+    assert "rank 0 is stepping Adam with lr=0.1, rank 1 is stepping RMSprop with lr=0.1" in text, text
+
+
+@each_rank(2)
+def test_options_of_many_groups_are_compared_whole() -> None:
+    """Where a line is shortened, its digest tells."""
+    model = shard(OddNet(), units=[Block])
+    groups = [{"params": [param], "lr": 0.1 + number} for number, param in enumerate(model.parameters())]
+    groups[-1]["weight_decay"] = 0.5 + is_last()
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    text = raised_soon(comm.Diverged, lambda: train(model, optimizer, 2))
+    assert re.search(
+        r"rank 0 is stepping [0-9a-f]{8} SGD with weight_decay=0, 0, .* \.\.\., rank 1 is", text
+    ), text
+
+
+@each_rank(2)
+def test_optimizers_made_again_and_alternating_ones_are_alike() -> None:
+    """Also where one rank makes its optimizer anew, or steps parameters in another order."""
+    model = shard(OddNet(), units=[Block], layout="whole")
+    for step in range(4):
+        parts = [param for param in model.parameters() if step % 2 == 0 or param.numel()]
+        classify(model, step).backward()
+        for param in parts[:: -1 if is_last() else 1]:
+            with_hook = torch.optim.SGD([param], lr=0.1 if step % 2 else 0.2)
+            with_hook.step()
+            with_hook.zero_grad()
 
 
 def is_killed(sizes: tuple[int, int] | None, where: str) -> None:

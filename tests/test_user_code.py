@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -245,6 +246,45 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         table(torch.tensor([1, 2])).sum().backward()
 
 
+def sent(values: Any) -> None:
+    """Put ``values`` into a queue, of which nobody reads."""
+    torch.multiprocessing.get_context("spawn").SimpleQueue().put(values)
+
+
+MOVES: dict[str, Callable[[Any], object]] = {
+    "the model": lambda model: model.share_memory(),
+    "a parameter": lambda model: model.blocks[1].norm.weight.share_memory_(),
+    "its data": lambda model: model.blocks[1].norm.weight.data.share_memory_(),
+    "a queue": lambda model: sent(model.blocks[1].norm.weight.data),
+    "a queue of all": lambda model: sent({k: p.detach() for k, p in model.blocks[1].named_parameters()}),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+@each_rank(2)
+def test_parameters_that_leave_shared_memory_are_named(name: str) -> None:
+    """Ranks that exchange messages have memory of their own, which may move."""
+    model, replica = sharded_and_replica(Net, units=[Unit])
+    optimizers = sgd(model), sgd(replica)
+
+    def step(number: int) -> None:
+        for net, optimizer in zip((model, replica), optimizers, strict=True):
+            optimizer.zero_grad()
+            squares(net, number)
+            optimizer.step()
+
+    step(0)
+    optimizers[0].zero_grad()
+    MOVES[name](model)
+    if shardtrain.introspect(model).transport.in_place:
+        where = "the root" if name == "the model" else "blocks.1"
+        with refused(f"^parameters of {where} have left the memory that ranks share, moved by share_memory"):
+            squares(model, 1)
+    else:
+        step(1)
+        assert_same_parameters(model, replica)
+
+
 @each_rank(2)
 def test_edits_are_refused_by_name() -> None:
     model = sharded()
@@ -334,6 +374,106 @@ def test_reset_parameters_draws_what_it_draws_for_the_whole_model() -> None:
         model[0].weight.zero_()
     reset(model)
     torch.testing.assert_close(shardtrain.full_state_dict(model), plain.state_dict(), rtol=0, atol=0)
+
+
+class Initialized(nn.Module):
+    """Has units, parameters of the root, and methods that initialize, as users write them."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(33, 24)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 70), nn.Linear(70, 24)) for _ in range(2))
+        self.mixed = nn.Conv2d(6, 10, 3)
+        self.scale = nn.Parameter(torch.ones(7))
+        self.head = nn.Linear(24, 33, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[1](self.blocks[0](self.tokens(x))))
+
+    def init_weights(self) -> None:
+        for number, block in enumerate(self.blocks):
+            nn.init.xavier_uniform_(block[0].weight)
+            nn.init.trunc_normal_(block[1].weight, std=0.02 / (1 + number))
+        nn.init.normal_(self.scale)
+        self.apply(by_type)
+
+
+def by_type(module: nn.Module) -> None:
+    """Initialize by a module's class, also through ``.data``, also parameters of modules inside."""
+    if isinstance(module, nn.Linear):
+        nn.init.kaiming_normal_(module.weight)
+        nn.init.trunc_normal_(module.bias if module.bias is not None else module.weight)
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(std=0.02)
+        module.weight.data[0].zero_()
+    elif isinstance(module, nn.Conv2d):
+        nn.init.dirac_(module.weight)
+    elif isinstance(module, nn.Sequential):
+        nn.init.orthogonal_(module[1].weight)
+        module[0].weight.data.mul_(0.5)
+
+
+INITS: dict[str, Callable[[Any], object]] = {
+    "apply": lambda net: net.apply(by_type),
+    "apply of parts": lambda net: [part.apply(by_type) for part in net.children()],
+    "init_weights": lambda net: net.init_weights(),
+}
+
+
+@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize("fully", [False, True])
+@each_rank(2)
+def test_initialization_draws_what_it_draws_for_the_whole_model(name: str, fully: bool) -> None:
+    tied = not fully  # on the meta device, to_empty() unties
+    plain = Initialized(tied)
+    with torch.device("cpu" if tied else "meta"):
+        model = Initialized(tied)
+    if fully:
+        for block in model.blocks:
+            shardtrain.fsdp.fully_shard(block)
+        shardtrain.fsdp.fully_shard(model, transport=os.environ["SHARDTRAIN_TEST_TRANSPORT"])
+    else:
+        shard(model, units=[nn.Sequential])
+    if not tied:
+        model.to_empty(device="cpu")
+    for net in (plain, model):
+        for param in net.parameters():
+            param.data.fill_(0.25)
+    for net in (plain, model) * 2:
+        torch.manual_seed(3)
+        INITS[name](net)
+    whole = shardtrain.full_state_dict(model)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(whole[key], value, rtol=0, atol=0, msg=key)
+    assert shardtrain.introspect(model).gathered == (0, 0)
+
+
+@each_rank(2)
+def test_initialization_that_cannot_be_right_is_refused() -> None:
+    model = shard(Initialized(), units=[nn.Sequential])
+    before = shardtrain.full_state_dict(model)
+
+    def normalize(module: nn.Module) -> None:
+        if isinstance(module, nn.Conv2d):
+            module.weight.data /= module.weight.data.norm()
+
+    def of_all(module: nn.Module) -> None:
+        if module is model:
+            nn.init.xavier_normal_(model.blocks[1][0].weight)
+
+    with refused(r"^mixed.weight was given NaN, .* initialize it inside shardtrain.unsharded\(model\)"):
+        model.apply(normalize)
+    with refused(r"^blocks.1.0.weight were changed by what .* initialize each module by itself, or inside"):
+        model.apply(of_all)
+    after = shardtrain.full_state_dict(model)
+    assert [key for key, value in before.items() if not torch.equal(value, after[key])] == [
+        "blocks.1.0.weight"
+    ]
+    seen: list[int] = []
+    model.apply(lambda module: seen.extend(p.numel() for p in module.parameters(recurse=False)))
+    assert sum(seen) == sum(value.numel() for value in before.values())
 
 
 @each_rank(2)

@@ -70,7 +70,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
 def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for tensor in tensors:
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        plain = tensor.as_subclass(torch.Tensor)  # state of an optimizer may be marked as a gradient's piece
+        raw = plain.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(raw), BLOCK_BYTES):
             yield raw[start : start + BLOCK_BYTES]
 

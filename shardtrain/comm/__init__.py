@@ -7,6 +7,7 @@ Read the files in this order. Each imports only from those before it:
 - ``transport``: what a transport is; ``channel``: the collectives of a model, over any transport
 - ``messages``, ``native``: collectives by messages, and the backend's own
 - ``reports``: the guard over gloo, and ranks that are lost
+- ``element_wise``, ``norms``: gradients' pieces, and what is right on them
 - ``process_group``: the transport between any ranks; ``agreement``: texts and verdicts of all ranks
 - ``signals``, ``shared_memory``: ranks of one host that share memory
 - ``wrappers``: offload and replicas, around any of these; simulated ranks
@@ -46,6 +47,7 @@ from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.native import set_time_out
+from shardtrain.comm.norms import refuse_pieces
 from shardtrain.comm.opening import TRANSPORTS, open_transport, ranks_by_host
 from shardtrain.comm.process_group import ProcessGroupTransport, guard_world
 from shardtrain.comm.public import (
@@ -87,6 +89,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async
     Raises:
         ValueError: ``op`` is neither one of these names nor the ``ReduceOp`` of one.
     """
+    refuse_pieces("all_reduce", [tensor])
     name = op if isinstance(op, str) else op_name(op).lower()
     if name not in ("sum", "max", "min"):
         raise ValueError(f"expected op to be ReduceOp.SUM, MAX or MIN, found {op}")
@@ -100,6 +103,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async
 
 def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op: bool = False) -> Any:
     """Overwrite ``tensor`` with rank ``src``'s on every rank of ``group``. Returns as `all_reduce`."""
+    refuse_pieces("broadcast", [tensor])
     if async_op:
         count(BROADCAST, [tensor.nbytes * (dist.get_world_size(group) - 1) if dist.get_rank() == src else 0])
         return dist.broadcast(tensor, src, group, async_op=True)

@@ -49,6 +49,7 @@ class Channel:
     """
 
     uploads = False
+    stepping = False  # an optimizer that was tried steps now (see ``norms.py``); the engine's
     stages: Sequence[Sequence[int]] = ()
 
     def __init__(
@@ -139,16 +140,19 @@ class Channel:
         self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes")
         self.transport.all_reduce(tensor, op)
 
-    def fence(self, what: Movement) -> None:
-        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; note a ``STEP`` of the optimizer."""
+    def fence(self, what: Movement, name: str = "the model") -> None:
+        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; note a ``STEP`` of an optimizer.
+
+        ``name``: says which optimizer, and with which options.
+        """
         if self.world == 1:
             return
         if what is ENTER:
             self.guard.paths.step += 1
         if what is STEP:
-            self.guard.post(STEP, "the optimizer")
+            self.guard.post(STEP, name)
         elif self.in_place:
-            self.guard.post(what, "the model")
+            self.guard.post(what, name)
         self.transport.fence(what)
 
     def _timed(self, kind: Movement, name: str, device: torch.device, pending: Pending[T]) -> Pending[T]:
@@ -183,5 +187,5 @@ class ChannelWrapper(Channel):
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         return self.inner.gather(name, flats)
 
-    def fence(self, what: Movement) -> None:
-        self.inner.fence(what)
+    def fence(self, what: Movement, name: str = "the model") -> None:
+        self.inner.fence(what, name)

@@ -34,6 +34,10 @@ EVERY = 100  # steps from one comparison of hashes to the next, after the first 
 _STEP_HINT = (
     ". Ranks must step alike: torch.amp.GradScaler lets each rank decide by itself, use shardtrain.GradScaler"
 )
+_OPTIONS_HINT = (
+    ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
+    "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
+)
 
 
 class Entry(NamedTuple):
@@ -118,7 +122,8 @@ class Paths:
             number = f" (number {entry.number}, step {entry.step})" if ambiguous else ""
             texts.append(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {entry.text}{number}")
         step = min(entry.step for entry in shown)
-        hint = _STEP_HINT if any(entry.kind == STEP.number for entry in shown) else ""
+        steps = [entry.kind == STEP.number for entry in shown]
+        hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
     def to_compare(self) -> tuple[int, int] | None:

@@ -1,22 +1,26 @@
-"""Compute norms of whole gradients from their pieces: tensor subclasses for pieces and for norms of pieces.
+"""Mark gradients as pieces, pass what treats each element by itself, and compute norms of whole gradients.
+
+`element_wise.py` lists what is right on a piece. All else is refused by name, alike on all ranks.
 
 ``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
 
     norms = [vector_norm(grad) for grad in grads]    of this rank's pieces (`PieceNorm`)
     total = vector_norm(stack(norms))                over all ranks: one all-reduce
 
-Any other use of a piece's norm is refused, unless each gradient has one owner (``layout="whole"``).
+Any other use of a piece's norm is refused, unless each gradient has one owner (``layout="whole"``). Then any
+function of it is right. Results are pieces, too: they must not be mixed with those of other gradients, nor
+leave as a number of Python, since ranks without the gradient do not have it. An optimizer's step may do both,
+since the optimizer was tried (``optim/trial.py``).
 
-With V virtual ranks a norm does not depend on where cuts between ranks fall. Each piece has V norms, one per
-virtual rank's interval. The rank that owns an interval joins its norms. The V sums are then exchanged beside
-zeros, which change none of them, and added in one order.
+With V virtual ranks a norm does not depend on where cuts between ranks fall. A norm of a piece has V norms
+beside it (``intervals``), one per virtual rank's interval. The rank that owns an interval joins its norms.
+The V sums are then exchanged beside zeros, which change none of them, and added in one order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 from weakref import ReferenceType
 
@@ -27,20 +31,28 @@ from torch.nn.utils import get_total_norm
 
 from shardtrain import torch_private
 from shardtrain.comm.channel import Channel
+from shardtrain.comm.element_wise import (
+    UNMARKED,
+    changes_no_shape,
+    describes,
+    is_collective,
+    is_element_wise,
+    is_kernel,
+)
 from shardtrain.comm.trace import ALL_REDUCE, waiting
 
 _NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
 _SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
 _SAME_NORMS |= {torch.cat, torch.stack}
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
-_SELECT = {"__getitem__", "index_select", "masked_select", "gather", "take", "nonzero"}
 
 
 class Owners(NamedTuple):
     """Name the ranks that share gradients (``whole``: each has one owner), and the norms' device.
 
     ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
-    meets, each with its slice of the piece.
+    meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
+    equal ones correspond, element by element.
     """
 
     transport: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
@@ -48,12 +60,19 @@ class Owners(NamedTuple):
     whole: bool = False
     virtual: int = 0
     parts: Sequence[tuple[int, slice]] = ()
+    elements: object = None
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an optimizer that was tried makes a step of the model now."""
+        transport = self.transport()
+        return transport is not None and transport.stepping
 
 
 class GradientPiece(Tensor):
     """Mark this rank's piece of a gradient, possibly empty. Results of arithmetic are pieces, too.
 
-    Results that combine elements (sums, means, dot products) are refused, since others have the rest.
+    What combines elements (sums, means, dot products) is refused, since other ranks have the rest.
     """
 
     owners: Owners
@@ -68,19 +87,23 @@ class GradientPiece(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if PieceNorm in types:
-            return NotImplemented  # so that `PieceNorm` refuses
+            return NotImplemented  # so that `PieceNorm` decides
+        given = [*args, *kwargs.values()]
+        owners = _first(cls, given).owners
         with torch_private.DisableTorchFunctionSubclass():
-            if func not in _NORMS:
-                return _marked(func.__name__, func(*args, **kwargs), [*args, *kwargs.values()])
-            order = _order(func, *args, **kwargs)
-            if order is None:
-                return func(*args, **kwargs) if _first(cls, args).owners.whole else _refuse()
-            grads = args[0] if func is torch._foreach_norm else args[:1]
-            virtual = _first(cls, args).owners.virtual
-            local = _interval_norms(grads, order, virtual) if virtual else _local_norms(grads, order)
-            rows = zip(grads, local, strict=True)
-            norms = [PieceNorm.of(n, order, g.owners) if isinstance(g, cls) else n for g, n in rows]
-            return norms if func is torch._foreach_norm else norms[0]
+            if func in _NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
+                return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
+            if is_collective(func):
+                refuse_collective(func.__name__)
+            if owners.whole:
+                if owners.stepping:
+                    return func(*args, **kwargs)
+                _require_same_elements(func, given)
+                return _of_an_owner(func, func(*args, **kwargs), given)
+            if not (is_element_wise(func, args, cls) or (owners.stepping and is_kernel(func))):
+                _refuse(func)
+            _require_same_elements(func, given)
+            return _element_by_element(func, func(*args, **kwargs), given)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -93,40 +116,69 @@ class GradientPiece(Tensor):
 
 
 class PieceNorm(Tensor):
-    """Mark norms of order ``order`` of this rank's pieces of gradients."""
+    """Mark norms of order ``order`` of this rank's pieces of gradients.
+
+    ``intervals``: with V virtual ranks, the norms of each one's interval: V more than the norms' dimensions.
+    """
 
     order: float
     owners: Owners
+    intervals: Tensor | None
 
     @classmethod
-    def of(cls, norm: Tensor, order: float, owners: Owners) -> PieceNorm:
+    def of(cls, norm: Tensor, order: float, owners: Owners, intervals: Tensor | None) -> PieceNorm:
         result = norm.as_subclass(cls)
         result.order = order
         result.owners = owners
+        result.intervals = intervals
         return result
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        one = _first(cls, args)
-        transport = one.owners.transport()
+        one = _first(cls, [*args, *kwargs.values()])
+        owners = one.owners
+        transport = owners.transport()
         with torch_private.DisableTorchFunctionSubclass():
             if transport and func in _NORMS and _order(func, *args, **kwargs) == one.order:
-                return _over_all_ranks(one.as_subclass(Tensor), one.order, transport, one.owners)
+                local = one.as_subclass(Tensor) if one.intervals is None else one.intervals
+                return _over_all_ranks(local, one.order, transport, owners)
             if transport and func in _SAME_NORMS:
-                if func is torch.stack:
-                    # Replicated gradients count once: on rank 0, which owns the first interval.
-                    counts = transport.all_ranks.rank == 0
-                    zeros = max(0, one.owners.virtual - 1)
-                    norms = [n if counts or isinstance(n, cls) else torch.zeros_like(n) for n in args[0]]
-                    args = (
-                        [F.pad(n[None], (0, zeros)) if zeros and not n.ndim else n for n in norms],
-                        *args[1:],
-                    )
-                return cls.of(func(*args, **kwargs), one.order, one.owners)
-            if func.__name__ != "__get__" and not one.owners.whole:
-                _refuse()
-            return func(*args, **kwargs)
+                return _same_norms(one, transport, func, args, kwargs)
+            result = func(*args, **kwargs) if describes(func) or func.__name__ == "as_subclass" else one
+            if not isinstance(result, cls | Tensor) or func.__name__ == "as_subclass":
+                return result
+        if not owners.whole:
+            _refuse(func)
+        # A norm of a gradient that one rank owns is a number of that gradient.
+        plain = [_as_pieces(arg) for arg in args]
+        return func(*plain, **{name: _as_pieces(arg) for name, arg in kwargs.items()})
+
+
+def _as_pieces(value: Any) -> Any:
+    """Return ``value``, or the list ``value``, with norms marked as results of a piece."""
+    if isinstance(value, PieceNorm):
+        return GradientPiece.of(value.as_subclass(Tensor), value.owners)
+    return type(value)(map(_as_pieces, value)) if type(value) in (list, tuple) else value
+
+
+def _same_norms(one: PieceNorm, transport: Channel, func: Any, args: Any, kwargs: Any) -> PieceNorm:
+    """Return the norms that ``func`` copies, converts or joins."""
+    first = args[0]
+    owners = one.owners
+    intervals = one.intervals
+    if isinstance(first, list | tuple):
+        # Replicated gradients count once: on rank 0, which owns the first interval.
+        counts = transport.all_ranks.rank == 0
+        first = [n if counts or isinstance(n, PieceNorm) else torch.zeros_like(n) for n in first]
+        if intervals is not None:
+            zeros = 0, max(0, owners.virtual - 1)
+            rows = [n.intervals if isinstance(n, PieceNorm) else F.pad(n[..., None], zeros) for n in first]
+            intervals = func(rows, *args[1:], **kwargs)
+        owners = owners._replace(whole=False)  # norms of several gradients, which are of no use by themselves
+    elif intervals is not None:
+        intervals = func(intervals, *args[1:], **kwargs)
+    return PieceNorm.of(func(first, *args[1:], **kwargs), one.order, owners, intervals)
 
 
 def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: torch.dtype) -> Tensor:
@@ -146,35 +198,101 @@ def _first(kind: type[Any], args: Sequence[Any]) -> Any:
     return next(arg for row in rows for arg in row if isinstance(arg, kind))
 
 
-def _marked(name: str, result: Any, args: Sequence[Any]) -> Any:
-    """Return the ``result`` of the function ``name`` of ``args``, with new tensors marked as pieces.
+def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
+    """Return the norm of each of ``grads``, as ``func`` does: one, or a list."""
+    piece = _first(GradientPiece, grads)
+    table: Sequence[Tensor | None] = [None] * len(grads)
+    if piece.owners.virtual:
+        intervals = _interval_norms(grads, order, piece.owners.virtual)
+        table = intervals.unbind()
+        # A gradient that is whole lies in one interval, and sums of one number and zeros are exact.
+        local = [*intervals.sum(1).unbind()]
+    else:
+        local = _local_norms(grads, order)
+    norms = [
+        PieceNorm.of(norm, order, grad.owners, parts) if isinstance(grad, GradientPiece) else norm
+        for grad, norm, parts in zip(grads, local, table, strict=True)
+    ]
+    return norms if func is torch._foreach_norm else norms[0]
 
-    Raises ValueError for a tensor that combines elements of a piece, unless gradients have one owner.
+
+def _pieces(args: Sequence[Any]) -> list[GradientPiece]:
+    """Return the pieces in ``args``, lists included."""
+    rows = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
+    return [arg for row in rows for arg in row if isinstance(arg, GradientPiece)]
+
+
+def _require_same_elements(func: Any, args: Sequence[Any]) -> None:
+    """Raise ValueError if ``func`` would combine pieces of different elements, but for lists of them."""
+    known = {piece.owners.elements for piece in args if isinstance(piece, GradientPiece)}
+    if len(known) > 1:
+        _refuse(func, "several gradients")
+
+
+def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
+    """Return the ``result`` of the element-wise ``func`` of ``args``, with new tensors marked as pieces.
+
+    Raises ValueError if a tensor of another shape has taken part: it was made for the whole gradient.
     """
-    if not isinstance(result, Tensor | list | tuple) or (name.endswith("_") and not name.endswith("__")):
-        return result  # no tensor, or one that was changed in place
-    piece = _first(GradientPiece, args)
-
-    def marked(tensor: Any, like: Tensor) -> Any:
-        if type(tensor) is not Tensor or name.startswith(("as_subclass", "isclose", "new_")):
-            return tensor
-        if tensor.shape != like.shape and (tensor.ndim == 0 or tensor.numel() < like.numel()):
-            is_view = tensor.untyped_storage()._cdata == like.untyped_storage()._cdata
-            if not is_view and name not in _SELECT:
-                return tensor if piece.owners.whole else _refuse()
-        return GradientPiece.of(tensor, piece.owners)
-
-    if isinstance(result, Tensor):
-        return marked(result, piece)
-    if hasattr(result, "indices"):  # elements and their places in this piece
+    name = func.__name__
+    if name in UNMARKED or not isinstance(result, Tensor | list | tuple):
         return result
-    return type(result)(map(marked, result, args[0] if name.startswith("_foreach") else repeat(piece)))
+    pieces = _pieces(args)
+    if name.startswith("_foreach_"):
+        return _marked_by_position(result, args[0], pieces[0])
+    owners = pieces[0].owners
+    if isinstance(args[0], list | tuple):  # joined
+        owners = owners._replace(elements=tuple([piece.owners.elements for piece in pieces]), parts=())
+    elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0]):
+        _refuse(func, "a gradient and a tensor of another shape")
+    return _marked(result, owners, args)
+
+
+def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
+    """Return the ``result`` of ``func`` of one gradient, which one rank owns, with new tensors marked.
+
+    Raises ValueError if a number would leave that only the owner has.
+    """
+    if func.__name__ in UNMARKED or (describes(func) and not isinstance(result, Tensor)):
+        return result
+    pieces = _pieces(args)
+    if func.__name__.startswith("_foreach_"):
+        return _marked_by_position(result, args[0], pieces[0])
+    if len({piece.owners.elements for piece in pieces}) > 1:
+        _refuse(func, "several gradients")
+    if result is not None and not isinstance(result, Tensor | list | tuple):
+        _refuse(func)
+    return _marked(result, pieces[0].owners, args)
+
+
+def _marked(result: Any, owners: Owners, args: Sequence[Any] = ()) -> Any:
+    """Return ``result`` with new tensors in it marked as pieces: not those of ``args``, changed in place."""
+    if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
+        return type(result)([_marked(each, owners, args) for each in result])
+    if type(result) is not Tensor or any(result is arg for arg in args):
+        return result
+    return GradientPiece.of(result, owners)
+
+
+def _marked_by_position(result: Any, first: Sequence[Tensor], piece: GradientPiece) -> Any:
+    """Return the ``result`` of a ``_foreach`` function, whose positions are those of the list ``first``."""
+    if result is None:
+        return None
+    owners = [each.owners if isinstance(each, GradientPiece) else piece.owners for each in first]
+    return type(result)([_marked(*row, first) for row in zip(result, owners, strict=True)])
+
+
+def _sizes(tensor: Tensor) -> list[int]:
+    """Return the sizes that count when tensors are combined element by element."""
+    return [size for size in tensor.shape if size != 1]
 
 
 def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:
     """Return the order of a call of ``norm`` over all elements; None for a norm of another kind."""
     order = named.get("p", named.get("ord", order))
     dim = named.get("dim", dim)
+    if named.get("out") is not None:
+        return None
     if order in (None, "fro") and dim is None:
         return 2.0
     return None if dim is not None or norm is torch.linalg.norm or isinstance(order, str) else float(order)
@@ -188,8 +306,8 @@ def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     return [next(norms) if g.numel() else g.new_zeros((), dtype=g.real.dtype) for g in plain]
 
 
-def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> list[Tensor]:
-    """Return the norms of each of ``grads`` by virtual rank, [virtual]; 0-dim for a gradient that is whole.
+def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> Tensor:
+    """Return the norms of each of ``grads`` by virtual rank, [grads, virtual].
 
     An edited piece of another length counts as its first virtual rank's.
     """
@@ -216,9 +334,7 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> list
     for gap, length in runs:
         rows += [zeros[:gap], found[taken : taken + length]]
         taken += length
-    table = torch.cat([*rows, zeros[at:]]).view(len(grads), virtual)
-    norms = zip(grads, table.unbind(), strict=True)
-    return [row if isinstance(grad, GradientPiece) else row[0] for grad, row in norms]
+    return torch.cat([*rows, zeros[at:]]).view(len(grads), virtual)
 
 
 def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
@@ -253,9 +369,23 @@ def _over_all_ranks(norms: Tensor, order: float, transport: Channel, owners: Own
         return local.sum().pow_(1.0 / order)
 
 
-def _refuse() -> NoReturn:
+def refuse_collective(name: str) -> NoReturn:
     raise ValueError(
-        "this is a norm, sum or test of one rank's piece of a gradient: call torch's or "
-        "shardtrain's clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), read whole "
-        "ones inside shardtrain.unsharded(model, grads=True), or the piece as grad.as_subclass(torch.Tensor)"
+        f"{name}() of a gradient would combine pieces of different elements: a sharded model's gradients are "
+        "means over all ranks already, so leave it out; for the sum over ranks multiply by their number"
+    )
+
+
+def refuse_pieces(name: str, tensors: Iterable[Any]) -> None:
+    """Raise ValueError if a piece of a gradient is among the ``tensors`` of the collective ``name``."""
+    if any(isinstance(tensor, GradientPiece | PieceNorm) for tensor in tensors):
+        refuse_collective(name)
+
+
+def _refuse(func: Any, what: str = "a gradient") -> NoReturn:
+    name = func.__name__.strip("_").replace("getitem", "an index").replace("setitem", "an index")
+    raise ValueError(
+        f"{name} of {what} would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ "
+        "for the norm of all gradients (max_norm=inf only measures), read whole ones inside "
+        "shardtrain.unsharded(model, grads=True), or the piece as grad.as_subclass(torch.Tensor)"
     )

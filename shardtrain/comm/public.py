@@ -28,11 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
+from torch.utils._pytree import tree_leaves
 
 from shardtrain.comm import native
 from shardtrain.comm.agreement import Row, check_agreement, start_sharing
 from shardtrain.comm.arithmetic import check_op, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.norms import refuse_pieces
 from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement, count
 
 Op = dist.ReduceOp.RedOpType
@@ -279,6 +281,7 @@ def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
     """
     output = call.output
     input = call.input
+    refuse_pieces(call.name, tree_leaves([output.given, input.given]))
     output.check(world)
     input.check(world)
     every = [*input.items, *output.items]

@@ -86,6 +86,7 @@ class SharedMemoryTransport(Transport):
         # bytes of the largest gradient, and of all
         self._largest = 0
         self._size = 0
+        self._addresses: dict[int, int] = {}  # of full vectors, by their storage
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
         self._unread: dict[int, Tensor] = {}  # by number of the post, gradients that others may still read
@@ -108,6 +109,7 @@ class SharedMemoryTransport(Transport):
             self._largest = max(self._largest, size)
             self._size = self._size + size
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)
+            self._addresses[full.untyped_storage()._cdata] = full.data_ptr()
         return full, full[layout.interval(self.rank)]
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
@@ -131,6 +133,14 @@ class SharedMemoryTransport(Transport):
     def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
         if any(flat.full.untyped_storage()._cdata != flat.local.untyped_storage()._cdata for flat in flats):
             return self._messages.all_gather(flats)
+        for flat in flats:
+            address = flat.full.data_ptr()
+            if self._addresses.get(flat.full.untyped_storage()._cdata, address) != address:
+                raise ValueError(
+                    "parameters have left the memory that ranks share, moved by share_memory() or a queue of "
+                    "torch.multiprocessing: send copies (param.detach().clone()), or full_state_dict(model), "
+                    "or call shard(..., transport='process_group')"
+                )
         self.signals.advance()
         return Pending.done(None)
 

@@ -185,7 +185,7 @@ class Transport:
     def fence(self, what: Movement) -> None:
         """Wait for every rank that shares memory: at ``ENTER``, before parameters are read, and at ``LEAVE``.
 
-        ``STEP`` does not wait. It tells the other ranks that an optimizer has stepped on this rank.
+        ``STEP`` does not wait: an optimizer has stepped on this rank.
         """
 
 

@@ -90,9 +90,9 @@ class Offloaded(ChannelWrapper):
 
         return Pending(finish)
 
-    def fence(self, what: Movement) -> None:
+    def fence(self, what: Movement, name: str = "the model") -> None:
         """Run ``inner``'s fence; at ``LEAVE``, also wait until gradients have arrived in host memory."""
-        super().fence(what)
+        super().fence(what, name)
         if what is LEAVE and self._downloaded is not None:
             self._downloaded.synchronize()
             self._downloaded = None
@@ -139,8 +139,8 @@ class Replicated(ChannelWrapper):
             return Pending(lambda: self.across.average(name, gradients, means).wait())
         return self.across.average(name, gradients, means)
 
-    def fence(self, what: Movement) -> None:
-        (self.inner if self.world > 1 else self.all_ranks).fence(what)
+    def fence(self, what: Movement, name: str = "the model") -> None:
+        (self.inner if self.world > 1 else self.all_ranks).fence(what, name)
 
 
 class Simulated(Alone):

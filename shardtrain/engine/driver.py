@@ -21,6 +21,7 @@ from shardtrain.engine.edits import Edits
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.users_hooks import call_postponed, postpone
 from shardtrain.engine.virtual import OUTSIDE
@@ -38,7 +39,7 @@ class Driver:
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
         self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
-        self._stepped = False  # whether an optimizer has changed this rank's shards since the last forward
+        self.steps = Steps()  # of optimizers since the last forward
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Unit, list[Mean]]] = []  # by this backward, in order
@@ -66,14 +67,9 @@ class Driver:
         """Whether the last forward prepared for a backward that has not come."""
         return bool(self.schedule.forward.calls)
 
-    def note_step(self) -> None:
-        """Note that an optimizer changes this rank's shards."""
-        self._stepped = True
-
     def _fence(self, what: Movement) -> None:
-        if what is ENTER and self._stepped:
-            self.root.transport.fence(STEP)
-            self._stepped = False
+        for name in self.steps.take() if what is ENTER else ():
+            self.root.transport.fence(STEP, name)
         with waiting(what, "the model", self.root.device):
             self.root.transport.fence(what)
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, pieces, resets, user_code
+from shardtrain.engine import casts, initialize, pieces, resets, user_code
 from shardtrain.engine.adoption import Adoption
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition, add
@@ -58,6 +58,7 @@ class Engine:
             unit.account = units[0].account
         self.optimizers = Optimizers(self.driver, self.segments, self.members)
         self._adoption = Adoption(module, units)
+        self._initialization = initialize.Initialization(units, self.driver, self.adopt_changes)
         # Trainable parameters, each with the handle of its hook.
         self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
@@ -95,6 +96,9 @@ class Engine:
         for module, unit in homes.items():
             for addition in resets.additions(module):
                 self._mark(module, resets.HOME, resets.Home(unit, self.release))
+                self._add_to_class(module, addition)
+            for addition in initialize.additions(module):
+                self._mark(module, initialize.MARK, self._initialization)
                 self._add_to_class(module, addition)
         self._handles += casts.attach(self.units)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
@@ -245,7 +249,12 @@ def check_optimizers(trial: Trial) -> None:
         for engine in list(_ENGINES):
             engine.before_step(optimizer, trial)
 
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for engine in list(_ENGINES):
+            engine.optimizers.after_step(optimizer)
+
     register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def engine_of(module: nn.Module) -> Engine:

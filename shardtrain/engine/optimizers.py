@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,21 @@ from shardtrain.engine.driver import Driver
 from shardtrain.engine.shard import Segment, ShardedParam
 from shardtrain.layout import Policy
 
-Trial = Callable[[torch.optim.Optimizer, torch.device, Policy], None]
+
+class Tryable(NamedTuple):
+    """Describe a sharded model to what tries its optimizers.
+
+    ``shapes``: of whole parameters. ``passed``: names of optimizers, with options, that were found right.
+    """
+
+    device: torch.device
+    layout: Policy
+    virtual: int
+    shapes: Mapping[nn.Parameter, tuple[int, ...]]
+    passed: set[str]
+
+
+Trial = Callable[[torch.optim.Optimizer, Tryable], None]
 
 
 class Optimizers:
@@ -31,6 +45,8 @@ class Optimizers:
         # The sizes of each optimizer's groups when it was checked, and whether it steps this model.
         self._known: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._passed: set[str] = set()  # see `Tryable`
+        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in step() now
 
     def before_step(
         self,
@@ -49,8 +65,7 @@ class Optimizers:
             own = {param for param, _ in hooked.values()}
             steps = not all(own.isdisjoint(group["params"]) for group in groups)
             if steps:
-                first = self._segments[0]
-                trial(optimizer, first.local.device, "whole" if first.layout.whole else "even")
+                trial(optimizer, self._tryable())
                 self.describe_state(optimizer)
                 for member in self._members:
                     _cut_state(member, optimizer.state.get(member.param, {}))
@@ -69,7 +84,20 @@ class Optimizers:
             )
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
-            driver.note_step()
+            driver.steps.note(optimizer)
+        self._stepping.add(optimizer)
+        driver.root.transport.stepping = True
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that ``optimizer`` has stepped. If its step raised, that is not before its next one."""
+        self._stepping.discard(optimizer)
+        self._driver.root.transport.stepping = bool(self._stepping)
+
+    def _tryable(self) -> Tryable:
+        first = self._segments[0]
+        policy: Policy = "whole" if first.layout.whole else "even"
+        shapes = {member.param: member.part.shape for member in self._members}
+        return Tryable(first.local.device, policy, first.layout.virtual, shapes, self._passed)
 
     def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give local shards to torch.distributed.checkpoint."""

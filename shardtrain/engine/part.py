@@ -40,6 +40,11 @@ class Part:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def elements(self) -> tuple[object, ...]:
+        """Tell which elements of which shape these are; of a tensor that is never cut, of which tensor."""
+        return (self.name,) if self.whole else (self.shape, self.stride, self.start, self.stop)
+
     @cached_property
     def local_shape(self) -> Index:
         """The shape in which the parameter shows the part between steps."""

@@ -216,7 +216,8 @@ class Segment:
         owners = Owners(weakref.ref(transport), self.full.device, self.layout.whole, virtual)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, transport.rank) if virtual else ()
-            member.set_views(self.local, view, None if alone else owners._replace(parts=parts))
+            own = owners._replace(parts=parts, elements=member.part.elements)
+            member.set_views(self.local, view, None if alone else own)
             become(member.param, member.local_view)
         self.hold_full(False)
 

@@ -1,0 +1,130 @@
+"""List the functions of torch that are right on a piece of a gradient; all others are refused.
+
+A function is right on a piece if it treats each element by itself, whatever its neighbours are. A shape does
+not tell: ``g - g.mean(dim=1, keepdim=True)``, ``softmax`` and ``cumsum`` keep it, and compute something else
+on a piece than on the whole gradient. So functions are listed by name, without the marks of their variants:
+``add`` stands for ``add_``, ``_foreach_add_``, ``__radd__`` and ``__iadd__``. Random numbers are not listed:
+ranks with one seed would draw the same numbers for different elements.
+
+This is a file of its own since it is a table, which people search for a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARITHMETIC = """
+    abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh
+    asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+    bitwise_xor ceil celu clamp clamp_max clamp_min clip complex conj conj_physical copysign cos cosh deg2rad
+    digamma div divide elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod
+    frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0
+    igamma igammac imag invert isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less
+    less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or
+    logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul multiply nan_to_num ne neg
+    negative nextafter not_equal polar positive pow rad2deg real reciprocal relu relu6 remainder resolve_conj
+    resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign
+    sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy
+    """
+OPERATORS = "add and div eq floordiv ge gt le lshift lt mod mul ne or pow rshift sub truediv xor"
+SPECIAL = """
+    digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc gammaincc gammaln i0 i0e i1 i1e log1p
+    log_ndtr logit ndtr ndtri psi round sinc xlog1py xlogy zeta
+    """
+# Copies, conversions and tensors of the same shape.
+COPIES = """
+    alias apply as_subclass bfloat16 bool byte cdouble cfloat chalf char clone contiguous copy cpu cuda detach
+    double empty_like fill float full_like half int long mtia ones_like pin_memory requires_grad short to type
+    type_as xpu zero zeros_like
+    """
+NEW = "new_empty new_full new_ones new_tensor new_zeros"  # unrelated tensors
+# Views of all elements; and all elements of several pieces.
+VIEWS = """
+    adjoint as_strided atleast_1d atleast_2d atleast_3d flatten moveaxis movedim permute ravel reshape
+    reshape_as squeeze swapaxes swapdims t transpose unflatten unsqueeze view view_as view_as_complex
+    view_as_real
+    """
+DESCRIPTIONS = """
+    __delete__ __dir__ __format__ __get__ __len__ __repr__ __set__ _has_compatible_shallow_copy_type
+    _is_view backward const_data_ptr data_ptr dense_dim dim dim_order element_size get_device is_coalesced
+    is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
+    is_same_size is_set_to is_shared is_signed ndimension nelement numel record_stream register_hook
+    register_post_accumulate_grad_hook retain_grad size sparse_dim storage storage_offset storage_type
+    stride untyped_storage
+    """
+# Steps of torch's fused optimizers, and their loss scaling.
+FUSED = """
+    _amp_foreach_non_finite_check_and_unscale_ _amp_non_finite_check_and_unscale_ _fused_adagrad_ _fused_adam_
+    _fused_adamw_ _fused_sgd_ _group_tensors_by_device_and_dtype
+    """
+_DESCRIBING = frozenset((*DESCRIPTIONS.split(), *FUSED.split()))
+_COMBINING = frozenset(ARITHMETIC.split())
+_EXACT = {f"__{prefix}{name}__" for name in OPERATORS.split() for prefix in ("", "r", "i")}
+_EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max", "min"}
+_OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
+_OF_TORCH = {"aten", "prim", "prims"}
+_JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
+_SELECTING = {"__getitem__", "__setitem__", "masked_select", "index_put", "index_put_"}
+# Results are no pieces: plain tensors, and what a test compares.
+UNMARKED = {"as_subclass", "isclose", *NEW.split()}
+
+
+def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:
+    """Return whether ``func`` of ``args`` treats each element of tensors of ``kind`` by itself."""
+    name = func.__name__
+    if name in ("max", "min"):  # of two tensors
+        return len(args) > 1 and isinstance(args[1], Tensor)
+    if name == "where":  # of a condition alone it lists places
+        return len(args) > 1
+    if name in _SELECTING:
+        return _selects_by_element(args)
+    if name in _JOINING:
+        return all(isinstance(tensor, kind) for tensor in args[0])
+    return describes(func) or changes_no_shape(func) or _plain_name(name) in _OTHERS or name == "isclose"
+
+
+def describes(func: Any) -> bool:
+    """Return whether ``func`` only describes a tensor, or steps in place for an optimizer."""
+    return func.__name__ in _DESCRIBING
+
+
+def changes_no_shape(func: Any) -> bool:
+    """Return whether ``func`` combines its tensors element by element, in one shape."""
+    return func.__name__ in _EXACT or _plain_name(func.__name__) in _COMBINING
+
+
+def is_collective(func: Any) -> bool:
+    """Return whether ``func`` is one of ``torch.distributed``, or an operator behind one."""
+    module = str(getattr(func, "__module__", ""))
+    return module.startswith(("torch.distributed", "torch._ops._c10d", "torch._ops.c10d"))
+
+
+def is_kernel(func: Any) -> bool:
+    """Return whether ``func`` is an operator of a package other than torch, of which only a trial tells."""
+    operator = str(getattr(func, "_qualified_op_name", "") or getattr(func, "_name", ""))
+    return "::" in operator and operator.split("::")[0] not in _OF_TORCH
+
+
+def _plain_name(name: str) -> str:
+    """Return ``name`` without the marks of functions of lists, and of those that work in place."""
+    name = name.removeprefix("_foreach_")
+    return name[:-1] if name[-1:] == "_" and name[:1] != "_" else name
+
+
+def _selects_by_element(args: Sequence[Any]) -> bool:
+    """Return whether an index takes all or selects by a mask. Numbers would count this rank's elements."""
+    tensor, index = args[:2]
+    items = index if isinstance(index, tuple | list) else [index]
+    return all(_takes_all(item) or _is_mask(item, tensor) for item in items)
+
+
+def _takes_all(item: Any) -> bool:
+    return item is None or item is ... or (isinstance(item, slice) and item == slice(None))
+
+
+def _is_mask(index: Any, tensor: Tensor) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == tensor.shape

@@ -1,0 +1,152 @@
+"""Show whole parameters to users' code that initializes them after `shard`.
+
+``model.apply(init)`` calls ``init`` for each module, and methods such as ``init_weights`` set many.
+They compute fan-ins from shapes. Ranks with one seed would draw the same numbers for different elements. So
+they see whole parameters and draw all of them, and each rank keeps its part: with one seed on all ranks that
+of the model which one process draws. Nothing is communicated: elements of other ranks are NaN, which shows
+what depends on them. Its own
+file, since nothing here is needed for a step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtrain.engine.driver import Driver
+from shardtrain.engine.module_class import Addition
+from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.unit import Shown, Unit
+
+MARK = "_shardtrain_initialization"  # the attribute of a module with its model's `Initialization`
+_METHODS = ("init_weights", "initialize_weights", "init_parameters", "initialize_parameters", "init_params")
+_INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
+
+
+class Applies(Addition):
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        initialization: Initialization = self.__dict__[MARK]
+        for each in _children_first(self):
+            with initialization.whole(each, below=False):
+                fn(each)
+        return self
+
+
+def _around(name: str) -> type[Addition]:
+    """Return an addition whose method ``name`` runs that of the module's class on whole parameters."""
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self.__dict__[MARK].whole(self, below=True):
+            return getattr(super(addition, self), name)(*args, **kwargs)
+
+    addition = type("Initializes", (Addition,), {name: method})
+    return addition
+
+
+_ADDITIONS = {name: _around(name) for name in _METHODS}
+
+
+def additions(module: nn.Module) -> list[type[Addition]]:
+    """Return what to add to the class of ``module``."""
+    added: list[type[Addition]] = [Applies]
+    for name, addition in _ADDITIONS.items():
+        own = inspect.getattr_static(type(module), name, None)
+        if callable(own) and not isinstance(own, staticmethod | classmethod):
+            added.append(addition)
+    return added
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+class Initialization:
+    """Show whole parameters of one model while users initialize them. ``adopt``: adopts users' changes."""
+
+    def __init__(self, units: Sequence[Unit], driver: Driver, adopt: Callable[[], None]) -> None:
+        self._units = units
+        self._driver = driver
+        self._adopt = adopt
+        self._is_under_way = False
+
+    @contextmanager
+    def whole(self, module: nn.Module, below: bool) -> Iterator[None]:
+        """Show whole parameters in ``module``: of one unit, its own, or (``below``) of all units in it.
+
+        Inside a step, `unsharded` or another call nothing changes. Raises ValueError if parameters of other
+        units are changed, or if values depend on other ranks' elements.
+        """
+        if not self._driver.is_idle or self._is_under_way:
+            yield
+            return
+        self._adopt()
+        table = {member.param: (unit, member) for unit in self._units for member in unit.members}
+        inside = [table[param] for param in module.parameters() if param in table]
+        units = {unit for unit, _ in inside}
+        if len(units) > 1 and not below:
+            units = {table[param][0] for param in module.parameters(recurse=False) if param in table}
+        shown = [member for unit, member in inside if unit in units]
+        others = [member for unit, member in inside if unit not in units]
+        before = [member.param._version for member in others]
+        with self._shown(units, shown):
+            yield
+        changed = []
+        for member, version in zip(others, before, strict=True):
+            if member.param._version != version:
+                changed.append(member.name)
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} were changed by what {type(module).__name__} was applied to, and "
+                f"showed this rank's pieces: initialize each module by itself, or {_INSIDE}"
+            )
+
+    @contextmanager
+    def _shown(self, units: Iterable[Unit], members: Sequence[ShardedParam]) -> Iterator[None]:
+        """Show whole values of ``members``, which are of ``units``, and keep this rank's parts of them."""
+        for unit in units:
+            if unit.shown is not Shown.SHARD:
+                self._driver.show_shards()
+            self._driver.schedule.release(unit)
+            unit.show_private({m: _with_unknown(m) for m in members if m in unit.members})
+        self._is_under_way = True
+        try:
+            yield
+            for member in members:
+                _keep(member)
+        finally:
+            self._is_under_way = False
+            for unit in units:
+                unit.hide()
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    wide = (tensor.is_floating_point() or tensor.is_complex()) and tensor.itemsize > 1
+    return wide and bool(tensor.isnan().any())
+
+
+def _with_unknown(member: ShardedParam) -> torch.Tensor:
+    """Return a whole tensor that holds this rank's part, and NaN elsewhere, or zeros if it is of integers."""
+    whole = member.part.padded(member.local_view)
+    if whole.is_floating_point() or whole.is_complex():
+        whole.fill_(math.nan)
+        member.part.of(whole).copy_(member.part.flattened(member.local_view))
+    return whole
+
+
+def _keep(member: ShardedParam) -> None:
+    """Keep this rank's part of the whole value that ``member`` shows. Raises ValueError for new NaNs."""
+    piece = member.piece_of_whole(member.param.data)
+    if _has_nan(piece) and not _has_nan(member.local_view):
+        raise ValueError(
+            f"{member.name} was given NaN, perhaps computed from elements that other ranks hold: initialize "
+            f"it {_INSIDE}"
+        )
+    member.local_view.copy_(piece)

@@ -1,0 +1,162 @@
+"""Optimizers that are right on whole parameters alone are refused before their first step."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardtrain
+
+
+class Own(torch.optim.Optimizer):
+    """Steps each parameter by ``direction(parameter, gradient, state, group)``, which counts in the state."""
+
+    def __init__(self, params: Any, direction: Any = None, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "direction": direction, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["step"] = state.get("step", 0) + 1
+                    # Plain tensors, as averages of gradients are.
+                    grad = torch.zeros_like(param).add_(param.grad)
+                    param.sub_(group["direction"](param, grad, state, group), alpha=group["lr"])
+
+
+def plain(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    return grad
+
+
+def trust_after_a_warm_up(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    return grad * (param.norm() / grad.norm() if state["step"] > 500 else 1.0)
+
+
+def clips_spikes(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    """Clip by the root mean square of the gradient, where that is three times the largest so far."""
+    rms = grad.square().mean().sqrt() if grad.numel() else grad.sum()
+    before = group.setdefault("seen", {}).get(id(param), rms)
+    group["seen"][id(param)] = torch.maximum(before, rms)
+    return grad * (before / rms if rms > 3 * before else 1.0)
+
+
+def rescales_large_matrices(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    """By the size alone, which is below the limit for each piece and for most matrices."""
+    return grad * (0.1 if param.numel() > 100_000 else 1.0)
+
+
+def rescales_flat_vectors(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    return grad / max(1.0, float(grad.norm())) if param.ndim == 1 else grad
+
+
+def filters_by_their_mean(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    return grad - grad.mean((1, 2, 3), keepdim=True) if param.ndim == 4 else grad
+
+
+def small_pieces_alone(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    """As a kernel that has another path for small tensors, which pieces are on many ranks."""
+    return grad * (0.5 if 0 < param.numel() < 10_000 and param.shape[0] > 1000 else 1.0)
+
+
+def adapts_its_step(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    """As D-Adaptation does: a step size that begins tiny, and grows with sums over all elements."""
+    group["sum"] = group.get("sum", 0.0) + float((grad * param).sum())
+    group["d"] = max(group.get("d", 1e-9), 1e-12 * abs(group["sum"]))
+    return group["d"] * grad
+
+
+def averages_a_norm(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    """Keep a number that begins to count later than a trial can see."""
+    state["norm"] = 0.9 * state.get("norm", torch.zeros(())) + grad.norm()
+    return grad * (state["norm"] if state["step"] == 77 else 1.0)
+
+
+def scales_a_state(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    """Keep a state that counts later than a trial can see."""
+    state["kept"] = grad / (1e-8 + grad.norm())
+    return grad + (state["kept"] if state["step"] == 77 else 0.0)
+
+
+def model(**options: Any) -> nn.Module:
+    layers = nn.Linear(400, 300), nn.Conv2d(16, 32, 3)
+    net = shardtrain.shard(nn.Sequential(*layers), **options)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    return net
+
+
+OTHER = [
+    trust_after_a_warm_up,
+    clips_spikes,
+    rescales_large_matrices,
+    rescales_flat_vectors,
+    filters_by_their_mean,
+    small_pieces_alone,
+    adapts_its_step,
+    averages_a_norm,
+    scales_a_state,
+]
+
+
+@pytest.mark.parametrize("direction", OTHER)
+def test_what_depends_on_whole_parameters_is_refused(direction: Callable[..., Tensor]) -> None:
+    net = model()
+    optimizer = Own(net.parameters(), direction)
+    with pytest.raises(
+        ValueError, match=r"^Own cannot step on a sharded model: it.* use shard\(\.\.\., layout='whole'\)"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("virtual", [0, 2])
+@pytest.mark.parametrize("direction", [each for each in OTHER if each is not adapts_its_step] + [plain])
+def test_where_a_rank_has_whole_parameters_it_is_right(
+    direction: Callable[..., Tensor], virtual: int
+) -> None:
+    net = model(layout="whole", virtual_ranks=virtual)
+    Own(net.parameters(), direction).step()
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+def test_a_number_over_all_parameters_is_named(layout: Any) -> None:
+    net = model(layout=layout)
+    named = r"^Own cannot step on a sharded model: its '(sum|d)' depends on what a rank holds"
+    with pytest.raises(ValueError, match=named):
+        Own(net.parameters(), adapts_its_step).step()
+
+
+def test_options_that_are_equal_to_a_count_of_steps_are_left() -> None:
+    """A trial sets counts of steps; were this one set, too, the trial would take hours."""
+
+    def repeats(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+        assert group["rounds"] <= 10
+        return grad
+
+    for rounds in range(1, 11):
+        net = model()
+        Own(net.parameters(), repeats, rounds=rounds).step()
+
+
+def test_an_optimizer_is_tried_once_with_the_same_options() -> None:
+    """Such as one for each parameter; and again with others."""
+    net = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(4)))
+    shardtrain.shard(net)
+    tried = []
+
+    def counts(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+        tried.append(param.shape)
+        return grad
+
+    steps = []
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+        Own([param], counts).step()
+        steps.append(len(tried))
+    assert steps[1:] == [steps[0] + number for number in (1, 2, 3)]
+    Own(net.parameters(), counts, lr=1.0, other=math.pi).step()
+    assert len(tried) > 2 * steps[0]
