@@ -109,6 +109,37 @@ def test_any_number_of_ranks_computes_the_same_bits(ranks: Any, options: dict[st
     assert ranks(4, steps, on_hosts=True, **options) == [alone] * 4
 
 
+def backward_twice(hold: bool) -> list[Any]:
+    """Gradients of two losses in each virtual rank, by one backward or by two."""
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5)), units=[], virtual_ranks=V)
+    for number in shardtrain.introspect(model).virtual_ranks:
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+        with shardtrain.virtual_rank(model, number):
+            if hold:
+                with shardtrain.no_sync(model):
+                    model(x).sum().backward()
+                    seen = x.clone().requires_grad_()
+                    torch.autograd.grad(model(seen).sum(), [seen])
+                model(x).square().sum().backward()
+            else:
+                model(x).sum().backward()
+                with pytest.raises(ValueError, match=rf"second backward\(\) in virtual_rank\({number}\)"):
+                    model(x).square().sum().backward()
+                raise KeyError
+    with shardtrain.unsharded(model, grads=True, writeback=False):
+        return [digest([param.grad.as_subclass(torch.Tensor)]) for param in model.parameters()]
+
+
+def test_two_losses_of_a_virtual_rank_are_one_reduction_or_refused(on_ranks: Any) -> None:
+    [alone] = on_ranks(1, backward_twice, True)
+    for world in (2, 4):
+        assert on_ranks(world, backward_twice, True) == [alone] * world
+    for world in (1, 4):
+        with pytest.raises(AssertionError, match="KeyError"):
+            on_ranks(world, backward_twice, False)
+
+
 def test_the_mean_is_that_of_one_large_batch() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 5))

@@ -49,8 +49,8 @@ class Engine:
         self.transport = units[0].transport
         self.driver = Driver(units)
         self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
-        if self.virtual and len(self.virtual.ranks) > 1:
-            self.driver.micro_batch = None
+        if self.virtual:
+            self.driver.before_backward = self.virtual.begin_backward
         for unit in units:
             unit.account = units[0].account
         self._ignored = set(module.parameters()).difference(member.param for member in self.members)
@@ -273,6 +273,11 @@ class Engine:
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         self.driver.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that have stepped, of this model or others."""
+        return [*self._optimizers]
+
     def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
         if optimizer not in self._described:
@@ -341,10 +346,14 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
+def engines() -> list[Engine]:
+    """Return the engines of all sharded models that exist."""
+    return [engine for engine in _ENGINES if engine.module.__dict__.get(_ENGINE) is engine]
+
+
 def is_inside(module: nn.Module) -> bool:
     """Return whether ``module`` is, or is inside, a module that is sharded now."""
-    roots = [engine.module for engine in _ENGINES if engine.module.__dict__.get(_ENGINE) is engine]
-    return any(module is each for root in roots for each in root.modules())
+    return any(module is each for engine in engines() for each in engine.module.modules())
 
 
 def is_entrance(module: nn.Module) -> bool:
