@@ -498,6 +498,31 @@ def test_a_run_with_replays_has_the_same_bits(on_ranks: Any, tmp_path: Path) -> 
     assert (a["train/loss"], a["train/acc1"]) == (b["train/loss"], b["train/acc1"])
 
 
+def counts(folder: str, *given: str) -> str:
+    """Train a model that counts its calls in Python."""
+    calls = 0
+
+    def count(module: nn.Module, _: Any, found: Any) -> Any:
+        nonlocal calls
+        calls += module.training
+        return found * (1 + calls) if isinstance(module, nn.Linear) and module.training else found
+
+    handle = nn.modules.module.register_module_forward_hook(count)
+    try:
+        return run_to_end(folder, *given)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("given", [(), ("train.replay_every=1",)])
+def test_a_run_with_state_outside_of_buffers_stops_in_its_first_step(
+    on_ranks: Any, tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    for ending in on_ranks(2, counts, str(tmp_path), "parallel.virtual_ranks=4", QUIET, *given):
+        assert ending.startswith("ReplayMismatch step 1: virtual rank 0 ha")
+        assert "usual causes are state that forward keeps outside of buffers (a counter in Python," in ending
+
+
 def wears_out() -> None:
     """Have every convolution of the last rank compute wrong from now on."""
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -64,7 +64,10 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         with metrics.step():
             count = job.train.share.accumulate
             again = partial(micro_batch, job.train, step) if replays and step % replays == 0 else None
-            norm = one_step.gradients(batches, count, metrics.phase, metrics.add, seed, again, step)
+            first = step == job.first_step + 1
+            norm = one_step.gradients(
+                batches, count, metrics.phase, metrics.add, seed, again, step, first=first
+            )
             if not gradients.are_finite(step, norm):
                 job.optimizer.zero_grad()  # so that the update changes nothing
             saver.before_update()
@@ -79,7 +82,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         job.optimizer.zero_grad()
         job.schedule.step()
         saver.step_done(step, evaluate=last or step % (train.eval_every * job.steps_per_epoch) == 0)
-        if step == job.first_step + 1:  # models are compiled by now
+        if first:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
     gradients.settle()
     saver.finish()
