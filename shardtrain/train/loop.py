@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +21,7 @@ from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
-from shardtrain.job.dist_env import AFTERWARDS, START_UP, cpu_threads, on_rank_0
+from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0, virtual_threads
 from shardtrain.job.errors import path_of, writing
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
@@ -184,7 +183,7 @@ def _train(config: Config, context: Context, memory: Store | None) -> float | No
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
-        torch.set_num_threads(cpu_threads(replace(rank_info, local_world_size=virtual), os.environ))
+        torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, memory)
     if config.eval_only and start.opened is not None:
         config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
