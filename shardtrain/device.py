@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardtrain import torch_private
@@ -79,6 +80,23 @@ def seed(where: torch.device, number: int) -> None:
     if is_accelerator(where):
         torch.get_device_module(where).manual_seed(number)
     random.seed(number)
+
+
+def random_state(where: torch.device) -> list[Any]:
+    """Return the states of what `seed` seeds, and NumPy's."""
+    states = [torch.default_generator.get_state(), random.getstate(), np.random.get_state()]
+    if is_accelerator(where):
+        states.append(torch.get_device_module(where).get_rng_state())
+    return states
+
+
+def set_random_state(where: torch.device, states: list[Any]) -> None:
+    """Restore the ``states`` that `random_state` returned."""
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    if is_accelerator(where):
+        torch.get_device_module(where).set_rng_state(states[3])
 
 
 def processor() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -178,13 +179,13 @@ def passing(at: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("world", "at"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("world", "at"), [(1, 1), (2, 1), (2, 3)])
 def test_a_fault_that_passes_is_found_and_named_by_two_ranks_and_by_one(
     on_ranks: Any, world: int, at: int
 ) -> None:
     texts = on_ranks(world, passing, at)
     assert len({*texts}) == 1
-    number = 0 if world == 1 or at == 2 else 2
+    number = 0 if at == 1 else 2  # a neighbour's comes after the two of its own
     ranks = "rank 0" if world == 1 else "ranks 0 and 1"
     # Which gradient differs first depends on the kernels: that of the bias may round to the same bits.
     assert re.match(
@@ -192,6 +193,221 @@ def test_a_fault_that_passes_is_found_and_named_by_two_ranks_and_by_one(
         r"output of blocks\.1, then the gradient of fc\.(bias|weight) in the root. There was no update",
         texts[0],
     )
+
+
+class Forgets(nn.Module):
+    """Scale by what each call changes, and no buffer holds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.calls = 0
+        self.mean = torch.zeros(())
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        kinds: dict[str, Callable[[], Any]] = {
+            "counter": lambda: self.calls,
+            "attribute": lambda: self.mean,
+            "generator": lambda: torch.rand((), generator=self.generator),
+            "np.random": lambda: float(np.random.rand()),
+        }
+        return x * (1 + kinds[self.kind]())
+
+
+def with_state(neighbour: bool) -> list[str]:
+    """What ranks are told of each kind of state."""
+    told = []
+    for kind in ("counter", "attribute", "generator", "np.random"):
+        torch.manual_seed(0)
+        layers = (
+            nn.Conv2d(3, 6, 3),
+            Block(6),
+            Forgets(kind),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(6, 5),
+        )
+        model = shard(nn.Sequential(*layers), units=[Block], virtual_ranks=V)
+        with pytest.raises(ReplayMismatch) as error:
+            shardtrain.replay(model, step_of(model, 0), step=1, neighbour=neighbour)
+        assert all(param.grad is None for param in model.parameters())
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_outside_of_buffers_is_refused(on_ranks: Any, world: int) -> None:
+    """The first rank alone is told of: all of them differ."""
+    causes = (
+        r".*Python, a tensor attribute .*, a generator of its own, np\.random, a second model in training"
+    )
+    first = (
+        r"First differs the output of the root, then the gradient of 5\.(weight|bias) in the root\. "
+        "There was no"
+    )
+    for text in on_ranks(world, with_state, False)[0]:
+        assert re.match(
+            r"step 1: virtual rank 0 had other bits as rank 0 computed it again: results would depend on the "
+            rf"number of ranks\. {first} update; usual causes are .*{causes}",
+            text,
+        ), text
+    for text in on_ranks(world, with_state, True)[0]:
+        ranks = "rank 0" if world == 1 else "ranks 0 and 1"
+        assert re.match(
+            rf"step 1: virtual rank 0 has other bits on {ranks}: one of them computes wrong, or no machine "
+            rf"does\. {first} update; continue .* If a computation has other bits each time, .*{causes}",
+            text,
+        ), text
+
+
+def beside(sharded: bool, virtual: bool, trains: bool) -> str:
+    """What ranks are told of a second model in the loss."""
+    model, _ = prepared()
+    second = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+    if sharded:
+        shard(second, virtual_ranks=V if virtual else 0)
+    second.train(trains)
+
+    def compute(number: int) -> Tensor:
+        with shardtrain.virtual_rank(model, number, seed=3):
+            x, y = images(0, number)
+            logits = model(x)
+            with torch.no_grad():
+                second(logits)
+            loss = F.cross_entropy(logits, y)
+            loss.backward()
+        return loss
+
+    try:
+        shardtrain.replay(model, compute, neighbour=False)
+    except ValueError as error:
+        return str(error)
+    return "right"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_second_model_whose_statistics_change_is_refused(on_ranks: Any, sharded: bool) -> None:
+    [told] = on_ranks(1, beside, sharded, virtual=False, trains=True)
+    assert told.startswith(
+        "buffer running_mean of BatchNorm1d, which is not in the model with virtual ranks, was"
+    )
+    assert "Call eval() on that module" in told
+    assert on_ranks(2, beside, sharded, virtual=False, trains=False) == ["right"] * 2
+
+
+def gradients_elsewhere(every: int) -> list[Any]:
+    """Gradients of what is not sharded, in each step: of an ignored head, and of numbers in the losses."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), Block(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
+    model = shard(net, units=[Block], virtual_ranks=V, ignored=[net[4]])
+    temperature = nn.Parameter(torch.ones(()))
+    hidden = nn.Parameter(torch.ones(()))  # of a second loss
+    optimizer = torch.optim.SGD([*model.parameters(), temperature, hidden], lr=0.1)
+    found = []
+    for step in range(3):
+
+        def compute(number: int, step: int = step) -> Tensor:
+            with shardtrain.virtual_rank(model, number, seed=3, step=step):
+                x, y = images(step, number)
+                loss = F.cross_entropy(model(x) / temperature, y)
+                loss.backward()
+                if step:
+                    (hidden * number).backward()
+            return loss
+
+        if every and step % every == 0:
+            shardtrain.replay(model, compute)
+        else:
+            for number in shardtrain.introspect(model).virtual_ranks:
+                compute(number)
+        rest = [*net[4].parameters(), temperature, hidden]
+        found.append([param.grad.tolist() for param in rest if param.grad is not None])
+        for param in rest:
+            if param.grad is not None:
+                shardtrain.comm.all_reduce(param.grad)
+        optimizer.step()
+        if step:  # the second step adds to the gradients of the first
+            optimizer.zero_grad()
+    return found
+
+
+def test_a_replay_leaves_no_gradient_in_parameters_that_are_not_sharded(on_ranks: Any) -> None:
+    assert on_ranks(2, gradients_elsewhere, 1) == on_ranks(2, gradients_elsewhere, 0)
+
+
+def test_a_loss_without_its_graph_is_refused() -> None:
+    model = shardtrain.shard(nn.Linear(3, 3), virtual_ranks=2)
+
+    def compute(number: int) -> Tensor:
+        with shardtrain.virtual_rank(model, number):
+            loss = model(torch.ones(1, 3)).sum()
+            loss.backward()
+        return loss.detach()
+
+    with pytest.raises(
+        ValueError, match="has returned a loss without its graph: return that on which backward"
+    ):
+        shardtrain.replay(model, compute)
+
+
+class Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 2, 3))
+        return x
+
+
+def wrong_statistics(liars: dict[int, float], own: bool) -> str:
+    """What ranks are told where ``liars`` compute other statistics, each by its factor; nothing else."""
+    torch.manual_seed(0)
+    norm = Running() if own else nn.BatchNorm2d(6)
+    model = shard(nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.Conv2d(6, 5, 3)), units=[], virtual_ranks=V)
+    factor = liars.get(dist.get_rank(), 1.0)
+
+    def wrong(_: nn.Module, __: Any, found: Tensor) -> None:
+        buffer = next(norm.buffers())
+        buffer.data.mul_(factor)
+
+    norm.register_forward_hook(wrong)
+
+    def compute(number: int) -> Tensor:
+        with shardtrain.virtual_rank(model, number, seed=3):
+            loss = model(images(0, number)[0]).square().mean()
+            loss.backward()
+        return loss
+
+    try:
+        shardtrain.replay(model, compute)
+    except ReplayMismatch as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("liars", "told"),
+    [
+        ({2: 1.5}, "virtual rank 2 has other bits on ranks 1 and 2: rank 2 computes wrong"),
+        ({1: 1.5, 3: 1.25}, "virtual rank 0 has other bits on ranks 0 and 3: ranks 1 and 3 compute wrong"),
+        ({0: 1.5, 1: 1.25}, "virtual rank 0 has other bits on ranks 0 and 3: ranks 0 and 1 compute wrong"),
+        (
+            {1: 1.5, 3: 1.5},
+            "virtual rank 0 has other bits on ranks 0 and 3: one of them computes wrong, or no",
+        ),
+    ],
+)
+def test_wrong_statistics_are_found_and_all_that_err_are_named(on_ranks: Any, liars: Any, told: str) -> None:
+    for own in (False, True):
+        texts = on_ranks(4, wrong_statistics, liars, own)
+        assert len({*texts}) == 1
+        buffer = "1.mean" if own else "1.running_mean"
+        assert texts[0].startswith(told)
+        assert f"First differs buffer {buffer}. There was no update" in texts[0]
 
 
 def trained(every: int, bf16: bool = False, steps: int = 4, **options: Any) -> list[Any]:
@@ -280,6 +496,31 @@ def test_a_run_with_replays_has_the_same_bits(on_ranks: Any, tmp_path: Path) -> 
     assert final(tmp_path / "with") == final(tmp_path / "without")
     a, b = (result_of(tmp_path / name) for name in ("with", "without"))
     assert (a["train/loss"], a["train/acc1"]) == (b["train/loss"], b["train/acc1"])
+
+
+def counts(folder: str, *given: str) -> str:
+    """Train a model that counts its calls in Python."""
+    calls = 0
+
+    def count(module: nn.Module, _: Any, found: Any) -> Any:
+        nonlocal calls
+        calls += module.training
+        return found * (1 + calls) if isinstance(module, nn.Linear) and module.training else found
+
+    handle = nn.modules.module.register_module_forward_hook(count)
+    try:
+        return run_to_end(folder, *given)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("given", [(), ("train.replay_every=1",)])
+def test_a_run_with_state_outside_of_buffers_stops_in_its_first_step(
+    on_ranks: Any, tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    for ending in on_ranks(2, counts, str(tmp_path), "parallel.virtual_ranks=4", QUIET, *given):
+        assert ending.startswith("ReplayMismatch step 1: virtual rank 0 ha")
+        assert "usual causes are state that forward keeps outside of buffers (a counter in Python," in ending
 
 
 def wears_out() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import Precision
 from shardtrain.engine.hooks import engine_of
+from shardtrain.job import dist_env
 from shardtrain.train import saving
 from shardtrain.train.saving import machine
 
@@ -107,6 +109,37 @@ def test_any_number_of_ranks_computes_the_same_bits(ranks: Any, options: dict[st
         assert ranks(world, steps, **options) == [alone] * world
     assert ranks(4, steps, replicate=2, **options) == [alone] * 4
     assert ranks(4, steps, on_hosts=True, **options) == [alone] * 4
+
+
+def backward_twice(hold: bool) -> list[Any]:
+    """Gradients of two losses in each virtual rank, by one backward or by two."""
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5)), units=[], virtual_ranks=V)
+    for number in shardtrain.introspect(model).virtual_ranks:
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+        with shardtrain.virtual_rank(model, number):
+            if hold:
+                with shardtrain.no_sync(model):
+                    model(x).sum().backward()
+                    seen = x.clone().requires_grad_()
+                    torch.autograd.grad(model(seen).sum(), [seen])
+                model(x).square().sum().backward()
+            else:
+                model(x).sum().backward()
+                with pytest.raises(ValueError, match=rf"second backward\(\) in virtual_rank\({number}\)"):
+                    model(x).square().sum().backward()
+                raise KeyError
+    with shardtrain.unsharded(model, grads=True, writeback=False):
+        return [digest([param.grad.as_subclass(torch.Tensor)]) for param in model.parameters()]
+
+
+def test_two_losses_of_a_virtual_rank_are_one_reduction_or_refused(on_ranks: Any) -> None:
+    [alone] = on_ranks(1, backward_twice, True)
+    for world in (2, 4):
+        assert on_ranks(world, backward_twice, True) == [alone] * world
+    for world in (1, 4):
+        with pytest.raises(AssertionError, match="KeyError"):
+            on_ranks(world, backward_twice, False)
 
 
 def test_the_mean_is_that_of_one_large_batch() -> None:
@@ -210,3 +243,19 @@ def test_a_run_that_another_machine_saved_says_so(on_ranks: Any, tmp_path: Path)
     given = ("parallel.virtual_ranks=2", "checkpoint.every_steps=1", QUIET)
     assert on_ranks(1, elsewhere, str(tmp_path), *given) == ["finished"]
     assert "warning: saved elsewhere (processor a laptop's → " in (tmp_path / "log.txt").read_text()
+
+
+def threads_of(folder: str, **environment: str) -> list[str]:
+    """What a run of one step on eight cores says of its threads."""
+    with patch.dict(os.environ, environment), patch.object(dist_env, "cores", lambda: 8):
+        run_to_end(folder, "parallel.virtual_ranks=4", "train.max_steps=1", QUIET)
+    return re.findall(r"\d threads? each", (Path(folder) / "log.txt").read_text())
+
+
+def test_a_run_has_the_same_threads_alone_and_under_torchrun(on_ranks: Any, tmp_path: Path) -> None:
+    """torchrun sets OMP_NUM_THREADS=1 where the user does not."""
+    torchrun = {"TORCHELASTIC_RUN_ID": "none"}
+    for asked, told in (("1", "2 threads each"), ("3", "3 threads each")):
+        alone = on_ranks(1, threads_of, str(tmp_path / f"alone {asked}"), OMP_NUM_THREADS=asked)
+        both = on_ranks(2, threads_of, str(tmp_path / f"both {asked}"), OMP_NUM_THREADS=asked, **torchrun)
+        assert [*alone, *both] == [[told]] * 3

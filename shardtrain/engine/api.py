@@ -139,6 +139,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     step, clipping and other changes of it raise ValueError.
     """
     engine = engine_of(module)
+    if engine.virtual is not None:
+        with engine.virtual.waiting(), _reducing(engine, False):
+            yield
+        return
     with _reducing(engine, engine.transport.all_ranks.world == 1):  # a single rank communicates nothing
         yield
 
@@ -190,22 +194,19 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
     if not all(unit.options.reduces for unit in engine.units):
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
-    before = driver.micro_batch
-    virtual.begin(number)
+    if virtual.begin(number):
+        driver.drop_backward()
     driver.micro_batch, last = virtual.place(number)
     if seed is not None:
         seed_random_numbers(engine.device, seed, step, number)
     try:
         with _reducing(engine, last):
             yield
+        virtual.end()
     except BaseException:
-        virtual.end(failed=True)
+        virtual.fail()
         driver.drop_backward()
         raise
-    else:
-        virtual.end(failed=False)
-    finally:
-        driver.micro_batch = before
 
 
 def forward_method(module: nn.Module, *names: str) -> None:

@@ -6,7 +6,7 @@ is no decision: fences between ranks that share memory, refusals of edits, gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.users_hooks import call_postponed, postpone
-from shardtrain.engine.virtual import OUTSIDE
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
@@ -38,7 +37,9 @@ class Driver:
         self.edits = Edits()
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
-        self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
+        self.micro_batch = 0  # the number of the virtual rank's among this rank's
+        # Called with whether the backward that begins reduces: virtual ranks refuse some.
+        self.before_backward: Callable[[bool], None] = lambda reduces: None
         self.steps = Steps()  # of optimizers since the last forward
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
@@ -93,7 +94,7 @@ class Driver:
         trace.end("backward", unit.title)  # if it is one
 
     def take(self, unit: Unit) -> None:
-        self.reductions[unit].take(self.micro_batch or 0, self._captured)
+        self.reductions[unit].take(self.micro_batch, self._captured)
 
     def reduce(self, unit: Unit) -> None:
         self._reducing[unit] = self.reductions[unit].reduce()
@@ -232,8 +233,7 @@ class Driver:
         """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
         if self.root.shown is Shown.PRIVATE:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
-        if self.micro_batch is None:
-            raise ValueError(OUTSIDE)
+        self.before_backward(all(unit.options.reduces for unit in self.units))
         if torch.is_grad_enabled():
             raise ValueError(
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "

@@ -260,6 +260,11 @@ class Reduction:
                 if own:
                     member.take_grad()
             elif now is None or not now.as_subclass(torch.Tensor).any():
+                if self._gradient_of[member].segment.layout.virtual:
+                    raise ValueError(
+                        f"the gradient of parameter {member.name} was cleared while it waits for other "
+                        "virtual ranks: call zero_grad() between two steps"
+                    )
                 self._gradient_of[member].forget(member)
             else:
                 raise ValueError(

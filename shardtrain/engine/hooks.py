@@ -52,8 +52,8 @@ class Engine:
         self.transport = units[0].transport
         self.driver = Driver(units)
         self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
-        if self.virtual and len(self.virtual.ranks) > 1:
-            self.driver.micro_batch = None
+        if self.virtual:
+            self.driver.before_backward = self.virtual.begin_backward
         for unit in units:
             unit.account = units[0].account
         self.optimizers = Optimizers(self.driver, self.segments, self.members)
@@ -267,13 +267,14 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
+def engines() -> list[Engine]:
+    """Return the engines of all sharded models that exist."""
+    return [engine for engine in _ENGINES if engine.module.__dict__.get(_ENGINE) is engine]
+
+
 def is_inside(module: nn.Module) -> bool:
     """Return whether ``module`` is, or is inside, a module that is sharded now."""
-    for engine in list(_ENGINES):
-        root = engine.module
-        if root.__dict__.get(_ENGINE) is engine and any(module is inner for inner in root.modules()):
-            return True
-    return False
+    return any(module is each for engine in engines() for each in engine.module.modules())
 
 
 def is_entrance(module: nn.Module) -> bool:

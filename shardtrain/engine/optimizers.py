@@ -93,6 +93,11 @@ class Optimizers:
         self._stepping.discard(optimizer)
         self._driver.root.transport.stepping = bool(self._stepping)
 
+    @property
+    def seen(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that have stepped, of this model or others."""
+        return [*self._known]
+
     def _tryable(self) -> Tryable:
         first = self._segments[0]
         policy: Policy = "whole" if first.layout.whole else "even"

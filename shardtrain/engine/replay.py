@@ -7,9 +7,10 @@ the first virtual rank of the rank after it. Four ranks, V = 8::
     computes     0 1   2 3   4 5   6 7
     and again    2     4     6     0
 
-Every bit of units' outputs, of the loss and of local gradients enters a digest, in the order of computation.
-If the digests of a micro-batch differ, all ranks compute it once more, and the majority is right. A replay on
-the same rank, as on a single one, finds faults that come and go; a faulty unit errs alike each time.
+Every bit of units' outputs, of the loss, of local gradients and of changed buffers enters a digest, in the
+order of computation. If the digests of a micro-batch differ, all ranks compute it once more, and the largest
+group that agrees is right. A replay on the same rank, as on a single one, finds faults that come and go, and
+state that forward keeps outside of buffers; a faulty unit errs alike each time.
 
 Sums between ranks come after what is compared. A device that adds up wrong there is not found.
 """
@@ -20,24 +21,33 @@ import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardtrain import comm, torch_private
+from shardtrain import device as devices
 from shardtrain.comm.guard import named
-from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.hooks import Engine, engine_of, engines
 from shardtrain.engine.introspection import introspect
+from shardtrain.engine.virtual import words
 from shardtrain.errors import ReplayMismatch as ReplayMismatch
 
 _BLOCK = 1 << 16
 _FACTOR = 0x5851F42D4C957F2D  # odd, so that no difference is lost in a product
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+CAUSES = (
+    "usual causes are state that forward keeps outside of buffers (a counter in Python, a tensor attribute "
+    "that is no buffer, a generator of its own, np.random, a second model in training mode), parameters "
+    "that are not sharded and differ between ranks, kernels that are not deterministic, or no seed: register "
+    "state as a buffer, and draw from torch's generator"
+)
 
 
 @dataclass
@@ -66,7 +76,8 @@ class Record:
 
 def _first(names: Sequence[str]) -> str:
     """Return the first of these names, and the first of a gradient."""
-    return ", then ".join(dict.fromkeys([*names[:1], *[name for name in names if "gradient" in name][:1]]))
+    gradients = [name for name in names if name.startswith("the gradient")]
+    return ", then ".join(dict.fromkeys([*names[:1], *gradients[:1]]))
 
 
 @contextmanager
@@ -119,10 +130,10 @@ def digest(tensor: Tensor) -> Tensor:
 
     A sum modulo 2^64 of all words times odd random numbers. One word's change always changes it.
     """
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().view(-1)
+    flat = words(tensor)
     weights = _weights(flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for block in flat.view(_WORDS[flat.itemsize]).split(_BLOCK):
+    for block in flat.split(_BLOCK):
         total = total * _FACTOR + (block.long() * weights[: len(block)]).sum()
     return total
 
@@ -133,7 +144,13 @@ def _weights(device: torch.device) -> Tensor:
     return (torch.randint(-(1 << 63), (1 << 63) - 1, (_BLOCK,), generator=drawn) | 1).to(device)
 
 
-def replay(module: nn.Module, compute: Callable[[int], Tensor], *, step: int | None = None) -> list[Tensor]:
+def replay(
+    module: nn.Module,
+    compute: Callable[[int], Tensor],
+    *,
+    step: int | None = None,
+    neighbour: bool = True,
+) -> list[Tensor]:
     """Compute this rank's virtual ranks, and the first one of the rank after it; compare before any update.
 
     In a training loop, every 25th step for instance. It costs N/V of a step on N ranks::
@@ -150,65 +167,79 @@ def replay(module: nn.Module, compute: Callable[[int], Tensor], *, step: int | N
             losses = [compute(number) for number in shardtrain.introspect(model).virtual_ranks]
         optimizer.step()
 
-    Gradients, buffers and random numbers are then as without a replay. Collective.
+    Gradients (of all parameters), buffers and random numbers are then as without a replay. Collective.
 
     Args:
         module: what `shard` returned, given ``virtual_ranks``.
         compute: from the number of any virtual rank to its loss: forward and backward inside `virtual_rank`.
             A function of the number alone, so with a seed where random numbers are drawn.
         step: the number of the step, for the message.
+        neighbour: False has each rank compute its own first virtual rank again instead. In a run's first
+            step this finds state that forward keeps outside of buffers. The training program does so.
 
     Returns:
         The losses of this rank's virtual ranks.
 
     Raises:
-        ReplayMismatch: on every rank, before the update, if two ranks computed other bits. It names the step,
-            the unit and the parameter that differ first, and the rank that computed wrong, or both where no
-            majority of ranks decides: two ranks with a lasting fault. No gradients are left.
-        ValueError: `shard` was given no ``virtual_ranks``.
+        ReplayMismatch: on every rank, before the update, if a virtual rank had other bits when computed
+            again. It names step, unit and parameter, and the ranks that computed wrong; or, where no largest
+            group of ranks agrees, both and other causes. No gradients are left.
+        ValueError: there are no ``virtual_ranks``, ``compute`` returned a loss without its graph, or a module
+            outside of this model has changed its buffers.
     """
     engine = engine_of(module)
     if engine.virtual is None:
         raise ValueError("replay() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
     own = engine.virtual.ranks
-    all_ranks = engine.transport.all_ranks
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    theirs = _again(engine, compute, own.stop % engine.virtual.count, buffers)
-    with recording(module, digest) as record:
+    with changes_elsewhere(module), recording(module, digest) as record:
         first = compute(own.start)
     mine = _lines(engine, record, first)
+    again = partial(_again, engine, compute, leaves=_leaves_of(engine, first))
     losses = [first, *(compute(number) for number in own[1:])]
-    short = [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in (mine, theirs)]
-    told = [text.split() for text in comm.gather_texts(" ".join(short), all_ranks)]
-    for rank, (expected, _) in enumerate(told):
-        checker = (rank - 1) % all_ranks.world
-        if told[checker][1] != expected:
-            number = rank * len(own)
-            when = "" if step is None else f"step {step}: "
-            pair = comm.gather_texts(mine, all_ranks)[rank], comm.gather_texts(theirs, all_ranks)[checker]
-            thirds = comm.gather_texts(_again(engine, compute, number, buffers), all_ranks)
-            engine.driver.drop_backward()
-            _refuse(f"{when}virtual rank {number} has other bits", (rank, checker), pair, thirds)
+    state = devices.random_state(engine.device)
+    distance = 1 if neighbour else 0  # from the rank that checks to the one that is checked
+    theirs = again((own.start + distance * len(own)) % engine.virtual.count)
+    if mismatch := _compared(engine, (mine, theirs), distance, again):
+        engine.driver.drop_backward()
+        raise ReplayMismatch(mismatch if step is None else f"step {step}: {mismatch}")
+    devices.set_random_state(engine.device, state)
     return losses
 
 
-def _again(
-    engine: Engine,
-    compute: Callable[[int], Tensor],
-    number: int,
-    buffers: Sequence[tuple[Tensor, Tensor]],
-) -> str:
-    """Compute virtual rank ``number`` from these values of ``buffers``, and return its `_lines`.
+def _compared(
+    engine: Engine, texts: tuple[str, str], distance: int, again: Callable[[int], str]
+) -> str | None:
+    """Return in words on which ranks a micro-batch has other bits, or None. Collective.
 
-    Gradients and buffers are then as before.
+    ``texts``: this rank's `_lines`, of its own micro-batch and of the one that it checks.
     """
     assert engine.virtual is not None
-    before = [(member.param, member.param.grad) for member in engine.members]
-    now = [buffer.detach().clone() for buffer, _ in buffers]
-    for param, _ in before:
-        param.grad = None
-    for buffer, value in buffers:
-        buffer.copy_(value)
+    all_ranks = engine.transport.all_ranks
+    short = [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
+    told = [text.split() for text in comm.gather_texts(" ".join(short), all_ranks)]
+    for rank, (expected, _) in enumerate(told):
+        checker = (rank - distance) % all_ranks.world
+        if told[checker][1] != expected:
+            number = rank * len(engine.virtual.ranks)
+            owner_text = comm.gather_texts(texts[0], all_ranks)[rank]
+            checker_text = comm.gather_texts(texts[1], all_ranks)[checker]
+            pair = owner_text, checker_text
+            if not distance:
+                return _judged_alone(number, rank, pair)
+            return _judged(number, (rank, checker), pair, comm.gather_texts(again(number), all_ranks))
+    return None
+
+
+def _again(engine: Engine, compute: Callable[[int], Tensor], number: int, *, leaves: Iterable[Tensor]) -> str:
+    """Compute virtual rank ``number`` of this step again, and return its `_lines`.
+
+    Gradients of parameters and of other ``leaves``, and buffers, are then as before.
+    """
+    assert engine.virtual is not None
+    members = [member.param for member in engine.members]
+    before = [(leaf, leaf.grad) for leaf in dict.fromkeys([*members, *leaves])]
+    for leaf, _ in before:
+        leaf.grad = None
     engine.virtual.again = number
     try:
         with recording(engine.module, digest) as record:
@@ -216,31 +247,116 @@ def _again(
     finally:
         engine.virtual.again = None
         engine.driver.drop_backward()
-        for param, grad in before:
-            param.grad = grad
-        for (buffer, _), value in zip(buffers, now, strict=True):
-            buffer.copy_(value)
+        for leaf, grad in before:
+            leaf.grad = grad
+
+
+def _leaves_of(engine: Engine, loss: Tensor) -> list[Tensor]:
+    """Return what besides the sharded parameters may have a gradient of ``loss``, which has its graph.
+
+    These are the module's ignored parameters, those of optimizers that have stepped the module, and the
+    leaves of the graph. Raises ValueError for a loss without one.
+    """
+    if loss.grad_fn is None:
+        raise ValueError(
+            "compute() has returned a loss without its graph: return that on which backward() was called, "
+            "not detached, so that gradients of parameters outside of the model can be put aside"
+        )
+    leaves = dict.fromkeys(engine.module.parameters())
+    for optimizer in engine.optimizers.seen:
+        for group in optimizer.param_groups:
+            leaves.update(dict.fromkeys(group["params"]))
+    seen = {loss.grad_fn}
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)  # of the nodes that accumulate
+        if leaf is not None:
+            leaves[leaf] = None
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return [*leaves]
+
+
+@contextmanager
+def changes_elsewhere(module: nn.Module) -> Iterator[None]:
+    """Raise ValueError if a module that is called inside changes its buffers, and is not in ``module``.
+
+    Nothing averages them over virtual ranks. Those of another model with virtual ranks are averaged.
+    """
+    inside = set(module.modules())
+    for engine in engines():
+        if engine.virtual is not None:
+            inside.update(engine.module.modules())
+    before = dict[Tensor, tuple[str, Tensor]]()
+
+    def note(called: nn.Module, _: object) -> None:
+        if called in inside:
+            return
+        for name, buffer in called._buffers.items():
+            if buffer is not None and buffer not in before:
+                before[buffer] = f"{name} of {type(called).__name__}", words(buffer).clone()
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    for buffer, (title, value) in before.items():
+        if not torch.equal(words(buffer), value):
+            raise ValueError(
+                f"buffer {title}, which is not in the model with virtual ranks, was changed inside "
+                "virtual_rank(): its value would depend on the number of ranks. Call eval() on that module, "
+                "make it a part of the model before shard(), or shard it with virtual_ranks, too"
+            )
 
 
 def _lines(engine: Engine, record: Record, loss: Tensor) -> str:
     """Return a line for each tensor of a computation: its name and its digest."""
+    assert engine.virtual is not None
     kept = [*record.named()]
     kept.insert(len(record.outputs), ("the loss", digest(loss)))
+    kept += [(f"buffer {name}", digest(value)) for name, value in engine.virtual.left.items()]
     digests = torch.stack([each.to(engine.device) for _, each in kept]).tolist()
     return "\n".join(f"{name}\t{each}" for (name, _), each in zip(kept, digests, strict=True))
 
 
-def _refuse(what: str, pair: tuple[int, int], texts: tuple[str, str], thirds: Sequence[str]) -> NoReturn:
-    """Raise `ReplayMismatch`. ``texts``: what the ``pair`` of ranks computed; ``thirds``: all ranks then."""
-    [(right, count)] = Counter(thirds).most_common(1)
-    odd = [rank for rank, text in zip(pair, texts, strict=True) if text != right]
-    if 2 * count > len(thirds) and len(odd) == 1:
-        blamed = f"{named(odd)} computes wrong"
+def _judged(number: int, pair: tuple[int, int], texts: tuple[str, str], thirds: Sequence[str]) -> str:
+    """Return in words who computed wrong. ``texts``: what the ``pair`` computed; ``thirds``: all ranks then.
+
+    The largest group of ranks that agree is right. A rank alone is in a group with what it had before. If
+    neither of the pair has had these bits, nor repeats its own, what changes is no machine.
+    """
+    groups = Counter(thirds if len(thirds) > 1 else [*thirds, *texts])
+    [(right, count), *others] = groups.most_common(2)
+    wrong = {rank for rank, text in enumerate(thirds) if text != right}
+    wrong |= {rank for rank, text in zip(pair, texts, strict=True) if text != right}
+    repeats = any(thirds[rank] == text for rank, text in zip(pair, texts, strict=True))
+    largest = count > 1 and all(count > other for _, other in others)
+    if largest and (repeats or right in texts):
+        computes = "compute" if len(wrong) > 1 else "computes"
+        blamed = f"{named(sorted(wrong))} {computes} wrong"
+        advice = "without that machine, unless code, data or versions of software are different there"
     else:
-        blamed = "one of them computes wrong, unless the computation is not deterministic"
-    lines = zip(*(text.split("\n") for text in texts), strict=False)
-    differing = [a.partition("\t")[0] for a, b in lines if a != b] or ["the number of tensors"]
-    raise ReplayMismatch(
-        f"{what} on {named(sorted({*pair}))}: {blamed}. First differs {_first(differing)}. There was no "
-        "update; continue from the last checkpoint, without that machine"
+        blamed = "one of them computes wrong, or no machine does"
+        advice = f"without that machine. If a computation has other bits each time, {CAUSES}"
+    return (
+        f"virtual rank {number} has other bits on {named(sorted({*pair}))}: {blamed}. First differs "
+        f"{_differing(texts)}. There was no update; continue from the last checkpoint, {advice}"
     )
+
+
+def _judged_alone(number: int, rank: int, texts: tuple[str, str]) -> str:
+    """Return in words what is different where ``rank`` has computed a virtual rank of its own twice."""
+    return (
+        f"virtual rank {number} had other bits as rank {rank} computed it again: results would depend on the "
+        f"number of ranks. First differs {_differing(texts)}. There was no update; {CAUSES}"
+    )
+
+
+def _differing(texts: tuple[str, str]) -> str:
+    """Return in words what differs first in two computations' `_lines`."""
+    lines = zip(*(text.split("\n") for text in texts), strict=False)
+    return _first([a.partition("\t")[0] for a, b in lines if a != b] or ["the number of tensors"])

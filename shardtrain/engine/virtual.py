@@ -8,7 +8,7 @@ gradients           summed in one binary tree over V (``gradient.py`` on a rank,
                     between ranks), in fp32 or wider, and divided by V once
 norms               sums over V intervals (``comm/norms.py``), since cuts for N ranks are some of those for V
 random numbers      drawn from a seed, the step and the virtual rank
-running statistics  each virtual rank starts from the same, and the step's result is the mean over all V
+buffers             each virtual rank starts from the same, and the step's result is the mean over all V
 
 This needs one thread count, one type of processor and one version of torch: kernels sum in other orders on
 others.
@@ -17,6 +17,10 @@ others.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +30,62 @@ from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.channel import Ranks
+from shardtrain.engine.shard import plain_name
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 OUTSIDE = (
-    "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run each of "
+    "backward() outside of virtual_rank(), but each rank computes virtual ranks: run each of "
     "introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
 )
+SECOND = (
+    "a second backward() in virtual_rank({}), whose first one may have reduced: add the losses and call "
+    "backward() once, or run all but the last backward() inside shardtrain.no_sync(model)"
+)
+SYNCED = (
+    "set_requires_gradient_sync() inside virtual_rank({}), which decides itself when gradients are reduced: "
+    "leave it out, or run all but the last backward() inside shardtrain.no_sync(model)"
+)
+
+
+class Slot(NamedTuple):
+    """Hold what was registered as a buffer ``name`` of ``module``, and a copy of its value.
+
+    ``value``: None where there was no tensor, or one without values. ``always``: whether it is one of
+    BatchNorm's statistics. These are not compared: almost every forward changes them.
+    """
+
+    module: nn.Module
+    name: str
+    tensor: Tensor | None
+    value: Tensor | None
+    always: bool
+
+    @property
+    def now(self) -> Tensor | None:
+        """What is registered now."""
+        return self.module._buffers.get(self.name)
+
+    def restore(self) -> None:
+        """Register the same tensor again, with its value; or nothing where nothing was registered."""
+        self.module._buffers[self.name] = self.tensor
+        if self.tensor is None or self.value is None:
+            return
+        if _kind(self.tensor) == _kind(self.value):
+            self.tensor.copy_(self.value)
+        else:  # forward has set `.data`
+            self.tensor.data = self.value.clone()
+
+
+Slots = Mapping[str, Slot]  # by the buffer's name in the model
 
 
 class Virtual:
     """Keep what virtual ranks change in a step.
 
     ``count``: V. ``ranks``: the virtual ranks of this rank. ``following``: the one to run next. ``again``:
-    the one that a replay computes now, which changes nothing here (see ``replay.py``).
+    the one that a replay computes now, which changes nothing here (see ``replay.py``). ``left``: the buffers
+    that the latest micro-batch has changed, with the values that it left, which differ between virtual ranks.
     """
 
     def __init__(self, module: nn.Module, all_ranks: Ranks, count: int) -> None:
@@ -48,35 +96,45 @@ class Virtual:
         self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
         self.following = self.ranks.start
         self.again: int | None = None
-        self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, with value and version before the step
-        self._statistics: set[int] = set()  # indices of those that BatchNorm changes, without a new version
-        self._after: list[dict[int, Tensor]] = []  # what each virtual rank that has run has changed
+        self.left: dict[str, Tensor] = {}
+        self._waits = False  # whether inside `no_sync`
+        self._inside: int | None = None  # the virtual rank whose micro-batch is computed now
+        self._reduced = False  # whether its backward outside of `no_sync` has begun
+        self._learns = False  # whether the first micro-batch of this step had one
+        self._before: Slots = {}  # buffers before this step
+        self._aside: Slots = {}  # buffers before a replay
+        self._after: list[dict[str, Tensor]] = []  # `left` of each virtual rank of this step that has run
 
-    def begin(self, number: int) -> None:
-        """Begin ``number``'s micro-batch. Raises ValueError unless it is the one that follows."""
+    # a micro-batch
+
+    def begin(self, number: int) -> bool:
+        """Begin ``number``'s micro-batch; return whether an abandoned step has left gradients to be dropped.
+
+        Raises ValueError unless it is the one that follows, or begins the step again.
+        """
+        if self._inside is not None:
+            raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
         expected = self.following if self.again is None else self.again
-        if number != expected:
+        first = self.ranks.start if self.again is None else self.again
+        if number not in (expected, first):
             raise ValueError(
                 f"virtual_rank({number}): expected {expected}; rank {self._all_ranks.rank} computes "
                 f"{', '.join(map(str, self.ranks))} in this order"
             )
+        abandoned = False
         if self.again is not None:
-            return
-        if number == self.ranks.start:
-            self._begin_step()
-            return
-        for index in self._after[-1]:
-            buffer, value, _ = self._before[index]
-            buffer.copy_(value)
-
-    def _begin_step(self) -> None:
-        norms = [m for m in self._module.modules() if isinstance(m, torch_private.NormBase) and m.training]
-        statistics = {buffer for norm in norms for buffer in norm._buffers.values()}
-        buffers = dict.fromkeys(b for b in self._module.buffers() if not (b.is_meta or b.is_complex()))
-        again = len(self.ranks) > 1  # another virtual rank starts from the same values
-        self._before = [(each, each.detach().clone() if again else each, each._version) for each in buffers]
-        self._statistics = {index for index, buffer in enumerate(buffers) if buffer in statistics}
-        self._after = []
+            self._aside = _slots_of(self._module)
+            _restore(self._before, self._changed(self._before))
+        elif number == first:
+            abandoned = self.following != first
+            self.following = first
+            self._before = _slots_of(self._module)
+            self._after = []
+        else:
+            self._require_unchanged(number)
+        self._inside = number
+        self._reduced = False
+        return abandoned
 
     def place(self, number: int) -> tuple[int, bool]:
         """Return the number of this micro-batch among this rank's, and whether it is the last of them."""
@@ -84,51 +142,239 @@ class Virtual:
             return 0, False
         return number - self.ranks.start, number + 1 == self.ranks.stop
 
-    def end(self, failed: bool) -> None:
-        """End the micro-batch. After this rank's last one, average statistics over all virtual ranks."""
+    def begin_backward(self, reduces: bool) -> None:
+        """Begin a backward, which ``reduces`` or not. Raises ValueError if another one has been the last."""
+        if self._inside is None:
+            raise ValueError(OUTSIDE)
+        closes = not self._waits
+        if reduces != (closes and self.place(self._inside)[1]):
+            raise ValueError(SYNCED.format(self._inside))
+        if self._reduced:
+            raise ValueError(SECOND.format(self._inside))
+        self._reduced = closes
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let the gradients of a backward inside wait for those of the micro-batch's last backward."""
+        before = self._waits
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = before
+
+    def end(self) -> None:
+        """End the micro-batch. After this rank's last one, average buffers over all virtual ranks.
+
+        Raises ValueError if forward has registered or removed a buffer.
+        """
+        number = self._inside
+        assert number is not None
+        self._require_same_buffers(number)
+        changed = self._changed(self._before)
+        self.left = {name: _copy(self._before[name].now) for name in changed}
         if self.again is not None:
-            return
-        self.following = self.ranks.start if failed else self.following + 1
-        if failed:
-            return
-        changed = {i for i, (buffer, _, version) in enumerate(self._before) if buffer._version != version}
-        changed |= self._statistics
-        self._after.append({index: self._before[index][0].detach().clone() for index in changed})
-        if self.following == self.ranks.stop:
+            _restore(self._aside, self._changed(self._aside))
+            self._aside = {}
+        else:
+            self._require_like_the_first(number)
+            _restore(self._before, changed)
+            self._after.append(self.left)
+            self.following += 1
+            if self.following == self.ranks.stop:
+                self.following = self.ranks.start
+                self._average()
+        self._inside = None
+
+    def fail(self) -> None:
+        """End a micro-batch that an error ended. The step begins again, from the same buffers."""
+        slots = self._aside or self._before
+        self._aside = {}
+        self._inside = None
+        if self.again is None:
             self.following = self.ranks.start
-            self._average()
+        for name, slot in _slots_of(self._module, copies=False).items():
+            if name not in slots:
+                del slot.module._buffers[slot.name]
+        _restore(slots, slots)
 
-    def _changed(self) -> list[int]:
+    def _require_like_the_first(self, number: int) -> None:
+        """Raise ValueError if one virtual rank's backward was left out, which others would wait for."""
+        if number == self.ranks.start:
+            self._learns = self._reduced
+        if self._learns != self._reduced:
+            without = number if self._learns else self.ranks.start
+            raise ValueError(
+                f"virtual_rank({without}) had no backward() outside of no_sync(), but others had one: each "
+                "needs one, if only of a loss times 0.0"
+            )
+
+    # buffers
+
+    @torch.no_grad()
+    def _changed(self, slots: Slots) -> list[str]:
+        """Return those of ``slots`` that hold other bits now, or another tensor; and all of BatchNorm's."""
+        changed = set[str]()
+        compared = dict[str, Tensor]()
+        for name, slot in slots.items():
+            now = slot.now
+            if now is None or slot.value is None:
+                continue
+            if slot.always or now is not slot.tensor or _kind(now) != _kind(slot.value):
+                changed.add(name)
+            else:
+                compared[name] = (words(now) != words(slot.value)).any()
+        if compared:  # the host waits for the device once
+            [first, *_] = compared.values()
+            flags = torch.stack([flag.to(first.device) for flag in compared.values()]).tolist()
+            changed.update(name for name, flag in zip(compared, flags, strict=True) if flag)
+        return [name for name in slots if name in changed]
+
+    def _require_unchanged(self, number: int) -> None:
+        """Raise ValueError if a buffer was changed since the virtual rank before ``number`` has ended."""
+        for name in self._changed(self._before):
+            slot = self._before[name]
+            if not slot.always or slot.now is not slot.tensor:
+                raise ValueError(
+                    f"buffer {name} was changed between virtual ranks {number - 1} and {number}, which start "
+                    "from the same buffers: change it in forward, or between two steps"
+                )
+
+    def _require_same_buffers(self, number: int) -> None:
+        """Raise ValueError unless forward has left buffers of the same kinds in the same slots."""
+        found = _slots_of(self._module, copies=False)
+        for name in dict.fromkeys([*self._before, *found]):
+            slot = self._before.get(name)
+            before = None if slot is None else slot.value
+            now = found[name].tensor if name in found else None
+            now = None if now is None or now.is_meta else now
+            if (before is None) != (now is None):
+                done = "registered" if before is None else "removed"
+                raise ValueError(
+                    f"virtual_rank({number}) has {done} buffer {name}, but each virtual rank must start from "
+                    "the same buffers: register it with its value before training, or compute it in forward "
+                    "without a buffer"
+                )
+            if before is not None and now is not None:
+                self._require_mean(name, before, now)
+
+    def _require_mean(self, name: str, before: Tensor, now: Tensor) -> None:
+        """Raise ValueError if buffer ``name``, of value ``before``, cannot have a mean as it is ``now``."""
+        if _kind(now) != _kind(before):
+            was, has = (f"{tuple(each.shape)} {each.dtype} on {each.device}" for each in (before, now))
+            raise ValueError(
+                f"forward has replaced buffer {name}, {was}, by {has}: keep shape, dtype and device, so that "
+                "virtual ranks have a mean"
+            )
+        tensor = self._before[name].tensor
+        if now is tensor:
+            return
+        for other, slot in self._before.items():
+            if slot.tensor is tensor and other != name:
+                raise ValueError(
+                    f"forward has replaced buffer {name}, which is also buffer {other}: change it in place, "
+                    "or give each module a buffer of its own"
+                )
+
+    def _to_average(self) -> list[str]:
         """Return the buffers that any virtual rank has changed. Collective where not all are statistics."""
-        own = sorted(set().union(*self._after))
-        if len(self._statistics) == len(self._before) or self._all_ranks.silent:
-            return own
-        flags = torch.zeros(len(self._before), dtype=torch.int32, device=self._before[0][0].device)
-        flags[own] = 1
+        own = set[str]().union(*self._after)
+        if all(slot.always for slot in self._before.values()) or self._all_ranks.silent:
+            return [name for name in self._before if name in own]
+        device = next(slot.value.device for slot in self._before.values() if slot.value is not None)
+        flags = torch.tensor([name in own for name in self._before], dtype=torch.int32, device=device)
         self._all_ranks.all_reduce(flags, "max")
-        return [index for index, changed in enumerate(flags.tolist()) if changed]
+        return [name for name, flag in zip(self._before, flags.tolist(), strict=True) if flag]
 
+    @torch.no_grad()
     def _average(self) -> None:
         """Give each changed buffer its mean over virtual ranks, or the first one's value if it is an integer.
 
-        One all-reduce of a table in fp64 with a row per virtual rank, of which other ranks' are zeros here.
+        One all-reduce of a table with a row of bits per virtual rank, of which other ranks' are zeros here:
+        sums of integers with zeros change no bit, -0.0 and large integers included.
         """
-        indices = self._changed()
-        if not indices:
+        names = sorted(self._to_average(), key=lambda name: str(_real(self._value(name)).dtype))
+        if not names:
             return
-        rows = [
-            torch.cat([after.get(i, self._before[i][1]).flatten().double() for i in indices])
-            for after in self._after
-        ]
-        table = rows[0].new_zeros(self.count, len(rows[0]))
-        table[self.ranks.start : self.ranks.stop] = torch.stack(rows)
-        self._all_ranks.all_reduce(table)
-        mean = torch.empty_like(table[0])
-        merge([*table], mean, ReduceOp.AVG)
-        buffers = [self._before[index][0] for index in indices]
-        sizes = [buffer.numel() for buffer in buffers]
-        for buffer, average, first in zip(buffers, mean.split(sizes), table[0].split(sizes), strict=True):
-            buffer.copy_((average if buffer.is_floating_point() else first).view(buffer.shape))
+        groups = [[*group] for _, group in groupby(names, lambda name: _real(self._value(name)).dtype)]
+        blocks = [torch.stack([self._row(after, group) for after in self._after]) for group in groups]
+        widths = [-(-block.shape[1] * block.itemsize // 8) * 8 for block in blocks]
+        table = torch.zeros(self.count, sum(widths), dtype=torch.uint8, device=blocks[0].device)
+        own = table[self.ranks.start : self.ranks.stop]
+        for block, place in zip(blocks, own.split(widths, 1), strict=True):
+            place[:, : block.shape[1] * block.itemsize].copy_(block.view(torch.uint8))
+        self._all_ranks.all_reduce(table.view(torch.int64))
+        for group, block, rows in zip(groups, blocks, table.split(widths, 1), strict=True):
+            whole = rows[:, : block.shape[1] * block.itemsize].contiguous().view(block.dtype)
+            self._give(group, _mean(whole))
+
+    def _value(self, name: str) -> Tensor:
+        value = self._before[name].value
+        assert value is not None
+        return value
+
+    def _row(self, after: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+        """Return the values (1-D) of these buffers after a virtual rank's micro-batch."""
+        return torch.cat([_real(after.get(name, self._value(name))).flatten() for name in names])
+
+    def _give(self, names: list[str], means: Tensor) -> None:
+        """Set these buffers to their ``means`` (1-D)."""
+        sizes = [_real(self._value(name)).numel() for name in names]
+        for name, mean in zip(names, means.split(sizes), strict=True):
+            buffer = self._before[name].tensor
+            assert buffer is not None
+            shaped = mean.view(_real(self._value(name)).shape)
+            buffer.copy_(torch.view_as_complex(shaped) if buffer.is_complex() else shaped)
+
+
+@torch.no_grad()
+def _slots_of(module: nn.Module, copies: bool = True) -> dict[str, Slot]:
+    """Return the slots of all buffers of ``module``; without ``copies`` of values they serve as names."""
+    slots = {}
+    for path, part in module.named_modules():
+        always = isinstance(part, torch_private.NormBase)
+        for name, buffer in part._buffers.items():
+            held = copies and buffer is not None and not buffer.is_meta
+            value = _copy(buffer) if held else None
+            slots[plain_name(f"{path}.{name}" if path else name)] = Slot(part, name, buffer, value, always)
+    return slots
+
+
+@torch.no_grad()
+def _restore(slots: Slots, names: Iterable[str]) -> None:
+    for name in names:
+        slots[name].restore()
+
+
+def _copy(buffer: Tensor | None) -> Tensor:
+    assert buffer is not None
+    return buffer.detach().clone()
+
+
+def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return buffer.shape, buffer.dtype, buffer.device
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return complex values as pairs of real ones."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def words(tensor: Tensor) -> Tensor:
+    """Return the bits of ``tensor`` as integers (1-D)."""
+    flat = _real(tensor).contiguous().view(-1)
+    return flat.view(_WORDS[flat.itemsize])
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """Return the mean of ``rows`` (2-D), computed in fp64; of integers the first row."""
+    if not rows.is_floating_point():
+        return rows[0]
+    wide = rows.double()
+    mean = torch.empty_like(wide[0])
+    merge([*wide], mean, ReduceOp.AVG)
+    return mean.to(rows.dtype)
 
 
 def seed_random_numbers(where: torch.device, *key: int) -> None:

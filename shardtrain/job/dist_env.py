@@ -131,6 +131,18 @@ def cpu_threads(rank_info: RankInfo, environ: Mapping[str, str]) -> int:
     return max(1, cores() // ranks)
 
 
+def virtual_threads(virtual: int, environ: Mapping[str, str]) -> int:
+    """Return the threads of each rank that computes some of ``virtual`` virtual ranks.
+
+    They must be the same alone and under torchrun, where OMP_NUM_THREADS=1 may be the user's or torchrun's.
+    So that value is not read; ``threads=1`` is.
+    """
+    asked = environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 1:
+        return int(asked)
+    return max(1, cores() // virtual)
+
+
 def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta = START_UP) -> Store:
     """Wait for all ranks, and return a part of the launcher's ``store`` that only they use.
 

@@ -102,11 +102,15 @@ class Step(NamedTuple):
         seed: Callable[[int], object] = lambda rank: None,
         again: Callable[[int], Sequence[Any]] | None = None,
         step: int | None = None,
+        *,
+        first: bool = False,
     ) -> None:
         """Reduce the gradients of ``count`` micro-batches.
 
         ``seed`` is called with the number of each virtual rank, before its micro-batch. With ``again``, from
         such a number to its images and labels in this ``step``, a neighbour checks this rank by a replay.
+        In the ``first`` step this rank checks itself otherwise: its first virtual rank, computed again, must
+        have the same bits.
         """
         ranks = introspect(self.model).virtual_ranks
         scale = self.scaler.scale
@@ -117,25 +121,28 @@ class Step(NamedTuple):
             )
             return
         unseen = {*ranks}
+        replays = first or again is not None
         own = dict[int, Sequence[Any]]()
 
         def compute(number: int) -> Tensor:
             feed = batches
             sees = observe if number in unseen else lambda *_: None
-            if again is not None:
-                feed = iter([own[number] if number in own else again(number)])
+            if again is not None and number not in own:
+                feed = iter([again(number)])
+            elif replays:
+                feed = iter([own[number]])
             unseen.discard(number)
             with virtual_rank(self.model, number):
                 seed(number)
                 return forward_backward(self.model, self.loss, feed, scale, phase, sees)
 
-        if again is None:
-            for number in ranks:
-                compute(number)
-        else:
+        if replays:
             with phase("data"):
                 own.update(zip(ranks, batches, strict=False))
-            replay(self.model, compute, step=step)
+            replay(self.model, compute, step=step, neighbour=again is not None)
+        else:
+            for number in ranks:
+                compute(number)
 
     def update(self, step: int | None = None) -> None:
         """Update the parameters, and the moving average as after step number ``step``."""

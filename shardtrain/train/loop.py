@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +21,7 @@ from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
-from shardtrain.job.dist_env import AFTERWARDS, START_UP, cpu_threads, on_rank_0
+from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0, virtual_threads
 from shardtrain.job.errors import path_of, writing
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
@@ -64,7 +63,10 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         with metrics.step():
             count = job.train.share.accumulate
             again = partial(micro_batch, job.train, step) if replays and step % replays == 0 else None
-            norm = one_step.gradients(batches, count, metrics.phase, metrics.add, seed, again, step)
+            first = step == job.first_step + 1
+            norm = one_step.gradients(
+                batches, count, metrics.phase, metrics.add, seed, again, step, first=first
+            )
             if not gradients.are_finite(step, norm):
                 job.optimizer.zero_grad()  # so that the update changes nothing
             saver.before_update()
@@ -79,7 +81,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         job.optimizer.zero_grad()
         job.schedule.step()
         saver.step_done(step, evaluate=last or step % (train.eval_every * job.steps_per_epoch) == 0)
-        if step == job.first_step + 1:  # models are compiled by now
+        if first:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
     gradients.settle()
     saver.finish()
@@ -181,7 +183,7 @@ def _train(config: Config, context: Context, memory: Store | None) -> float | No
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
-        torch.set_num_threads(cpu_threads(replace(rank_info, local_world_size=virtual), os.environ))
+        torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, memory)
     if config.eval_only and start.opened is not None:
         config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
