@@ -229,7 +229,7 @@ def _shard(root: nn.Module) -> None:
                 "mesh and offload_policy"
             )
     units = {module: mark.options for module, mark in marks.items()}
-    ignored = [param for mark in marks.values() for param in mark.ignored]
+    ignored = set[nn.Parameter]().union(*[mark.ignored for mark in marks.values()])
     shard(root, units=units, ignored=ignored, **own.shared)
     for mark in marks.values():
         mark.root = root

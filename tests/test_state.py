@@ -531,7 +531,7 @@ def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    assert not state["fc.weight"].held.any()  # it shares memory
+    assert not state["fc.weight"].plain.any()  # it shares memory
     model.load_state_dict(copied)
     assert_same(model, plain)
     model.load_state_dict(copied, assign=True)
@@ -566,7 +566,7 @@ def test_state_dicts_between_forward_and_backward() -> None:
     loss = model(torch.randn(2, 3, 5, 5)).sum()
     for found, expected in ((model.state_dict(), before), (shardtrain.full_state_dict(model), whole)):
         for name, value in expected.items():
-            assert torch.equal(getattr(found[name], "held", found[name]), getattr(value, "held", value))
+            assert torch.equal(getattr(found[name], "plain", found[name]), getattr(value, "plain", value))
     assert all(isinstance(value, LocalPiece) for value in model.state_dict().values())
     loss.backward()
 

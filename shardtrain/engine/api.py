@@ -94,10 +94,7 @@ def shard(
     precision = precision or Precision()
     left_alone = check(module, transport, mesh, precision, ignored)
     anchors = unit_modules(module, units, [*conditional])
-    own = UnitOptions(precision, reshard_after_forward)
-    inside = replace(own, precision=replace(precision, output=None))  # `output` is the root's alone
-    given = units if isinstance(units, Mapping) else {}
-    options = {n: given.get(anchor) or replace(inside if n else own) for n, anchor in anchors.items()}
+    options = _options_of(anchors, units, UnitOptions(precision, reshard_after_forward))
     infos = infos_by_unit(module, anchors, left_alone)
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
@@ -108,13 +105,33 @@ def shard(
         _require_deterministic_kernels([initial.device(param) for param in module.parameters()])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
-    largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
-    segments = {u: _segments_of(infos[u], link, options[u].precision, cut, initial) for u in largest_first}
-    built = [Unit(u, anchors[u], segments[u], link, options[u]) for u in infos]
+    segments: dict[str, list[Segment]] = {}
+    for name in _largest_first(infos):
+        segments[name] = _segments_of(infos[name], link, options[name].precision, cut, initial)
+    sharded_units = [Unit(name, anchors[name], segments[name], link, options[name]) for name in infos]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, built, virtual_ranks).attach()
-    return_freed_memory()  # that of the whole parameters
+    Engine(module, sharded_units, virtual_ranks).attach()
+    return_freed_memory()  # freed by the unsharded parameters
     return module
+
+
+def _options_of(
+    anchors: Mapping[str, nn.Module], units: UnitChoice, root_options: UnitOptions
+) -> dict[str, UnitOptions]:
+    """Return the options of each unit: those that ``units`` has for it, else the root's."""
+    options = {}
+    for name, anchor in anchors.items():
+        chosen = units.get(anchor) if isinstance(units, Mapping) else None
+        # `output` is the root's alone.
+        output = None if name else root_options.precision.output
+        precision = replace(root_options.precision, output=output)
+        options[name] = chosen or replace(root_options, precision=precision)
+    return options
+
+
+def _largest_first(infos: Mapping[str, Sequence[ParamInfo]]) -> list[str]:
+    """Return the names of units, that with the largest parameter first."""
+    return sorted(infos, key=lambda name: -max([i.parameter.numel() for i in infos[name]], default=0))
 
 
 def _segments_of(
@@ -150,14 +167,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _reducing(engine: Engine, reduces: bool) -> Iterator[None]:
     """Let all units reduce their gradients inside, or none."""
-    before = [(unit.options, unit.options.reduces) for unit in engine.units]
-    for options, _ in before:
+    reduced = [(unit.options, unit.options.reduces) for unit in engine.units]
+    for options, _ in reduced:
         options.reduces = reduces
     try:
         yield
     finally:
-        for options, own in before:
-            options.reduces = own
+        for options, restored in reduced:
+            options.reduces = restored
 
 
 @contextmanager
@@ -196,11 +213,12 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
     if virtual.begin(number):
         driver.drop_backward()
-    driver.micro_batch, last = virtual.place(number)
+    micro_batch, is_last = virtual.place(number)
+    driver.micro_batch = micro_batch
     if seed is not None:
         seed_random_numbers(engine.device, seed, step, number)
     try:
-        with _reducing(engine, last):
+        with _reducing(engine, is_last):
             yield
         virtual.end()
     except BaseException:
@@ -257,8 +275,7 @@ def check(
     ignored: Iterable[nn.Module | nn.Parameter],
 ) -> set[nn.Parameter]:
     """Return the ignored parameters. Raises for what `shard` cannot shard, or was not given right."""
-    parts = [item.parameters() if isinstance(item, nn.Module) else [item] for item in ignored]
-    left_alone = {param for part in parts for param in part}
+    left_alone = _parameters_of(ignored)
     if not isinstance(precision, Precision):
         raise ValueError(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
@@ -289,6 +306,13 @@ def check(
             "torch.distributed.init_process_group() before shardtrain.shard()"
         )
     return left_alone
+
+
+def _parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
+    params = set[nn.Parameter]()
+    for item in items:
+        params.update(item.parameters() if isinstance(item, nn.Module) else [item])
+    return params
 
 
 def _check_sums(
@@ -378,13 +402,16 @@ def _open(
 
 def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:
     """Return one line per parameter that describes it, which must be the same on every rank."""
-    return [
-        f"{info.name} {tuple(p.shape)} {p.dtype} strides {p.stride()}{'' if p.requires_grad else ' frozen'}"
-        f" in {unit or 'the root'}"
-        for unit, members in infos.items()
-        for info in members
-        for p in [info.parameter]
-    ]
+    lines = []
+    for unit, members in infos.items():
+        for info in members:
+            param = info.parameter
+            frozen = "" if param.requires_grad else " frozen"
+            lines.append(
+                f"{info.name} {tuple(param.shape)} {param.dtype} strides {param.stride()}{frozen}"
+                f" in {unit or 'the root'}"
+            )
+    return lines
 
 
 def _place_uncut(

@@ -62,8 +62,10 @@ class InitialValues:
     """
 
     def __init__(self, module: nn.Module, target: torch.device | None) -> None:
-        marked = [part for part in module.modules() if _MARK in part.__dict__]
-        self.deferred = {tensor for part in marked for tensor in (*part.parameters(), *part.buffers())}
+        self.deferred = set[Tensor]()
+        for part in module.modules():
+            if _MARK in part.__dict__:
+                self.deferred.update(part.parameters(), part.buffers())
         self._target = target
 
     def device(self, tensor: Tensor) -> torch.device:

@@ -178,15 +178,15 @@ class Driver:
             return
         reach = partial(self._reach, schedule.forward, unit, schedule.moment)
         for tensor in tensors:
-            for made in (tensor, tensor._base):
-                if made is not None and (node := made.grad_fn) is not None:
+            for output in (tensor, tensor._base):
+                if output is not None and (node := output.grad_fn) is not None:
                     node.register_prehook(reach)
                     schedule.announce(unit)
 
-    def end_call(self, unit: Unit, found: Sequence[Any], failed: bool) -> None:
+    def end_call(self, unit: Unit, outputs: Sequence[Any], failed: bool) -> None:
         """Release ``unit`` as one of its modules returns or (``failed``) raises.
 
-        ``found``: the `leaves` of the output. The unit stays through backward if that may need it
+        ``outputs``: the `leaves` of the output. The unit stays through backward if that may need it
         unannounced, or if the output shows parameters.
         """
         schedule = self.schedule
@@ -196,8 +196,8 @@ class Driver:
         learns = torch.is_grad_enabled() and not (failed or schedule.backward)
         stays = False
         if learns:
-            self.mark(unit, (leaf for leaf in found if isinstance(leaf, torch.Tensor)))
-            stays = _hides(unit, found)
+            self.mark(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
+            stays = _hides(unit, outputs)
         if call.depth == 1:
             trace.end("forward", unit.title)
             if not (failed or schedule.backward):
@@ -337,12 +337,12 @@ def _room(units: Sequence[Unit]) -> int:
     return sum(sizes) if waits and all(unit.keeps for unit in units[1:]) else max(sizes)
 
 
-def _hides(unit: Unit, found: Iterable[Any]) -> bool:
+def _hides(unit: Unit, outputs: Iterable[Any]) -> bool:
     """Return whether ``unit`` must stay gathered through backward, which its output may not announce.
 
-    It must if the leaves ``found`` in the output may hide tensors in objects, or are views of parameters.
+    It must if the leaves ``outputs`` of the output may hide tensors in objects, or are views of parameters.
     """
-    for leaf in found:
+    for leaf in outputs:
         if unit.owns(leaf) if isinstance(leaf, torch.Tensor) else not isinstance(leaf, _PLAIN):
             return True
     return False

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
@@ -39,13 +40,13 @@ _DESCRIBING = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_float
 
 
 class LocalPiece(Tensor):
-    """Stand for a rank's piece of a tensor in a state dict: ``held``, in its shape at rest, is its ``part``.
+    """Stand for a rank's piece of a tensor in a state dict: ``plain``, in its shape at rest, is its ``part``.
 
     It computes nothing: only ``torch.distributed.checkpoint`` and ``load_state_dict`` use it.
     """
 
     part: Part
-    held: Tensor
+    plain: Tensor
     boxes: dict[Index, Tensor]
 
     @classmethod
@@ -60,7 +61,7 @@ class LocalPiece(Tensor):
             local_sizes=tuple(tuple(box.shape) for box in boxes.values()),
         )
         piece.part = part
-        piece.held = tensor
+        piece.plain = tensor
         piece.boxes = boxes
         return piece
 
@@ -91,7 +92,7 @@ class LocalPiece(Tensor):
         self._refuse("pickled, by torch.save or otherwise")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalPiece:
-        copied = self.of(self.held.clone(), self.part)
+        copied = self.of(self.plain.clone(), self.part)
         memo[id(self)] = copied
         return copied
 
@@ -101,7 +102,7 @@ class LocalPiece(Tensor):
         from torch.distributed.checkpoint import planner
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
-        properties = TensorProperties.create_from_tensor(self.held)
+        properties = TensorProperties.create_from_tensor(self.plain)
         shape = torch.Size(self.part.shape)
         return [
             planner.WriteItem(
@@ -150,7 +151,7 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
                     f"which this rank has {own.start}:{own.stop}; torch.distributed.checkpoint.save and "
                     "load carry state between models that are sharded in other ways"
                 )
-            state[prefix + attribute] = value.held
+            state[prefix + attribute] = value.plain
 
     return [module.register_state_dict_post_hook(give), module.register_load_state_dict_pre_hook(take)]
 
@@ -165,20 +166,20 @@ class LocalState(dict[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: OrderedDict[Any, Any] = OrderedDict()  # which `torch.load` reads with weights_only
         for key, items in self.items():
-            plain[key] = {name: getattr(value, "held", value) for name, value in items.items()}
+            plain[key] = {name: getattr(value, "plain", value) for name, value in items.items()}
         return plain.__reduce_ex__(protocol)
 
 
 def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
     """Have torch's ``get_optimizer_state_dict`` return pieces of the optimizer's state, and load them."""
-    held = WeakSet(members)  # so that the optimizer does not keep the model alive
+    members = WeakSet(members)  # so that the optimizer does not keep the model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        described = _changed(_given, held, optimizer, saved)
+        described = _changed(_as_piece, members, optimizer, saved)
         return {**described, "state": LocalState(described["state"])}
 
     optimizer.register_state_dict_post_hook(give)
-    optimizer.register_load_state_dict_pre_hook(partial(_changed, _taken, held))
+    optimizer.register_load_state_dict_pre_hook(partial(_changed, _as_tensor, members))
 
 
 def _changed(
@@ -189,8 +190,8 @@ def _changed(
 ) -> dict[str, Any]:
     """Return the state dict ``saved`` with ``change`` applied to each tensor of sharded parameters' state."""
     parts = {member.param: member.part for member in members}
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [*chain.from_iterable(group["params"] for group in saved["param_groups"])]
+    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     state = dict(saved["state"])
     for key, param in zip(keys, params, strict=False):  # torch compares the groups itself
         if key in state and param in parts:
@@ -200,7 +201,7 @@ def _changed(
     return {**saved, "state": state}
 
 
-def _given(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
+def _as_piece(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
     """Return ``value`` as a piece if it is a number or has the parameter's shape."""
     if value.ndim == 0:  # a step count, which may differ on a rank that has no elements
         part = Part(part.name, (), (), 0, int(param.numel() > 0 or 0 in part.shape))
@@ -209,10 +210,10 @@ def _given(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
     return LocalPiece.of(value, part)
 
 
-def _taken(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
+def _as_tensor(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
     """Return a piece as a plain tensor. Raises ValueError for another shape: torch does not compare."""
     if isinstance(value, LocalPiece):
-        value = value.held
+        value = value.plain
     if value.ndim and value.shape != param.shape:
         raise ValueError(
             f"load_state_dict() was given state of shape {tuple(value.shape)} for {part.name}, of "

@@ -48,11 +48,10 @@ def unit_modules(
                 "units must be module classes, a callable, a dict of UnitOptions or 'blocks', got "
                 f"{classes!r}"
             )
-        chosen = {name: m for name, m in root.named_modules() if name and isinstance(m, classes)}
-        absent = [c.__name__ for c in classes if not any(isinstance(m, c) for m in chosen.values())]
-        if absent:
-            raise ValueError(f"units names {', '.join(absent)}, but the model has no such module")
-    skipped = {inner: name for name, m in _named(root, conditional).items() for inner in m.modules()}
+        chosen = _instances(root, classes)
+    skipped: dict[nn.Module, str] = {}
+    for name, module in _named(root, conditional).items():
+        skipped.update(dict.fromkeys(module.modules(), name))
     both = [name for name, m in chosen.items() if m in skipped]
     if both and isinstance(units, Mapping):
         raise ValueError(f"{both[0]} is a unit in units=, but inside conditional={skipped[chosen[both[0]]]}")
@@ -65,6 +64,18 @@ def unit_modules(
                 "children"
             )
     return anchors
+
+
+def _instances(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
+    """Return modules of ``classes`` by name. Raises ValueError for a class of which there is none."""
+    chosen = {name: module for name, module in root.named_modules() if name and isinstance(module, classes)}
+    missing = []
+    for kind in classes:
+        if not any(isinstance(module, kind) for module in chosen.values()):
+            missing.append(kind.__name__)
+    if missing:
+        raise ValueError(f"units names {', '.join(missing)}, but the model has no such module")
+    return chosen
 
 
 def _named(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -132,7 +143,9 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
     DenseNet, per auxiliary head, and per classifier. In a VGG, which has no blocks, each convolution is a
     unit. Stem and norms belong to the root.
     """
-    sizes = {name: sum(p.nbytes for p in m.parameters()) for name, m in root.named_modules()}
+    sizes: dict[str, int] = {}
+    for name, module in root.named_modules():
+        sizes[name] = sum(param.nbytes for param in module.parameters())
     small = _SMALL if sizes[""] > _TINY else sizes[""]
     if every_block:
         small = min(_SMALL, sizes[""] // 64)
