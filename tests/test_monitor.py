@@ -86,6 +86,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 # Trains on a disk that is full at the start, has room from step 3 to 6, and again from step 9 on.
 FULL_DISK = """
 import contextlib, ctypes, os, shutil, sys
+from shardtrain.checkpoint.store import Store
 from shardtrain.monitor import Monitor
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
@@ -107,7 +108,12 @@ def step_and_more(monitor, step, report=Monitor.step):
     elif step == 6:
         fill()
 
+def save_and_finish(store, *args, save=Store.save, **keywords):
+    save(store, *args, **keywords)
+    store.finish()
+
 Monitor.step = step_and_more
+Store.save = save_and_finish
 fill()
 sweep.run(train)
 shutil.copytree("disk/run", "run")
@@ -117,7 +123,7 @@ shutil.copytree("disk/run", "run")
 def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "full.py").write_text(FULL_DISK)
-    steps = ("train.log_every=1", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+    steps = ("train.log_every=1", "checkpoint.every_steps=2")
     done = ended(1, "full.py", "+recipe=resnet", *TINY, *steps, "run.dir=disk/run", folder=tmp_path)
     if done.codes == [77]:
         pytest.skip("mounts need root")

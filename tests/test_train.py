@@ -109,8 +109,9 @@ def _evaluation(*views: Any) -> Evaluation:
 
 def test_views_of_an_image() -> None:
     image = torch.arange(9.0).view(1, 1, 3, 3)
-    assert [weight for _, weight in Views(flip=True).of(image)] == [0.5, 0.5]
-    views = Views(flip=True, shift=1).of(image)
+    assert [weight for _, weight in Views.of_level(1).of(image)] == [0.5, 0.5]
+    assert [weight for _, weight in Views.of_level(0).of(image)] == [1.0]
+    views = Views.of_level(2).of(image)
     assert sum(weight for _, weight in views) == 1
     moved = [view for view, weight in views if weight == 1 / 8]
     corner = torch.tensor([[4.0, 3, 4], [1, 0, 1], [4, 3, 4]])  # reflected above and to the left

@@ -70,9 +70,8 @@ def build(
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow))
     config = completed(config, images)
-    if config.train.eval_shift >= config.data.side_in_eval:  # reflection reaches no further
-        side = config.data.side_in_eval
-        raise UserError(f"train.eval_shift={config.train.eval_shift}: images are evaluated at {side} pixels")
+    if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
+        raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
     # An evaluation alone trains on no batch, so any size will do.
     steps_per_epoch = len(images.train) // config.train.batch_size or int(config.eval_only)
     if steps_per_epoch == 0:

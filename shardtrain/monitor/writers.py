@@ -218,5 +218,5 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
             keys = (f"{name} {each}" for name, each in value.items() if each not in (None, False, []))
             value = ", ".join(keys) or None
         number = isinstance(value, (bool, int, float))
-        shown[key] = value if number else "none" if value is None else str(value)
+        shown[key.removesuffix(".name")] = value if number else "none" if value is None else str(value)
     return {**shown, "train.steps": facts["steps"], "model": f"{facts['model']}, {shown['model']}"}

@@ -123,7 +123,7 @@ def find_start(config: Config, context: Context, in_memory: Store | None = None)
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),
         keep=config.checkpoint.keep,
-        asynchronous=config.checkpoint.asynchronous,
+        asynchronous=True,
     )
     if config.resume == "none" and (config.eval_only or not _restarted(context)):
         return store, Newest(None, 0, [])
@@ -310,7 +310,8 @@ def _require_same_run(opened: Opened, config: Config, job: Job) -> None:
     strict = step == job.steps or not is_path(config.resume)
     decisive = [each for each in changes if Mark.IMAGES in each.mark or (strict and each.mark == Mark.NONE)]
     if decisive:
-        texts = [f"{each.key}={each.before}, this one has {each.now}" for each in decisive]
+        shown = [each._replace(key=each.key.removesuffix(".name")) for each in decisive]
+        texts = [f"{each.key}={each.before}, this one has {each.now}" for each in shown]
         why = ""
         way_out = f"; resume={opened.path} continues it with other settings"
         if any(Mark.IMAGES in each.mark for each in decisive):
