@@ -31,7 +31,7 @@ EVERY = 100  # steps from one comparison of hashes to the next, after the first 
 
 _STEP_HINT = (
     ". All ranks must take the same steps and forwards: run what stands under `if rank == 0:`, an evaluation "
-    "for example, on every rank, and use shardtrain.GradScaler, since torch.amp.GradScaler lets each rank decide"
+    "for example, on every rank, and use shardtrain.GradScaler: with torch.amp.GradScaler each rank decides"
 )
 
 
