@@ -190,6 +190,11 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
     assert compose(["data=mine", "data.root=here", "--config-dir", str(own)]).augment.pad == 0
 
 
+@pytest.mark.parametrize("name", ["5e10234", "1_000", "1e3", "true", "007", "nan", "-1"])
+def test_a_name_that_looks_like_a_number_is_a_name(name: str) -> None:
+    assert composed(f"run.name={name}").run.name == name
+
+
 def test_a_file_of_ones_own_builds_on_one_of_the_programs(own: Path) -> None:
     (own / "optim").mkdir()
     for name, text in {

@@ -24,7 +24,14 @@ from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.export import __main__ as program
 from shardtrain.job import launch
 from shardtrain.job.errors import UserError
-from shardtrain.job.model import initial_model, named_weights, plain_model, read_weights, shard_with_optimizer
+from shardtrain.job.model import (
+    initial_model,
+    load_weights,
+    named_weights,
+    plain_model,
+    read_weights,
+    shard_with_optimizer,
+)
 from shardtrain.train.loop import train
 
 from pool import once
@@ -301,3 +308,28 @@ def test_rank_0_alone_reads_weights(on_ranks: Any, tmp_path: Path) -> None:
     torch.manual_seed(5)
     save_file(plain_model(config.model).state_dict(), out := tmp_path / "weights.safetensors")
     assert on_ranks(2, started, str(out)) == [[True, True], [False, True]]
+
+
+def test_foreign_weights_are_told_by_what_they_are(tmp_path: Path) -> None:
+    state = dict(torch.nn.Linear(3, 2).state_dict())
+    texts = {
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d\n": "a pointer of Git LFS, no weights",
+        "\n<!DOCTYPE html><html>": "a web page, no weights: download the file that it links to",
+        "<html>": "a web page, no weights",
+    }
+    for suffix in (".pth", ".safetensors"):
+        file = tmp_path / f"weights{suffix}"
+        for text, told in texts.items():
+            file.write_text(text)
+            with pytest.raises(UserError, match=told):
+                read_weights(file)
+    for name in ("model", "state_dict"):
+        torch.save({name: state, "epoch": 3}, tmp_path / "a.pth")
+        with pytest.raises(UserError, match=f"a checkpoint with its weights under '{name}': save that dict"):
+            read_weights(tmp_path / "a.pth")
+    for prefix in ("module.", "_orig_mod."):
+        foreign = {f"{prefix}{name}": value for name, value in state.items()}
+        with pytest.raises(
+            UserError, match=rf"a.pth does not fit the model: its names begin with '{prefix}'"
+        ):
+            load_weights(torch.nn.Linear(3, 2), foreign, "a.pth")

@@ -536,3 +536,15 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     assert scalars["perf/img_per_s_per_rank"] == pytest.approx(scalars["perf/img_per_s"] / 2)
     assert (metrics.spent.steps, metrics.spent.images) == (5, 60)
     assert min(metrics.spent.seconds[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
+
+
+def test_event_files_sort_as_they_were_written_whatever_the_clock(tmp_path: Path) -> None:
+    """TensorBoard reads them in the order of their names; a later one drops an earlier one's last steps."""
+    ahead = time.time_ns() // 1000 + 3_600_000_000
+    names = [f"{ahead // 10**6}.host.1.0", f"{ahead / 1e6:017.6f}.host.2"]  # torch's, and our own
+    for name in names:
+        (tmp_path / f"events.out.tfevents.{name}").touch()
+        for _ in range(2):
+            number = writers._number(tmp_path)
+            (tmp_path / f"events.out.tfevents.{number / 1e6:017.6f}.host.3").touch()
+            assert max(tmp_path.iterdir()).name.endswith("host.3")

@@ -1,11 +1,13 @@
 """A run that was interrupted and continued is the run that was not."""
 
 import contextlib
+import errno
 import functools
 import os
 import re
 import shutil
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -324,3 +326,35 @@ def test_a_step_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     assert ending.endswith(" in the root; a lower optim.lr may help")
     assert result_of(tmp_path)["status"] == "failed"
     assert "status failed" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_file_system_that_cannot_sync_directories_is_told_once(tmp_path: Path) -> None:
+    fsync = os.fsync
+
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    with patch.object(os, "fsync", refuse):
+        assert run_to_end(str(tmp_path), QUIET) == "finished"
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("cannot sync directories") == 1
+    assert log.index("cannot sync directories") < log.index("step 3")
+    assert "was not saved" not in log
+    assert steps_in(tmp_path / "checkpoints")[-1] == 10
+    assert not [*tmp_path.glob("checkpoints/.tmp*")]
+
+
+def test_checkpoints_that_are_links_are_not_passed_over(tmp_path: Path, undisturbed: Path) -> None:
+    folder = shutil.copytree(undisturbed, tmp_path / "run")
+    newest = folder / "checkpoints/step-00000010"
+    newest.rename(tmp_path / "ten")
+    newest.symlink_to(tmp_path / "ten")
+    assert run_to_end(str(folder), QUIET) == "finished"
+    log = (folder / "log.txt").read_text()
+    assert "step-00000010 is a symbolic link: resume=PATH takes what it leads to, or copy it there" in log
+    alone = tmp_path / "alone"
+    (alone / "checkpoints").mkdir(parents=True)
+    (alone / "checkpoints/step-00000010").symlink_to(tmp_path / "ten")
+    assert re.match("UserError resume=auto: no checkpoint is complete: .* is a sym", run_to_end(str(alone)))

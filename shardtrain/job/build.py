@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -137,13 +138,21 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
-    """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails."""
+    """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails.
+
+    NaN if that cannot be counted, since the model's forward reads values.
+    """
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     what = f"the model does not take images of shape {'×'.join(map(str, sample))}"
     refusals = (RuntimeError, ValueError, AssertionError)
     counter = FlopCounterMode(display=False)
     with reading(what, "data.image_size and train.batch_size decide the shape", refusals), counter:
-        logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
+        try:
+            logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
+        except RuntimeError as error:
+            if "meta tensor" in str(error):  # its forward reads a value, which there is not
+                return math.nan
+            raise
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(f"the model returns {found}, expected logits for at least {classes} classes")

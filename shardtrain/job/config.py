@@ -322,6 +322,11 @@ class Config:
     monitor: MonitorConfig = marked(REPORTED)
 
     def __post_init__(self) -> None:
+        if self.parallel.layout == "even" and self.optim.layout == "whole":
+            raise UserError(
+                f"parallel.layout=even: optim={self.optim.name} needs whole matrices; leave it out"
+            )
+
         if self.parallel.virtual_ranks and self.train.accumulate > 1:
             raise UserError(
                 f"train.accumulate={self.train.accumulate}: leave it out, since parallel.virtual_ranks="

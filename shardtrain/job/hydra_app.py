@@ -24,11 +24,15 @@ from omegaconf import DictConfig, OmegaConf
 
 import shardtrain
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
+from shardtrain.job.format import write_any_text
 from shardtrain.job.help import described, load_yaml, recipe_table
 from shardtrain.job.schema import flat
 
 # Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
 CHOSEN = ("data", "optim", "sched")
+# Keys whose values are texts, also where Hydra would read a number: 1e3, 1_000, true.
+TEXTS = ("run.name", "run.dir", "resume", "data.root", "model.weights")
+NUMBER_LIKE = re.compile(r"[\w.+-]+")
 RESOLVER = re.compile(r"\$\{[^{}]*:")  # ${oc.env:HOME}, but not ${train.epochs}
 
 
@@ -36,6 +40,7 @@ def printed(arguments: Sequence[str]) -> bool:
     """Print what a flag asks for, without torch; return whether there was one. `compose` reports mistakes."""
     with contextlib.suppress(UserError):
         if split(arguments)[0].printing:
+            write_any_text()
             return compose(arguments, speak=os.environ.get("RANK", "0") == "0") is None
     return False
 
@@ -134,6 +139,9 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
         raise UserError(f"{override}: Hydra only composes here; run.name and run.dir say where a run writes")
     if override.startswith("+recipe="):  # the defaults list has it, before debug=…
         return override[1:]
+    value = override.partition("=")[2]
+    if key in TEXTS and value != "null" and NUMBER_LIKE.fullmatch(value):
+        override = f"{override.partition('=')[0]}='{value}'"
     as_it_is = key in groups or override[:1] in ("+", "~") or "/" in key or "@" in key
     return override if as_it_is else f"++{override}"
 

@@ -201,6 +201,15 @@ def run_directory(
             store.clear(start.damaged)
             if config.checkpoint.keep and free_space(store.directory)[1] < MIB:
                 messages.append(f"warning: the disk of {context.run_dir} is full; training continues")
+            elif config.checkpoint.keep:
+                with reading(
+                    f"run.dir={context.run_dir}", "a save was rehearsed there; choose another run.dir"
+                ):
+                    if not store.rehearse():
+                        messages.append(
+                            f"warning: the file system of {context.run_dir} cannot sync directories: after a "
+                            "crash of the host the newest checkpoints may be missing"
+                        )
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
