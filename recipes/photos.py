@@ -63,7 +63,7 @@ class Pictures(Batches):
         return self.transform(image), self.source.labels[index]
 
 
-class _Folders(datasets.ImageFolder):
+class _Folders(datasets.ImageFolder):  # type: ignore[misc]
     """Find images in folders, but not in hidden ones, such as `.ipynb_checkpoints`."""
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:

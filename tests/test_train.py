@@ -141,6 +141,7 @@ def test_a_model_whose_forward_reads_a_value_is_not_refused_for_its_shape() -> N
     assert math.isnan(forward_flops(cumulative, (2, 5), 3))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_scripted_and_traced_parts_are_refused_by_name() -> None:
     for part in (torch.jit.script(nn.Linear(5, 3)), torch.jit.trace(nn.Linear(5, 3), torch.ones(2, 5))):
         built = nn.Sequential(nn.Flatten(), part)
