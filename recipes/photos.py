@@ -7,6 +7,7 @@ imported only when needed, since torchvision's transforms take a second to impor
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,22 @@ class Pictures(Batches):
         return self.transform(image), self.source.labels[index]
 
 
+class _Folders(datasets.ImageFolder):  # type: ignore[misc]
+    """Find images in folders, but not in hidden ones, such as `.ipynb_checkpoints`."""
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        names = sorted(path.name for path in Path(directory).iterdir() if path.is_dir())
+        classes = [name for name in names if not name.startswith(".")]
+        if not classes:
+            raise FileNotFoundError(f"no folder of a class in {directory}")
+        return classes, {name: number for number, name in enumerate(classes)}
+
+
+def _is_image(root: Path, path: str) -> bool:
+    is_hidden = any(name.startswith(".") for name in Path(path).relative_to(root).parts)
+    return datasets.folder.is_image_file(path) and not is_hidden
+
+
 class Files:
     """Read the images of `root/train` or `root/val`."""
 
@@ -71,7 +88,7 @@ class Files:
         instead = ", or data.validation=0.2 to hold some of train out" if part == "val" else ""
         expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
         with reading(f"data.root={config.root}", expected):
-            found = datasets.ImageFolder(str(root / part))
+            found = _Folders(str(root / part), is_valid_file=partial(_is_image, root / part))
         self.classes = found.classes
         self.labels = found.targets
         self.paths: list[str] = [path for path, _ in found.samples]

@@ -27,7 +27,7 @@ from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.read import from_hydra
 from shardtrain.job.saved import as_saved
-from shardtrain.job.schema import one_of, typed
+from shardtrain.job.schema import chosen, typed
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.sweep import Outcome
@@ -174,7 +174,7 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
 
     @dataclass(frozen=True, kw_only=True)
     class Mine(Images):
-        name: str = one_of("mine")
+        name: str = chosen("mine")
         root: str
 
     _, _, page = (Path(__file__).parents[1] / "docs/extending.md").read_text().partition("## A data set")
@@ -190,12 +190,36 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
     assert compose(["data=mine", "data.root=here", "--config-dir", str(own)]).augment.pad == 0
 
 
+@pytest.mark.parametrize("name", ["5e10234", "1_000", "1e3", "true", "007", "nan", "-1"])
+def test_a_name_that_looks_like_a_number_is_a_name(name: str) -> None:
+    assert composed(f"run.name={name}").run.name == name
+
+
+def test_a_file_of_ones_own_builds_on_one_of_the_programs(own: Path) -> None:
+    (own / "optim").mkdir()
+    for name, text in {
+        "mine": "defaults: [adamw, _self_]\nlr: 0.5\n",
+        "ours": "defaults: [mine, _self_]\n",
+        "new": "lr: 1\n",
+        "old": "defaults: [adamw, _self_]\nname: adamw\n",
+    }.items():
+        (own / "optim" / f"{name}.yaml").write_text(text)
+    folder = ("--config-dir", str(own))
+    for name in ("mine", "ours"):
+        found = composed(f"optim={name}", *folder).optim
+        assert (found.name, found.lr, found.layout) == ("adamw", 0.5, "even")
+    with pytest.raises(UserError, match=r"optim=new: a file of your own has the one it changes in its def"):
+        composed("optim=new", *folder)
+    with pytest.raises(UserError, match=r"^optim\.name has gone: "):
+        composed("optim=old", *folder)
+
+
 @pytest.mark.parametrize("name", hydra_app.hints("gone"))
 def test_what_has_gone_says_what_to_use_instead(name: str, own: Path) -> None:
     """Each entry of `configs/hints.yaml`: a flag, a choice or a value, a key, a file of a defaults list."""
     instead = hydra_app.hints("gone")[name]
     (own / "data").mkdir()
-    (own / "data/mine.yaml").write_text(f"defaults: [/{name}@_here_, _self_]\nname: mine\n")
+    (own / "data/mine.yaml").write_text(f"defaults: [/{name}@_here_, _self_]\n")
     if name.startswith("-") or "=" in name:
         words = name
     elif "." in name:

@@ -4,6 +4,7 @@ import hashlib
 import importlib.resources
 import io
 import multiprocessing
+import os
 import pickle
 import shutil
 import subprocess
@@ -24,8 +25,8 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
 from shardtrain.job.config import Images
-from shardtrain.job.data import DataSet, TrainFeed
-from shardtrain.job.data.feed import Arrays, Mix
+from shardtrain.job.data import DataSet, EvalFeed, TrainFeed
+from shardtrain.job.data.feed import Arrays, Items, Mix
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
 from shardtrain.recipes.augment import Photo
@@ -99,15 +100,15 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
 
 @pytest.mark.smoke
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
-    sizes = ("train_images=300", "val_images=20", "classes=7", "channels=2", "image_size=5")
+    sizes = ("train_images=300", "channels=2", "image_size=5")
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
     first = data.load(config)
     second = data.load(config)
-    assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 20, 7, 2)
+    assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 75, 10, 2)
     images, labels = first.train[[0, 256, 299]]
     assert images.shape == (3, 2, 5, 5)
     assert torch.equal(images[0], images[1])
-    assert labels.max() < 7
+    assert labels.max() < 10
     assert torch.equal(images, second.train[[0, 256, 299]][0])
 
 
@@ -510,3 +511,50 @@ def test_a_corrupt_image_is_named(tmp_path: Path, workers: int, start: int) -> N
         feed(data.load(config), workers)
     assert str(caught.value).startswith(f"cannot read the image {broken}: ")
     assert "\n" not in str(caught.value)
+
+
+class Unsent(Items):
+    """A data set whose batches cannot be handed over, as without shared memory."""
+
+    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(1), lambda: None  # type: ignore[return-value]
+
+
+class Stuck(Items):
+    """A data set in files that never answer."""
+
+    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        os.read(os.pipe()[0], 1)
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            Unsent,
+            r"data.workers=2: a worker cannot hand over a batch: .*pickle.*data.workers=0 loads without",
+        ),
+        (Stuck, r"data.workers=2: no batch has come for 1 s: a worker waits for its files, or has lost the"),
+    ],
+)
+def test_a_batch_that_never_arrives_is_an_error(kind: type[Items], told: str) -> None:
+    prepare = data.Prepare(DataSet(kind([]), kind([]), "", 2, 1, (0.0,), (1.0,)), 8, CPU)
+    with patch("shardtrain.job.data.feed.PATIENCE_S", 1):
+        feed = EvalFeed(kind(range(4)), Share(4, 1, 0, 1), prepare, workers=2)
+    with pytest.raises(UserError, match=told) as caught:
+        next(iter(feed))
+    assert "\n" not in str(caught.value)
+
+
+def test_hidden_folders_and_files_are_no_classes_and_no_images(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    before = folder(tmp_path)
+    for place in ("train/.ipynb_checkpoints", "train/class0/.ipynb_checkpoints", "val/.Trash"):
+        (tmp_path / place).mkdir()
+        shutil.copy(tmp_path / "train/class0/0.png", tmp_path / place / "0.png")
+    shutil.copy(tmp_path / "train/class0/0.png", tmp_path / "train/class0/._0.png")
+    (tmp_path / "train/notes.txt").touch()
+    found = data.load(folder(tmp_path))
+    assert (found.classes, len(found.train), len(found.val)) == (2, 4, 4)
+    assert len(data.load(before).train) == 4

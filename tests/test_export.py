@@ -24,14 +24,21 @@ from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.export import __main__ as program
 from shardtrain.job import launch
 from shardtrain.job.errors import UserError
-from shardtrain.job.model import initial_model, named_weights, plain_model, read_weights, shard_with_optimizer
+from shardtrain.job.model import (
+    initial_model,
+    load_weights,
+    named_weights,
+    plain_model,
+    read_weights,
+    shard_with_optimizer,
+)
 from shardtrain.train.loop import train
 
 from pool import once
 from tiny import SHORT, composed, configure, context, result_of
 
 STOCK = (
-    *("model=mobilenet_v3_small", "data.channels=3", "data.val_images=13", "augment=digits", "optim=adamw"),
+    *("model=mobilenet_v3_small", "data.channels=3", "augment=digits", "optim=adamw"),
     *("ema.decay=0.9", "monitor.tensorboard=false", "train.epochs=1"),
 )
 
@@ -157,12 +164,12 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     assert f"val      loss {result['val/loss']:.4f}, {said}" in output
     assert f"average  loss {result['val/ema_loss']:.4f}" in output
     assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    best = tmp_path / "best.json"  # the checkpoint knows model and data; the command, where they differ
-    bare = ("eval_only=true", f"resume={trained}/best", f"eval_out={best}")
+    bare = ("eval_only=true", f"resume={trained}/best")  # the checkpoint knows model and data
+    capsys.readouterr()
     assert train(composed(*bare), context(tmp_path / "none")) == result["best_val/acc1"]
-    scores = json.loads(best.read_text())
+    scores = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (scores["step"], scores["val/loss"]) == (result["best_val/step"], result["val/loss"])
-    given = ("data.limit=5", "data.val_images=9")
+    given = ("data.limit=5", "data.repeats=2")  # the command says where it differs
     place = replace(context(trained), overrides=given)
     assert train(composed("eval_only=true", "data=fake", *given), place) in (0, 20, 40, 60, 80, 100)
     assert export(f"run={trained}/best", f"out={tmp_path}/best.pth") == 0
@@ -301,3 +308,28 @@ def test_rank_0_alone_reads_weights(on_ranks: Any, tmp_path: Path) -> None:
     torch.manual_seed(5)
     save_file(plain_model(config.model).state_dict(), out := tmp_path / "weights.safetensors")
     assert on_ranks(2, started, str(out)) == [[True, True], [False, True]]
+
+
+def test_foreign_weights_are_told_by_what_they_are(tmp_path: Path) -> None:
+    state = dict(torch.nn.Linear(3, 2).state_dict())
+    texts = {
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d\n": "a pointer of Git LFS, no weights",
+        "\n<!DOCTYPE html><html>": "a web page, no weights: download the file that it links to",
+        "<html>": "a web page, no weights",
+    }
+    for suffix in (".pth", ".safetensors"):
+        file = tmp_path / f"weights{suffix}"
+        for text, told in texts.items():
+            file.write_text(text)
+            with pytest.raises(UserError, match=told):
+                read_weights(file)
+    for name in ("model", "state_dict"):
+        torch.save({name: state, "epoch": 3}, tmp_path / "a.pth")
+        with pytest.raises(UserError, match=f"a checkpoint with its weights under '{name}': save that dict"):
+            read_weights(tmp_path / "a.pth")
+    for prefix in ("module.", "_orig_mod."):
+        foreign = {f"{prefix}{name}": value for name, value in state.items()}
+        with pytest.raises(
+            UserError, match=rf"a.pth does not fit the model: its names begin with '{prefix}'"
+        ):
+            load_weights(torch.nn.Linear(3, 2), foreign, "a.pth")

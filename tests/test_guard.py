@@ -7,10 +7,11 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardtrain
-from shardtrain import comm
-from shardtrain.comm import Flat, guard, messages, native, reports
+from shardtrain import comm, introspect
+from shardtrain.comm import Flat, activity, guard, messages, native, reports
 from shardtrain.comm.reports import TELLS, Links, Reports
 from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
@@ -317,7 +318,7 @@ def test_a_rank_that_is_busy_alone_is_waited_for(tmp_path: Path) -> None:
     )
     with warning, patch.object(reports.Reports, "check", check_and_tell):
         if is_last():
-            until(lambda: len([*tmp_path.iterdir()]) == last)
+            until(lambda: sum(range(100_000)) and len([*tmp_path.iterdir()]) == last)
             assert said == []
         train(model, optimizer, 1)
     if not is_last():
@@ -325,6 +326,126 @@ def test_a_rank_that_is_busy_alone_is_waited_for(tmp_path: Path) -> None:
         by = rf"rank {dist.get_rank()} has waited \d+ s at {where} for (rank|ranks [01] and) {last}"
         assert len(checked[3]) == 1
         assert re.match(f"{by}, still at work: it keeps waiting", said[0]), said
+
+
+def read_for_ever(pipe: Path) -> None:
+    with pipe.open("rb") as file:
+        file.read()
+
+
+@each_rank(2, 3)
+def test_a_rank_that_does_nothing_is_named_with_where_it_stands(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    pipe = tmp_path / "pipe"
+    last = dist.get_world_size() - 1
+    if is_last():
+        os.mkfifo(pipe)
+    comm.set_time_out(timedelta(seconds=3))
+    dist.barrier()
+    if is_last():
+        read_for_ever(pipe)
+        with pytest.raises(RuntimeError):
+            train(model, optimizer, 1)
+        return
+    text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
+    (tmp_path / f"{dist.get_rank()}").touch()
+    if dist.get_rank() == 0:
+        until(lambda: len([*tmp_path.glob("[0-9]")]) == last)
+        pipe.write_bytes(b"")
+    waited = (
+        rf"rank {last} does nothing: rank \d (has waited \d+ s|was) at step 3, (entering|gathering) the \w+"
+    )
+    assert re.fullmatch(
+        rf"{waited}; the main thread of rank {last} is at .*test_guard.py:\d+ in read_for_ever.*", text
+    ), text
+
+
+@each_rank(2)
+def test_a_rank_at_work_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """Ten times the time-out; here once."""
+    model, optimizer = trained()
+    comm.set_time_out(timedelta(seconds=3))
+    with patch.object(reports, "MOST", 1):
+        if is_last():
+            until(lambda: sum(range(100_000)) and (tmp_path / "failed").exists())
+        text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
+        (tmp_path / "failed").touch()
+    if not is_last():
+        told = r"rank 1 is still at work: rank 0 has waited \d+ s at step 3, .*; the main thread of rank 1 is"
+        assert re.match(told, text), text
+
+
+def test_work_shows_in_processor_time_and_bytes(tmp_path: Path) -> None:
+    """Of this process, without the threads of the guard, which look, and of those that it started."""
+    looked = list[Any]()
+    over = threading.Event()
+
+    def in_guard(call: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=call, name=activity.GUARD)
+        thread.start()
+        return thread
+
+    def works(do: Callable[[], object]) -> bool:
+        looked.clear()
+        for call in (do, lambda: None):
+            in_guard(lambda: looked.append(activity._spent())).join()
+            call()
+        return activity._has_worked(*looked, elapsed=10)
+
+    def spin() -> None:
+        while not over.is_set():
+            pass
+
+    assert not works(lambda: time.sleep(0.1))
+    assert works(lambda: [sum(range(10**7)) for _ in range(4)])
+    assert works(lambda: (tmp_path / "file").write_bytes(b"1"))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert not works(lambda: time.sleep(0.1))
+        assert works(lambda: child.communicate(b"1"))
+    guard_thread = in_guard(spin)
+    assert not works(lambda: time.sleep(0.5))
+    over.set()
+    guard_thread.join()
+
+
+@each_rank(2)
+def test_a_forked_child_leaves_the_reports_alone() -> None:
+    """gloo's threads are not its own, so that it would wait for them when it ends."""
+    model, optimizer = trained()
+    links = introspect(model).transport.all_ranks.reports._links
+    child = os.fork()
+    if child == 0:
+        pulse = Mock()
+        refused = False
+        try:
+            links._pulses = [pulse]
+            links.end()
+            links.leave()
+            model(torch.ones(2, 3, 5, 5))
+        except RuntimeError as error:
+            refused = "was forked from rank" in str(error)
+        finally:
+            os._exit(pulse.wait.call_count + 2 * (not refused))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(model, optimizer, 1)
+
+
+@each_rank(2)
+def test_what_one_rank_does_alone_is_not_blamed_on_a_scaler() -> None:
+    model, optimizer = trained()
+    model(torch.ones(2, 3, 5, 5)).sum().backward()
+
+    def evaluate_on_rank_0() -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(2, 3, 5, 5))
+        optimizer.step()
+        train(model, optimizer, 1)
+
+    text = raised_soon(comm.Diverged, evaluate_on_rank_0)
+    assert "rank 1 is stepping the optimizer" in text
+    assert "run what stands under `if rank == 0:`, an evaluation for example, on every rank" in text
 
 
 @each_rank(2)

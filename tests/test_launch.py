@@ -1,12 +1,14 @@
 """From a shell to the first step: places, devices, exit codes, who speaks; directories, time-outs."""
 
 import faulthandler
+import io
 import json
 import os
 import re
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ from shardtrain.job import data, dist_env, launch
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
 from shardtrain.job.errors import UserError
+from shardtrain.job.format import write_any_text
 from shardtrain.job.launch import Context
 from shardtrain.train.resume import find_start, locked, run_directory
 
@@ -78,6 +81,7 @@ def _no_job(config: Config, context: Context) -> None:
 def test_places() -> None:
     assert RankInfo.from_environment({}) == ALONE
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    environ |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert RankInfo.from_environment(environ) == RankInfo(5, 8, 1, 4)
     assert RankInfo.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
     for missing in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -87,6 +91,51 @@ def test_places() -> None:
         UserError, match=r"WORLD_SIZE=two, missing or no number: invalid literal .*; the launcher sets RANK"
     ):
         RankInfo.from_environment({**environ, "WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1", "srun has started 2 processes .* one torchrun per host"),
+        ("OMPI_COMM_WORLD_SIZE=4", "mpirun has started 4 processes"),
+        ("RANK=3", "RANK=3, but WORLD_SIZE is not set"),
+        ("RANK=3 WORLD_SIZE=1", "RANK=3, WORLD_SIZE=1, .*: expected ranks from 0 to the number of ranks min"),
+        ("WORLD_SIZE=0 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", "RANK=0, WORLD_SIZE=0, .*: expected ranks"),
+        ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2", "WORLD_SIZE=2, but MASTER_ADDR is not set"),
+    ],
+)
+def test_processes_that_no_launcher_made_ranks_are_refused(environ: str, told: str) -> None:
+    with pytest.raises(UserError, match=f"^{told}"):
+        RankInfo.from_environment(dict(text.split("=") for text in environ.split()))
+
+
+def test_one_process_of_a_launcher_is_a_single_rank() -> None:
+    assert RankInfo.from_environment({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "RANK": "0"}) == ALONE
+
+
+def test_a_store_that_rank_0_serves_outlives_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank could not learn that another one has told a user's mistake."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    waits = threading.Event()
+    monkeypatch.setattr(dist_env.time, "sleep", lambda _: waits.set())
+    store = HashStore()
+    ranks = [RankInfo(rank, 2, rank, 2) for rank in range(2)]
+    for each in ranks:
+        each.__dict__["store"] = store
+    leaving = threading.Thread(target=ranks[0].leave)
+    leaving.start()
+    assert waits.wait(10)
+    ranks[1].leave()
+    leaving.join(10)
+    assert not leaving.is_alive()
+
+
+def test_what_an_encoding_lacks_is_written_as_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    write_any_text()
+    print("8×8", flush=True)
+    assert written.getvalue() == b"8\\xd78\n"
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

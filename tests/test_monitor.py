@@ -86,6 +86,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 # Trains on a disk that is full at the start, has room from step 3 to 6, and again from step 9 on.
 FULL_DISK = """
 import contextlib, ctypes, os, shutil, sys
+from shardtrain.checkpoint.store import Store
 from shardtrain.monitor import Monitor
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
@@ -107,7 +108,12 @@ def step_and_more(monitor, step, report=Monitor.step):
     elif step == 6:
         fill()
 
+def save_and_finish(store, *args, save=Store.save, **keywords):
+    save(store, *args, **keywords)
+    store.finish()
+
 Monitor.step = step_and_more
+Store.save = save_and_finish
 fill()
 sweep.run(train)
 shutil.copytree("disk/run", "run")
@@ -117,7 +123,7 @@ shutil.copytree("disk/run", "run")
 def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "full.py").write_text(FULL_DISK)
-    steps = ("train.log_every=1", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+    steps = ("train.log_every=1", "checkpoint.every_steps=2")
     done = ended(1, "full.py", "+recipe=resnet", *TINY, *steps, "run.dir=disk/run", folder=tmp_path)
     if done.codes == [77]:
         pytest.skip("mounts need root")
@@ -532,3 +538,15 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     assert scalars["perf/img_per_s_per_rank"] == pytest.approx(scalars["perf/img_per_s"] / 2)
     assert (metrics.spent.steps, metrics.spent.images) == (5, 60)
     assert min(metrics.spent.seconds[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
+
+
+def test_event_files_sort_as_they_were_written_whatever_the_clock(tmp_path: Path) -> None:
+    """TensorBoard reads them in the order of their names; a later one drops an earlier one's last steps."""
+    ahead = time.time_ns() // 1000 + 3_600_000_000
+    names = [f"{ahead // 10**6}.host.1.0", f"{ahead / 1e6:017.6f}.host.2"]  # torch's, and our own
+    for name in names:
+        (tmp_path / f"events.out.tfevents.{name}").touch()
+        for _ in range(2):
+            number = writers._number(tmp_path)
+            (tmp_path / f"events.out.tfevents.{number / 1e6:017.6f}.host.3").touch()
+            assert max(tmp_path.iterdir()).name.endswith("host.3")

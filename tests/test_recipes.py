@@ -217,7 +217,7 @@ TWO_EPOCHS = (
     *("train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),
     "monitor.tensorboard=false",
 )
-FAKE = ("data=fake", "data.classes=7", "data.val_images=9", "data.train_images=16", "train.batch_size=8")
+FAKE = ("data=fake", "data.train_images=16", "train.batch_size=8")
 SMALL = {
     "resnet": (*FAKE, "data.channels=1", "data.image_size=8"),
     "cifar": (*FAKE, "data.image_size=20"),

@@ -1,11 +1,13 @@
 """A run that was interrupted and continued is the run that was not."""
 
 import contextlib
+import errno
 import functools
 import os
 import re
 import shutil
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,19 +38,29 @@ def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> l
     return [run_to_end(folder, *arguments, at=event) for event in [*events, {}]]
 
 
+@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)  # each save ends before training goes on
+def interrupted_at_once(folder: str, events: list[dict[int, Any]]) -> list[str]:
+    return interrupted(folder, events)
+
+
+@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)
+def crashed_at_once(folder: str, step: int, *arguments: str) -> str:
+    return run_to_end(folder, *arguments, at={step: crash})
+
+
 undisturbed = once(run_to_end)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 @pytest.mark.parametrize(
-    ("asynchronous", "steps"),
-    [("true", [2, 7, 10]), pytest.param("false", [7, 9], marks=pytest.mark.long)],
+    ("saving", "steps"),
+    [(interrupted, [2, 7, 10]), pytest.param(interrupted_at_once, [7, 9], marks=pytest.mark.long)],
 )
 def test_crashes_leave_no_trace(
-    on_ranks: Any, tmp_path: Path, undisturbed: Path, asynchronous: str, steps: list[int]
+    on_ranks: Any, tmp_path: Path, undisturbed: Path, saving: Any, steps: list[int]
 ) -> None:
     events = [{step: crash} for step in steps]
-    endings = on_ranks(2, interrupted, str(tmp_path), events, f"checkpoint.asynchronous={asynchronous}")
+    endings = on_ranks(2, saving, str(tmp_path), events)
     assert endings[0] == ["RuntimeError crash"] * len(steps) + ["finished"]
     assert final(tmp_path) == final(undisturbed)
     assert curves(tmp_path) == curves(undisturbed)
@@ -194,9 +206,7 @@ def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
 def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")
-    anew = ("resume=none", "checkpoint.asynchronous=false")
-    crashed = functools.partial(run_to_end, at={8: crash})
-    assert on_ranks(2, crashed, str(folder), *anew)[0] == "RuntimeError crash"
+    assert on_ranks(2, crashed_at_once, str(folder), 8, "resume=none")[0] == "RuntimeError crash"
     assert "the checkpoints of an earlier run are in" in (folder / "log.txt").read_text()
     assert 4 in steps_in(folder / "checkpoints")
     assert 8 not in steps_in(folder / "checkpoints")
@@ -233,10 +243,10 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ),
         (
             "train.epochs=3 sched=constant",
-            "sched.name=cosine, this one has constant; sched.warm",
+            "sched=cosine, this one has constant; sched.warm",
         ),
         ("train.max_steps=9", "the checkpoint is of step 10, and this run would end at step 9; raise train."),
-        ("model=squeezenet1_1", "by a run with model.name=mobilenet_v3_small, this one has squeezenet1_1"),
+        ("model=squeezenet1_1", "by a run with model=mobilenet_v3_small, this one has squeezenet1_1"),
         ("resume=/nowhere", "resume=/nowhere: neither a checkpoint nor a run with checkpoints; resume=none"),
         ("resume={0}/saved", "resume: no run has saved this: 'position'; resume=none starts anew"),
     ],
@@ -260,7 +270,7 @@ def test_a_dry_run_looks_where_the_run_would(tmp_path: Path, undisturbed: Path, 
     assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
     assert ": dry_run" in said
     assert re.search(r"0\.\d*[1-9] MiB per rank and checkpoint, [\d,]+ MiB free on ", said), said
-    assert "optim.name=adamw, this one has sgd" in run_to_end(str(undisturbed), "dry_run=true", "optim=sgd")
+    assert "optim=adamw, this one has sgd" in run_to_end(str(undisturbed), "dry_run=true", "optim=sgd")
     given = ("dry_run=true", "optim=sgd", "train.epochs=3", f"resume={undisturbed}")
     assert "its optimizer is AdamW, expected SGD; resume=none starts anew" in run_to_end(
         str(undisturbed), *given
@@ -316,3 +326,35 @@ def test_a_step_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     assert ending.endswith(" in the root; a lower optim.lr may help")
     assert result_of(tmp_path)["status"] == "failed"
     assert "status failed" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_file_system_that_cannot_sync_directories_is_told_once(tmp_path: Path) -> None:
+    fsync = os.fsync
+
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    with patch.object(os, "fsync", refuse):
+        assert run_to_end(str(tmp_path), QUIET) == "finished"
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("cannot sync directories") == 1
+    assert log.index("cannot sync directories") < log.index("step 3")
+    assert "was not saved" not in log
+    assert steps_in(tmp_path / "checkpoints")[-1] == 10
+    assert not [*tmp_path.glob("checkpoints/.tmp*")]
+
+
+def test_checkpoints_that_are_links_are_not_passed_over(tmp_path: Path, undisturbed: Path) -> None:
+    folder = shutil.copytree(undisturbed, tmp_path / "run")
+    newest = folder / "checkpoints/step-00000010"
+    newest.rename(tmp_path / "ten")
+    newest.symlink_to(tmp_path / "ten")
+    assert run_to_end(str(folder), QUIET) == "finished"
+    log = (folder / "log.txt").read_text()
+    assert "step-00000010 is a symbolic link: resume=PATH takes what it leads to, or copy it there" in log
+    alone = tmp_path / "alone"
+    (alone / "checkpoints").mkdir(parents=True)
+    (alone / "checkpoints/step-00000010").symlink_to(tmp_path / "ten")
+    assert re.match("UserError resume=auto: no checkpoint is complete: .* is a sym", run_to_end(str(alone)))

@@ -19,7 +19,7 @@ from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.job.data.feed import Arrays, DataSet
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
-from shardtrain.job.model import parameter_groups
+from shardtrain.job.model import parameter_groups, plain_model
 
 import tiny
 from small import Parts
@@ -109,8 +109,9 @@ def _evaluation(*views: Any) -> Evaluation:
 
 def test_views_of_an_image() -> None:
     image = torch.arange(9.0).view(1, 1, 3, 3)
-    assert [weight for _, weight in Views(flip=True).of(image)] == [0.5, 0.5]
-    views = Views(flip=True, shift=1).of(image)
+    assert [weight for _, weight in Views.of_level(1).of(image)] == [0.5, 0.5]
+    assert [weight for _, weight in Views.of_level(0).of(image)] == [1.0]
+    views = Views.of_level(2).of(image)
     assert sum(weight for _, weight in views) == 1
     moved = [view for view, weight in views if weight == 1 / 8]
     corner = torch.tensor([[4.0, 3, 4], [1, 0, 1], [4, 3, 4]])  # reflected above and to the left
@@ -133,3 +134,22 @@ def test_scores_of_known_logits() -> None:
     scores = evaluate(shard(model), [batch]).scores
     total = math.log(sum(math.exp(value) for value in (3, 2, 1, 0, -1, -2)))
     assert scores == pytest.approx(Scores(total - (3 - 2 - 1) / 3, 100 / 3, 200 / 3))
+
+
+def test_a_model_whose_forward_reads_a_value_is_not_refused_for_its_shape() -> None:
+    cumulative = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 3))
+    assert math.isnan(forward_flops(cumulative, (2, 5), 3))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_scripted_and_traced_parts_are_refused_by_name() -> None:
+    for part in (torch.jit.script(nn.Linear(5, 3)), torch.jit.trace(nn.Linear(5, 3), torch.ones(2, 5))):
+        built = nn.Sequential(nn.Flatten(), part)
+        with (
+            patch("shardtrain.job.model.instantiate", return_value=built),
+            pytest.raises(
+                UserError,
+                match="model: 1 is scripted or traced, so its forward gathers no parameters; build it",
+            ),
+        ):
+            plain_model({})

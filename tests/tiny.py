@@ -28,7 +28,7 @@ from shardtrain.train.loop import train
 CPU = torch.device("cpu")
 ALONE = RankInfo(0, 1, 0, 1)
 SHORT = (
-    *("data=fake", "data.train_images=60", "data.val_images=11", "data.channels=1", "data.image_size=8"),
+    *("data=fake", "data.train_images=60", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
 )
 # 6,362 parameters for images of three channels. Neither BatchNorm nor dropout.
@@ -114,7 +114,7 @@ def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -
             events[step]()
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
+    sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60"]
     try:
         with patch.object(Monitor, "step", step_and_more), patch.object(models, "_build", small_model):
             train(configure(*TEN_STEPS, *sizes, *arguments), context(folder))

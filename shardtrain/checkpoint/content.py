@@ -210,7 +210,10 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _TENSOR:
-                raise ValueError(f"{where} has the key {key!r}, expected texts other than {_TENSOR!r}")
+                raise ValueError(
+                    f"{where} has the key {key!r}, expected texts other than {_TENSOR!r}: store pairs, "
+                    "[*values.items()], and make a dict of them after load"
+                )
         return {key: encode_extra(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [encode_extra(item, tensors, f"{where}[{index}]") for index, item in enumerate(value)]

@@ -8,6 +8,7 @@ The package reads it: it checks the header and maps the file.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 BLOCK_BYTES = 1 << 20
+REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a file system that syncs files only
 
 DTYPES = {
     torch.float64: "F64",
@@ -104,13 +106,18 @@ def _record(blocks: Iterable[Any], take: Callable[[Any], object] = len) -> Recor
     return Record(size, digest.hexdigest())
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until the names in the directory ``path`` are on disk."""
+def sync_directory(path: Path) -> bool:
+    """Wait until the names in the directory ``path`` are on disk. Return False if the file system cannot."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return False
     finally:
         os.close(handle)
+    return True
 
 
 def read_text(path: Path, most_bytes: int) -> str:

@@ -21,6 +21,7 @@ on all ranks, in the next call that exchanges results. Earlier checkpoints stay.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -38,7 +39,7 @@ from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, collect, exchange
-from shardtrain.checkpoint.files import Record, sync_directory, write_tensors
+from shardtrain.checkpoint.files import Record, read_text, sync_directory, write_tensors, write_text
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged, digest_line, dump, file_name, write_manifest
@@ -206,11 +207,14 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def steps_in(directory: Path) -> list[int]:
-    """Return the steps of all checkpoints in ``directory``, damaged ones included, oldest first."""
+def steps_in(directory: Path, links: bool = False) -> list[int]:
+    """Return the steps of all checkpoints in ``directory``, damaged ones included, oldest first.
+
+    With ``links`` those of symbolic links instead, which are not followed.
+    """
     if not directory.is_dir():
         return []
-    matches = [_STEP.fullmatch(path.name) for path in directory.iterdir() if not path.is_symlink()]
+    matches = [_STEP.fullmatch(path.name) for path in directory.iterdir() if path.is_symlink() == links]
     return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
@@ -223,13 +227,20 @@ def newest(directory: Path, all_ranks: Ranks, memory: Store | None = None) -> Ne
     places = (
         [(directory, None)] if memory is None else [(directory, None), (memory.directory, memory.hosts.own)]
     )
-    steps = [[step, -index] for index, place in enumerate(places) for step in steps_in(place[0])]
+    steps = list[list[int]]()
+    for index, (place, _) in enumerate(places):
+        for links in (False, True):
+            steps += [[step, -index, links] for step in steps_in(place, links)]
     listed = json.dumps(sorted(steps, reverse=True)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
-    for step, number in json.loads(comm.gather_texts(listed, all_ranks)[0]):
+    for step, number, is_link in json.loads(comm.gather_texts(listed, all_ranks)[0]):
         place, readers = places[-number]
         path = place / step_name(step)
         try:
+            if is_link:
+                raise Damaged(
+                    f"{path} is a symbolic link: resume=PATH takes what it leads to, or copy it there"
+                )
             opened = open_checkpoint(path, all_ranks, readers)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
@@ -291,6 +302,26 @@ class Store:
             with contextlib.suppress(OSError):
                 if path.parent == self.directory:
                     path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
+
+    def rehearse(self) -> bool:
+        """Write, commit, read and delete a file as a save does. Return whether directories can be synced.
+
+        Raises OSError or ValueError if that fails. Called on one rank.
+        """
+        path = self.directory / f"{TEMPORARY}rehearsal-{secrets.token_hex(4)}"
+        renamed = path.with_name(f"{path.name}-renamed")
+        try:
+            path.mkdir(parents=True)
+            write_text(path / "file", path.name)
+            synced = sync_directory(path)
+            path.rename(renamed)
+            synced &= sync_directory(self.directory)
+            if read_text(renamed / "file", 1000) != path.name:
+                raise OSError(errno.EIO, "reads something else than was written", str(renamed))
+        finally:
+            for each in (path, renamed):
+                shutil.rmtree(each, ignore_errors=True)
+        return synced
 
     def save(
         self,

@@ -32,7 +32,8 @@ KEPT = 256  # collectives in a report: more than a rank can be ahead of another,
 EVERY = 100  # steps from one comparison of hashes to the next, after the first two steps
 
 _STEP_HINT = (
-    ". Ranks must step alike: torch.amp.GradScaler lets each rank decide by itself, use shardtrain.GradScaler"
+    ". All ranks must take the same steps and forwards: run what stands under `if rank == 0:`, an evaluation "
+    "for example, on every rank, and use shardtrain.GradScaler: with torch.amp.GradScaler each rank decides"
 )
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "

@@ -10,8 +10,9 @@ they answer with theirs::
 
 One thread per peer receives its reports, and learns from its connection that the peer has ended. A single
 thread that receives from any rank would not: gloo does not wake it when connections close. Since threads
-answer, a rank that computes answers, too, and the others wait for as long as it computes (`Wait`). A stopped
-rank does not answer. Ranks that share memory wait for one another by `Signals`, under the same guard.
+answer, a rank that computes answers, too, and the others wait for as long as it works (`Wait`, `Activity`),
+at most ten times the time-out. A stopped rank does not answer. One that neither waits nor works says where
+its main thread stands. Ranks that share memory wait for one another by `Signals`, under the same guard.
 
 A rank that fails reports why, and closes its connections before it raises. Otherwise payloads under way could
 arrive in memory that the failing step has freed.
@@ -35,6 +36,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardtrain.comm.activity import GUARD, Activity, main_thread
 from shardtrain.comm.guard import MESSAGE, Diverged, Guard, Paths, PeerLost, named
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_s
@@ -46,17 +48,21 @@ T = TypeVar("T")
 CHECK_S = 0.2  # the interval at which a rank checks how long it has waited
 STALL_S = 1.0  # the wait after which it asks for reports
 GRACE_S = 2.0  # the time for the others to report, once ranks are known to differ
-# The reason; the rank that the sender has lost (-1: none), and in which state; the seconds since the sender,
-# or a rank that it waits for, was at work; the number of collectives that follow.
-HEAD = struct.Struct("<iiidi")
+MOST = 10  # times the time-out: the longest wait, even for a rank at work
+# The reason; the rank that the sender has lost (-1: none), and in which state; whether the sender waits for
+# ranks; the seconds since it, or a rank that it waits for, was at work; the numbers of collectives that
+# follow and of bytes that say where its main thread stands.
+HEAD = struct.Struct("<iii?dii")
 # LEAVES: the sender has dropped the model. DIFFERS: some ranks differ, and all are asked to report.
 TELLS, ASKS, LEAVES, DIFFERS = range(4)
 # Why a rank is lost, and how the error says so of one rank and of several.
-ENDED, SILENT, ELSEWHERE = range(3)
+ENDED, SILENT, ELSEWHERE, IDLE, LATE = range(5)
 _STATES = (
     ("has ended", "have ended"),
     ("does not answer", "do not answer"),
     ("waits elsewhere", "wait elsewhere"),
+    ("does nothing", "do nothing"),
+    ("is still at work", "are still at work"),
 )
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
@@ -64,12 +70,13 @@ _A_MOMENT = datetime.timedelta(milliseconds=20)
 class Wait:
     """Track how long this rank waits for others, and when one of these was last known to be at work.
 
-    A rank that waits for nobody is at work, and others wait for as long as it runs. A rank that waits reports
-    when those that it waits for were last at work. So ranks that wait for one another (with two models, for
-    example) fail at the time-out::
+    A rank that waits for nobody reports when it was last seen at work (`Activity`). A rank that waits reports
+    when those that it waits for were. So ranks that wait for one another (with two models, for example), or
+    for a rank that does nothing, fail at the time-out::
 
-        rank 0 waits for rank 1, which waits for rank 2, which computes     both continue to wait
-        rank 0 waits for rank 1, which waits for rank 0                     both fail
+        rank 0 waits for rank 1, which waits for rank 2, which computes      both continue to wait
+        rank 0 waits for rank 1, which waits for rank 0                      both fail
+        rank 0 waits for rank 1, which waits for rank 2, which reads a pipe  both fail, and name rank 2
     """
 
     def __init__(self, position: int) -> None:
@@ -97,6 +104,8 @@ class Links:
         self._paths = paths
         self.group = weakref.ref(group)
         self._tag = tag
+        self._activity = Activity()
+        self._process = os.getpid()
         self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=32) for peer in self.peers}
         # Receives that never complete, through which `close` reaches gloo once the group is destroyed.
         self._pulses = [group.recv([torch.empty(1)], peer, tag + 1) for peer in self.peers]
@@ -105,12 +114,24 @@ class Links:
         self._threads: list[threading.Thread] = []
         weakref.finalize(group, _end, weakref.ref(self))
 
+    def _is_forked(self) -> bool:
+        """Return whether this process is a child of the rank: it has neither these threads nor gloo's."""
+        return os.getpid() != self._process
+
+    def require_rank(self) -> None:
+        """Raise RuntimeError in a process that was forked from the rank."""
+        if self._is_forked():
+            raise RuntimeError(
+                f"this process was forked from rank {self._paths.rank} and has no connections to other "
+                "ranks: sharded models and collectives work in the rank itself only"
+            )
+
     def start(self, reports: Reports) -> None:
         """Start the threads: one per peer, which receives its reports, and one that checks."""
         known = weakref.ref(reports)
         tasks = [partial(self._check, known), *(partial(self._listen, known, peer) for peer in self.peers)]
         for task in tasks:
-            self._threads.append(threading.Thread(target=task, name="shardtrain-reports", daemon=True))
+            self._threads.append(threading.Thread(target=task, name=GUARD, daemon=True))
             self._threads[-1].start()
 
     def _check(self, known: weakref.ref[Reports]) -> None:
@@ -143,7 +164,8 @@ class Links:
             work.wait(FOREVER)
             head = memory.numpy().tobytes()
             # Memory for the rest only now: with many peers it would be as large as a shard.
-            rest = torch.empty(HEAD.unpack(head)[-1] * MESSAGE.size, dtype=torch.uint8)
+            *_, collectives, characters = HEAD.unpack(head)
+            rest = torch.empty(collectives * MESSAGE.size + characters, dtype=torch.uint8)
             if len(rest):
                 living(self.group).recv([rest], peer, self._tag + 2).wait(FOREVER)
             return head + rest.numpy().tobytes()
@@ -153,17 +175,23 @@ class Links:
     def send(self, why: int, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None) -> None:
         """Send this rank's latest collectives to the peers ``to``; None: to all but ``lost``."""
         group = self.group()
-        now = time.monotonic()
+        if group is None or self._is_forked():
+            return
         own = self._paths.own
+        waits = [*_waits]
         # When this process, or a process that it waits for, was last known to be at work.
-        at_work = min((wait.at_work for wait in [*_waits]), default=now)
-        head = HEAD.pack(why, lost, state, now - at_work, len(own))
-        rest = b"".join(entry.pack(position) for position, entry in own.items())
+        at_work = min((wait.at_work for wait in waits), default=time.monotonic())
+        text = b""
+        if why in (TELLS, ASKS):
+            at_work = at_work if waits else self._activity.last_s(time_out_s(group) / 16)
+            text = main_thread().encode(errors="replace")
+        head = HEAD.pack(why, lost, state, bool(waits), time.monotonic() - at_work, len(own), len(text))
+        rest = b"".join(entry.pack(position) for position, entry in own.items()) + text
         for tag, data in [(self._tag, head), (self._tag + 2, rest)] if rest else [(self._tag, head)]:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for peer in self.peers if to is None else to:
                 with suppress(RuntimeError):
-                    if group is not None and peer != lost:
+                    if peer != lost:
                         self._sent[peer].append(group.send([tensor], peer, tag))
 
     def close(self, lost: int = -1) -> None:
@@ -172,6 +200,8 @@ class Links:
         A second thread that closes waits, too, or it would cut off these reports. None goes to ``lost``.
         Once this rank has left, it waits for ``CHECK_S`` only: a peer whose group is gone receives nothing.
         """
+        if self._is_forked():
+            return
         with self._closing:
             deadline = time.monotonic() + (CHECK_S if self._stop.is_set() else GRACE_S)
             self._sent.get(lost, deque()).clear()
@@ -193,6 +223,8 @@ class Links:
     def end(self) -> None:
         """Close all connections, which ends the threads, and release what keeps gloo's threads alive."""
         self._stop.set()
+        if self._is_forked():
+            return
         self.close()
         self._pulses.clear()
         for thread in self._threads:
@@ -220,6 +252,8 @@ class Reports(Guard):
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
         self._at_work = dict.fromkeys(peers, 0.0)  # when each peer was last known to be at work
+        self._waiters: set[int] = set()  # peers that wait for ranks themselves
+        self._places: dict[int, str] = {}  # where each peer's main thread stood in its last report
         self._left: set[int] = set()  # peers that have dropped the model
         self._ended: set[int] = set()  # peers whose connections are closed
         self._diverged_at: float | None = None  # when it became known that ranks differ
@@ -232,6 +266,7 @@ class Reports(Guard):
 
     def post(self, kind: Movement, name: str) -> int:
         """Add this rank's next collective. Return its position."""
+        self._links.require_rank()
         with self._changed:
             position = self.paths.add(kind, name)
             self._compare()
@@ -324,16 +359,32 @@ class Reports(Guard):
             wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in awaited))
             if (left := self._left.intersection(awaited)) and self._diverged_at is None:
                 self._lose(sorted(left), ENDED, wait.position)
-            elif now - wait.at_work > limit_s:
-                recent = now - limit_s / 2
-                silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < recent]
-                self._lose(silent or awaited, SILENT if silent else ELSEWHERE, wait.position)
-            elif wait.seconds > limit_s and not wait.is_logged:
+            elif now - wait.at_work > limit_s or wait.seconds > MOST * limit_s:
+                self._give_up(wait, awaited, limit_s)
+            elif wait.seconds > limit_s and now - wait.at_work < limit_s / 2 and not wait.is_logged:
                 wait.is_logged = True
                 where = self.paths.where(wait.position)
                 text = "rank %d has waited %.0f s at %s for %s"
                 facts = self.paths.rank, wait.seconds, where, named(awaited)
                 logging.getLogger("shardtrain").warning(f"{text}, still at work: it keeps waiting", *facts)
+
+    def _give_up(self, wait: Wait, awaited: Sequence[int], limit_s: float) -> None:
+        """Fail because of the ranks that do not answer, that do nothing, or that have worked for too long."""
+        now = time.monotonic()
+        recent = now - limit_s / 2
+        silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < recent]
+        others = [rank for rank in awaited if rank not in self._waiters]
+        idle = [rank for rank in others if self._at_work[rank] < recent]
+        if silent:
+            self._lose(silent, SILENT, wait.position)
+        elif idle:
+            self._lose(idle, IDLE, wait.position)
+        elif others and wait.seconds > MOST * limit_s:
+            self._lose(others, LATE, wait.position)
+        else:
+            self._lose(
+                [rank for rank in awaited if rank in self._waiters] or awaited, ELSEWHERE, wait.position
+            )
 
     def receive(self, peer: int, report: bytes) -> None:
         """Take in a peer's report, and answer it. An empty one means that the connection is closed."""
@@ -343,9 +394,12 @@ class Reports(Guard):
             elif self._failure is None:
                 now = time.monotonic()
                 self._heard_s[peer] = now
-                why, lost, state, age_s, count = HEAD.unpack_from(report)
+                why, lost, state, waits, age_s, count, _ = HEAD.unpack_from(report)
                 self._at_work[peer] = now - age_s
-                self.paths.hear(peer, report[HEAD.size : HEAD.size + count * MESSAGE.size])
+                (self._waiters.add if waits else self._waiters.discard)(peer)
+                end = HEAD.size + count * MESSAGE.size
+                self._places[peer] = report[end:].decode(errors="replace")
+                self.paths.hear(peer, report[HEAD.size : end])
                 if lost >= 0:
                     self._lose([lost], state, self.paths.end - 1)
                 elif why == ASKS:
@@ -384,8 +438,11 @@ class Reports(Guard):
             was = f"has waited {wait.seconds:.0f} s"
         verb = _STATES[state][len(ranks) > 1]
         where = self.paths.where(position)
-        failure = PeerLost(f"{named(ranks)} {verb}: rank {self.paths.rank} {was} at {where}")
-        self._fail(failure, ranks[0], state)
+        text = f"{named(ranks)} {verb}: rank {self.paths.rank} {was} at {where}"
+        if state in (ELSEWHERE, IDLE, LATE):
+            places = {rank: self._places[rank] for rank in ranks if rank in self._places}
+            text += "".join(f"; the main thread of rank {rank} is at {at}" for rank, at in places.items())
+        self._fail(PeerLost(text), ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
         """Store ``failure``, which all waits raise from now on, and end this rank's wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,9 +71,8 @@ def build(
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow))
     config = completed(config, images)
-    if config.train.eval_shift >= config.data.side_in_eval:  # reflection reaches no further
-        side = config.data.side_in_eval
-        raise UserError(f"train.eval_shift={config.train.eval_shift}: images are evaluated at {side} pixels")
+    if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
+        raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
     # An evaluation alone trains on no batch, so any size will do.
     steps_per_epoch = len(images.train) // config.train.batch_size or int(config.eval_only)
     if steps_per_epoch == 0:
@@ -138,13 +138,21 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
-    """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails."""
+    """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails.
+
+    NaN if that cannot be counted, since the model's forward reads values.
+    """
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     what = f"the model does not take images of shape {'×'.join(map(str, sample))}"
     refusals = (RuntimeError, ValueError, AssertionError)
     counter = FlopCounterMode(display=False)
     with reading(what, "data.image_size and train.batch_size decide the shape", refusals), counter:
-        logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
+        try:
+            logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
+        except RuntimeError as error:
+            if "meta tensor" in str(error):  # its forward reads a value, which there is not
+                return math.nan
+            raise
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(f"the model returns {found}, expected logits for at least {classes} classes")

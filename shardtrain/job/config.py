@@ -18,13 +18,13 @@ import torch
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
 from shardtrain.job.errors import UserError, not_valid, reading
-from shardtrain.job.schema import Mark, above, at_least, marked, one_of, optional
+from shardtrain.job.schema import Mark, above, at_least, chosen, marked, one_of, optional
 from shardtrain.job.target import instantiate
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
 PROCESS = Mark.SHARED | Mark.PER_HOST | REPORTED
-data_set = partial(one_of, mark=Mark.IMAGES)
+data_set = partial(chosen, mark=Mark.IMAGES)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Train:
     eval_every: int = at_least(1, mark=REPORTED)
     eval_batch_size: int | None = at_least(1, mark=REPORTED)
     patience: int | None = at_least(1, mark=REPORTED)
-    eval_flip: bool
-    eval_shift: int = at_least(0, at_most=10**5)
+    tta: int = at_least(0, at_most=2)
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,6 @@ class ImageFolder(Images):
 class Fake(Images):
     name: str = data_set("fake")
     train_images: int = at_least(1, at_most=10**8)
-    val_images: int = at_least(1, at_most=10**8)
-    classes: int = at_least(2, at_most=10**8)
     channels: int = at_least(1, at_most=1024)
 
 
@@ -165,7 +162,7 @@ Data = OwnData | Digits | Npz | Cifar | ImageFolder | Fake
 class Optim:
     """Hold an optimizer's class, `_target_`, and its keywords, which are the other keys."""
 
-    name: str = one_of("sgd", "adamw", "muon", "own")
+    name: str = chosen("sgd", "adamw", "muon", "own")
     _target_: str
     lr: float = above(0)
     weight_decay: float = at_least(0)
@@ -173,7 +170,6 @@ class Optim:
     momentum: float | None = optional(at_least=0, below=1)
     nesterov: bool | None = optional()
     betas: tuple[float, ...] | None = optional(at_least=0, below=1)
-    eps: float | None = optional(above=0)
     keywords: dict[str, Any] = field(metadata={"others": True})
 
     def __post_init__(self) -> None:
@@ -218,7 +214,7 @@ class Optim:
 class Constant:
     """Schedule the learning rate: linear up over the warm-up, then `optim.lr` times `scale`."""
 
-    name: str = one_of("constant")
+    name: str = chosen("constant")
     warmup_epochs: float = at_least(0, at_most=10**9)
 
     def scale(self, epoch: float, progress: float) -> float:
@@ -228,7 +224,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Constant):
-    name: str = one_of("linear")
+    name: str = chosen("linear")
     final_lr_fraction: float = at_least(0, below=1)
 
     def scale(self, epoch: float, progress: float) -> float:
@@ -239,7 +235,7 @@ class Linear(Constant):
 class Cosine(Linear):
     """Schedule half a cosine down to `final_lr_fraction`."""
 
-    name: str = one_of("cosine")
+    name: str = chosen("cosine")
 
     def scale(self, epoch: float, progress: float) -> float:
         return super().scale(epoch, 0.5 - 0.5 * math.cos(math.pi * progress))
@@ -249,7 +245,7 @@ class Cosine(Linear):
 class Steps(Constant):
     """Multiply the learning rate by ``factor`` after each of ``epochs``."""
 
-    name: str = one_of("step")
+    name: str = chosen("step")
     epochs: tuple[float, ...]
     factor: float = above(0)
 
@@ -289,7 +285,6 @@ class Parallel:
 class Checkpoint:
     every_steps: int | None = at_least(1)
     keep: int = at_least(0)
-    asynchronous: bool
     memory_every_steps: int = at_least(0)
 
 
@@ -313,7 +308,6 @@ class Config:
     dry_run: bool = marked(REPORTED)
     resume: str = marked(REPORTED)
     eval_only: bool = marked(REPORTED)
-    eval_out: str | None = marked(REPORTED)
     reference: Reference | None = marked(REPORTED)
     run: RunConfig = marked(PROCESS)
     train: Train
@@ -328,6 +322,11 @@ class Config:
     monitor: MonitorConfig = marked(REPORTED)
 
     def __post_init__(self) -> None:
+        if self.parallel.layout == "even" and self.optim.layout == "whole":
+            raise UserError(
+                f"parallel.layout=even: optim={self.optim.name} needs whole matrices; leave it out"
+            )
+
         if self.parallel.virtual_ranks and self.train.accumulate > 1:
             raise UserError(
                 f"train.accumulate={self.train.accumulate}: leave it out, since parallel.virtual_ranks="

@@ -32,6 +32,9 @@ AFTERWARDS = datetime.timedelta(seconds=120)
 ANSWER = datetime.timedelta(seconds=5)  # for the launcher's store, once something has failed
 LONGEST_PAUSE = 0.5  # seconds between two reads of the store, which all ranks share
 
+# Variables in which launchers of processes, but not of ranks, say how many there are.
+LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+
 Result = TypeVar("Result")
 
 
@@ -48,6 +51,7 @@ class RankInfo:
     def from_environment(cls, environ: Mapping[str, str]) -> RankInfo:
         """Read the launcher's variables; without ``WORLD_SIZE`` this process is a single rank."""
         if "WORLD_SIZE" not in environ:
+            _require_alone(environ)
             return cls(0, 1, 0, 1)
         if environ["WORLD_SIZE"] == "1":
             environ = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environ}
@@ -55,7 +59,19 @@ class RankInfo:
         found = f"WORLD_SIZE={environ['WORLD_SIZE']}, missing or no number"
         wanted = "the launcher sets RANK, LOCAL_RANK and LOCAL_WORLD_SIZE (this host's ranks), too"
         with reading(found, wanted, (KeyError, ValueError)):
-            return cls(*(int(environ[name]) for name in names))
+            places = [int(environ[name]) for name in names]
+        info = cls(*places)
+        if not (0 <= info.rank < info.world_size and 0 <= info.local_rank < info.local_world_size):
+            set_to = ", ".join(f"{name}={place}" for name, place in zip(names, places, strict=True))
+            raise UserError(f"{set_to}: expected ranks from 0 to the number of ranks minus 1")
+        if info.world_size > 1:
+            for name in ("MASTER_ADDR", "MASTER_PORT"):
+                if not environ.get(name):
+                    raise UserError(
+                        f"WORLD_SIZE={info.world_size}, but {name} is not set: the launcher says where "
+                        "rank 0 listens (torchrun does)"
+                    )
+        return info
 
     @functools.cached_property
     def store(self) -> Store:
@@ -85,6 +101,16 @@ class RankInfo:
         asking.join(ANSWER.total_seconds())
         return values[-1]
 
+    def leave(self) -> None:
+        """Let a store that rank 0 serves outlive the last questions of the other ranks."""
+        if self.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        gone = self.add("left", 1)
+        deadline = time.monotonic() + ANSWER.total_seconds()
+        while self.rank == 0 and 0 < gone < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            gone = self.add("left", 0)
+
     def agree(self, key: str, proposal: str) -> str:
         """Return the proposal of the rank that came first, the same on every rank and across restarts.
 
@@ -96,6 +122,20 @@ class RankInfo:
         while isinstance(store, PrefixStore):  # torchrun gives each attempt its own prefix
             store = store.underlying_store
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
+
+
+def _require_alone(environ: Mapping[str, str]) -> None:
+    """Raise UserError if a launcher has started several processes and did not make them ranks."""
+    for name, launcher in LAUNCHERS.items():
+        count = environ.get(name, "1")
+        if count.isdigit() and int(count) > 1:
+            raise UserError(
+                f"{launcher} has started {count} processes ({name}={count}) that do not know one another: "
+                "start one torchrun per host, as shardtrain/train/train.sbatch does, or set RANK, "
+                "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
+    if environ.get("RANK", "0") != "0":
+        raise UserError(f"RANK={environ['RANK']}, but WORLD_SIZE is not set: torchrun sets both")
 
 
 def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:

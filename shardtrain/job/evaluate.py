@@ -47,6 +47,11 @@ class Views(NamedTuple):
     flip: bool = False  # add the mirror image
     shift: int = 0  # pixels; add copies moved up and left, and down and right, of weight 1/4 each
 
+    @classmethod
+    def of_level(cls, level: int) -> Views:
+        """Return the variants of `train.tta`."""
+        return cls(flip=level > 0, shift=int(level > 1))
+
     def of(self, images: Tensor) -> list[tuple[Tensor, float]]:
         """Return batches like ``images``, float32 [batch, channels, height, width], and their weights."""
         views = [(images, 1.0)]

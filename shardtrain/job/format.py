@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Sequence
 
 MIB = 2**20
+
+
+def write_any_text() -> None:
+    """Have stdout write what its encoding lacks, such as ``×`` in ASCII, as an escape sequence."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def counted(number: int, word: str) -> str:

@@ -23,10 +23,8 @@ def load_yaml(path: Path) -> Any:
         return OmegaConf.load(plain_file(path))
 
 
-def described(config: DictConfig, folders: Sequence[Path], section: str = "") -> str:
+def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path], section: str = "") -> str:
     """Return ``config``, or one ``section``, as text with the comments of the files that it is made of."""
-    OmegaConf.set_struct(config, False)
-    hydra_keys = config.pop("hydra")
     if section and section not in config:
         raise not_valid(f"--help {section}: there is no such group", section, map(str, config))
     said = _comments(folders, "config")

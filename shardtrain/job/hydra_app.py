@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,15 @@ from omegaconf import DictConfig, OmegaConf
 
 import shardtrain
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
+from shardtrain.job.format import write_any_text
 from shardtrain.job.help import described, load_yaml, recipe_table
 from shardtrain.job.schema import flat
 
+# Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
+CHOSEN = ("data", "optim", "sched")
+# Keys whose values are texts, also where Hydra would read a number: 1e3, 1_000, true.
+TEXTS = ("run.name", "run.dir", "resume", "data.root", "model.weights")
+NUMBER_LIKE = re.compile(r"[\w.+-]+")
 RESOLVER = re.compile(r"\$\{[^{}]*:")  # ${oc.env:HOME}, but not ${train.epochs}
 
 
@@ -34,6 +40,7 @@ def printed(arguments: Sequence[str]) -> bool:
     """Print what a flag asks for, without torch; return whether there was one. `compose` reports mistakes."""
     with contextlib.suppress(UserError):
         if split(arguments)[0].printing:
+            write_any_text()
             return compose(arguments, speak=os.environ.get("RANK", "0") == "0") is None
     return False
 
@@ -77,17 +84,19 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     texts.append(f"hydra.searchpath=[{searched}]")
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-            config = hydra.compose("config", texts, return_hydra_config=flags.help)
+            config = hydra.compose("config", texts, return_hydra_config=True)
             if config.get("allow"):
                 raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
             if "sched.warmup_epochs" in keys:
-                warmup = config.sched.warmup_epochs
-                epochs = config.train.epochs
-                if float(warmup) > float(epochs or 0):
-                    found = f"sched.warmup_epochs={warmup}"
-                    raise UserError(f"{found}: longer than the run, train.epochs={epochs}")
+                _require_short(config.sched.warmup_epochs, config.train.epochs)
             config.merge_with_dotlist([text.lstrip("+") for text in allow])
-            text = described(config, folders, section) if flags.help else OmegaConf.to_yaml(config)
+            OmegaConf.set_struct(config, False)
+            hydra_keys = config.pop("hydra")
+            if flags.help:
+                text = described(config, hydra_keys, folders, section)
+            else:
+                text = OmegaConf.to_yaml(config)
+            _note_choices(config, hydra_keys.runtime.choices, folders)
     except UserError:
         raise
     except Exception as error:  # nothing but parsers runs here
@@ -97,6 +106,32 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     return None if flags.printing else config
 
 
+def _require_short(warmup: Any, epochs: Any) -> None:
+    if float(warmup) > float(epochs or 0):
+        raise UserError(f"sched.warmup_epochs={warmup}: longer than the run, train.epochs={epochs}")
+
+
+def _note_choices(config: DictConfig, choices: Mapping[str, str], folders: Sequence[Path]) -> None:
+    """Set ``name`` in the sections whose keys depend on the file that was chosen, for the schema."""
+    for group in CHOSEN:
+        section = config.get(group)
+        if isinstance(section, DictConfig):
+            if "name" in section:
+                require_current(f"{group}.name")
+            section["name"] = _origin(group, choices[group], folders)
+
+
+def _origin(group: str, choice: str, folders: Sequence[Path]) -> str:
+    """Return the program's file on which a user's file ``choice`` builds, or ``choice`` itself."""
+    path = next((path for each in folders if (path := each / group / f"{choice}.yaml").is_file()), None)
+    if path is None or path.parent.parent == folders[0]:
+        return choice
+    for entry in load_yaml(path).get("defaults", []):
+        if isinstance(entry, str) and entry[0] not in "/_":
+            return _origin(group, entry.partition("@")[0], folders)
+    return choice
+
+
 def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
     """Return ``override`` in the form in which Hydra sets any key; the schema refuses unknown ones later."""
     key = override.partition("=")[0].lstrip("+~")
@@ -104,6 +139,9 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
         raise UserError(f"{override}: Hydra only composes here; run.name and run.dir say where a run writes")
     if override.startswith("+recipe="):  # the defaults list has it, before debug=…
         return override[1:]
+    value = override.partition("=")[2]
+    if key in TEXTS and value != "null" and NUMBER_LIKE.fullmatch(value):
+        override = f"{override.partition('=')[0]}='{value}'"
     as_it_is = key in groups or override[:1] in ("+", "~") or "/" in key or "@" in key
     return override if as_it_is else f"++{override}"
 

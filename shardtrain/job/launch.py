@@ -33,6 +33,7 @@ from shardtrain import device as devices
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
 from shardtrain.job.errors import UserError, path_of
+from shardtrain.job.format import write_any_text
 from shardtrain.job.read import read_config
 from shardtrain.job.saved import marked_values
 from shardtrain.job.schema import Mark
@@ -86,6 +87,7 @@ def start(
     """
     signal.signal(signal.SIGINT, _interrupt)
     leave_with_launcher()
+    write_any_text()
     # The working directory, for users' modules: a console script (`shardtrain-train`) would not find them.
     if "" not in sys.path:
         sys.path.append("")
@@ -126,6 +128,7 @@ def process_group(rank_info: RankInfo, device: torch.device) -> Iterator[None]:
         yield
     finally:
         close_process_group()
+        rank_info.leave()
 
 
 def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) -> None:

@@ -26,7 +26,7 @@ from shardtrain.device import is_accelerator
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks
 from shardtrain.job.config import Config, Optim
 from shardtrain.job.dist_env import together
-from shardtrain.job.errors import UserError, not_valid, path_of, reading
+from shardtrain.job.errors import UserError, not_valid, path_of, plain_file, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import typed
 from shardtrain.job.target import find_target, instantiate
@@ -38,6 +38,9 @@ PRECISIONS = {
     "bf16": Precision(param=torch.bfloat16, output=torch.float32),
     "fp16": Precision(param=torch.float16, output=torch.float32),
 }
+
+# Of names in weights that were saved from within a wrapper.
+PREFIXES = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.")
 
 
 def initial_model(config: Config, *, deferred: bool = False, resumed: bool = False) -> nn.Module:
@@ -64,6 +67,12 @@ def plain_model(model: Mapping[str, Any], allow: Sequence[str] = ()) -> nn.Modul
     own = ("weights", "reset_head", "freeze")
     node = {key: value for key, value in model.items() if key not in own}
     built: nn.Module = instantiate(node, "model", nn.Module, allow)
+    for name, part in built.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UserError(
+                f"model: {name or 'the model'} is scripted or traced, so its forward gathers no parameters; "
+                "build it without torch.jit; parallel.compile=true compiles"
+            )
     freeze_parts(built, typed(tuple[str, ...], model.get("freeze", []), "model.freeze"))
     return built
 
@@ -190,13 +199,27 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the state dict in ``path``, on the CPU. Raises UserError if it is not one of tensors alone."""
     with reading(str(path), "no weights that can be read without running code"), warnings.catch_warnings():
+        _require_weights(path)
         warnings.simplefilter("ignore")  # about formats that are refused anyway
         if path.suffix == ".safetensors":
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
+    for name, inner in state.items() if isinstance(state, dict) else ():
+        if isinstance(inner, dict) and inner and all(isinstance(value, Tensor) for value in inner.values()):
+            raise UserError(f"{path}: a checkpoint with its weights under {name!r}: save that dict alone")
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{path}: expected a state dict, names with tensors, found {type(state).__name__}")
     return state
+
+
+def _require_weights(path: Path) -> None:
+    """Raise ValueError for what downloads leave in place of weights."""
+    with plain_file(path).open("rb") as file:
+        start = file.read(200).lstrip().lower()
+    if start.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path}: a pointer of Git LFS, no weights: `git lfs pull` fetches the file itself")
+    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise UserError(f"{path}: a web page, no weights: download the file that it links to")
 
 
 def load_weights(
@@ -214,6 +237,12 @@ def load_weights(
         state |= {key: value for key, value in ours.items() if key.startswith(f"{head}.")}
     expected = {name: Spec.of(value) for name, value in ours.items()}
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
+    for prefix in PREFIXES:
+        if problems and {key.removeprefix(prefix) for key in weights if key.startswith(prefix)} & {*ours}:
+            raise UserError(
+                f"{source} does not fit the model: its names begin with {prefix!r}, which a wrapper has "
+                f"added; save it with names without that: key.removeprefix({prefix!r})"
+            )
     if problems:
         hint = "" if reset_head else "; model.reset_head=true makes the last layer anew"
         raise UserError(f"{source} does not fit the model: {first_of(problems)}{hint}")

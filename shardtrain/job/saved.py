@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from shardtrain.job.config import Config
-from shardtrain.job.hydra_app import hints
+from shardtrain.job.hydra_app import CHOSEN, hints
 from shardtrain.job.schema import Mark, flat, marks_of, typed
 
 MARKS = marks_of(Config)
@@ -54,7 +54,7 @@ def as_saved(config: Config, saved: Mapping[str, Any], overrides: Sequence[str])
 
     Keys that may change are the command's, such as the number of replicas. Keys that have gone are left out.
     """
-    gone = hints("gone")
+    gone = hints("gone").keys() - {f"{group}.name" for group in CHOSEN}  # which the group's choice sets now
     given = {text.partition("=")[0].lstrip("+~") for text in overrides}
     sections = asdict(config)
     for section, ours in sections.items():

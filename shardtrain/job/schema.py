@@ -66,6 +66,11 @@ def one_of(*choices: str, **demands: Any) -> Any:
     return field(metadata={"choices": choices, **demands})
 
 
+def chosen(*choices: str, **demands: Any) -> Any:
+    """Declare the field that says which of a group's files was chosen; it is no key."""
+    return one_of(*choices, chosen=True, **demands)
+
+
 def optional(**demands: Any) -> Any:
     """Declare a field that some choices of a group do not have; it is None there."""
     return field(default=None, metadata=demands)
@@ -142,7 +147,7 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
         if name in demands and not holds(value, demands[name]):
             raise UserError(f"{key}={value}: expected {words} {demands[name]}")
     if isinstance(value, str) and value not in demands.get("choices", [value]):
-        raise not_valid(found, value, demands["choices"])
+        raise not_valid(_not_chosen(key, value) if "chosen" in demands else found, value, demands["choices"])
     return value
 
 
@@ -156,7 +161,8 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
         raw = {**raw, rest: {**raw.get(rest, {}), **unknown}}
     for key in raw:
         if key not in entries and rest is None:
-            known = [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]
+            known = [name for name, entry in entries.items() if "chosen" not in entry.metadata]
+            known += getattr(cls, "KEYLESS_GROUPS", ())
             raise not_valid(f"unknown key {prefix}{key}", key, known, prefix) from KeyError(f"{prefix}{key}")
     hints = typing.get_type_hints(cls)
     values = {}
@@ -175,8 +181,13 @@ def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
         raise UserError(f"{key}={_show(section)}: expected one of {', '.join(by_name)}")
     name = section["name"]
     if name not in [*by_name]:  # a list, since a name may be unhashable
-        raise not_valid(f"{key}.name={_show(name)}", name, by_name)
+        raise not_valid(_not_chosen(key, name), name, by_name)
     return by_name[name]
+
+
+def _not_chosen(key: str, name: str) -> str:
+    found = f"{key.removesuffix('.name')}={name}"
+    return f"{found}: a file of your own has the one it changes in its defaults list"
 
 
 def _show(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import shlex
 import subprocess
 import sys
@@ -140,7 +141,8 @@ def open_monitor(
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
     monitor = Monitor(*writers, first_step=job.first_step)
     file = context.run_dir / "config.yaml"
-    monitor.write(file, lambda: file.write_text(OmegaConf.to_yaml(dataclasses.asdict(config))))
+    text = OmegaConf.to_yaml(dataclasses.asdict(config))
+    monitor.write(file, lambda: file.write_text(text, encoding="utf-8"))
     monitor.facts(facts)
     status = "failed"
     try:
@@ -174,7 +176,9 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     own = max(held) / MIB
     most = "at most " if min(held) < max(held) else ""
     size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"
-    flops = f"{job.forward_flops[side] / 1e9:.3g}"
+    flops = f"{job.forward_flops[side] / 1e9:.3g} GFLOP"
+    if math.isnan(job.forward_flops[side]):
+        flops = "unknown FLOP (its forward reads values)"
     rate = f"lr {optim.lr:g}, {config.sched.name}"
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(share.world_size, "rank")
@@ -183,7 +187,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
     lines = [
-        ("model", f"{_model_name(config.model)}, {size}, {flops} GFLOP per image forward"),
+        ("model", f"{_model_name(config.model)}, {size}, {flops} per image forward"),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
         ("data", f"{job.data_name}, {side}×{side} pixels"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),

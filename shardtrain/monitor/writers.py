@@ -134,6 +134,7 @@ class ResultFile(Writer):
         return {key: value for key, value in kept.items() if value is not None}
 
 
+EVENTS = "events.out.tfevents."
 METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
 FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")  # of HParams; others follow in order of names
 
@@ -154,8 +155,8 @@ class TensorBoard(Writer):
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary  # here, since it takes 1.5 s
 
-        name = f"{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.path = directory / f"events.out.tfevents.{name}"
+        name = f"{_number(directory) / 1e6:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.path = directory / f"{EVENTS}{name}"
         self._summary = summary
         self._event = Event
         self._records = RecordWriter
@@ -204,6 +205,21 @@ class TensorBoard(Writer):
         self._write()
 
 
+def _number(directory: Path) -> int:
+    """Return the time in microseconds, or the number after those of all event files in ``directory``.
+
+    TensorBoard reads them in the order of their names, and a clock may have gone back since the last one.
+    """
+    numbers = [time.time_ns() // 1000]
+    for path in directory.glob(f"{EVENTS}*"):
+        seconds, _, rest = path.name.removeprefix(EVENTS).partition(".")
+        if seconds.isdigit():
+            digits = rest.partition(".")[0]
+            micros = int(digits) if len(digits) == 6 and digits.isdigit() else 999_999
+            numbers.append(int(seconds) * 1_000_000 + micros + 1)
+    return max(numbers)
+
+
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
     """Return the values that distinguish runs, under the command line's names: the same ones for every run.
 
@@ -218,5 +234,5 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
             keys = (f"{name} {each}" for name, each in value.items() if each not in (None, False, []))
             value = ", ".join(keys) or None
         number = isinstance(value, (bool, int, float))
-        shown[key] = value if number else "none" if value is None else str(value)
+        shown[key.removesuffix(".name")] = value if number else "none" if value is None else str(value)
     return {**shown, "train.steps": facts["steps"], "model": f"{facts['model']}, {shown['model']}"}

@@ -22,7 +22,6 @@ from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0, virtual_threads
-from shardtrain.job.errors import path_of, writing
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
@@ -102,14 +101,11 @@ def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
     return batch
 
 
-def write_scores(out: str | None, step: int, scored: Sequence[Evaluation]) -> None:
-    """Write the scores of an evaluation alone to the JSON file ``out``, by their TensorBoard tags."""
-    if out is not None:
-        val, *tests = scored
-        test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
-        path = path_of("eval_out", out)
-        with writing("eval_out", path):
-            path.write_text(json.dumps({"step": step, **val.scalars(), **test}, indent=2) + "\n")
+def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
+    """Return the scores of an evaluation alone as one line of JSON, by their TensorBoard tags."""
+    val, *tests = scored
+    test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
+    return json.dumps({"step": step, **val.scalars(), **test})
 
 
 class Finiteness:
@@ -202,7 +198,7 @@ def _train(config: Config, context: Context, memory: Store | None) -> float | No
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
-            on_rank_0(lambda: write_scores(config.eval_out, start.step, scored))
+            monitor.say(scores_as_json(start.step, scored))
             return scored[0].judged.acc1
         if config.dry_run:
             plan = plan_of(config, job)

@@ -123,7 +123,7 @@ def find_start(config: Config, context: Context, in_memory: Store | None = None)
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),
         keep=config.checkpoint.keep,
-        asynchronous=config.checkpoint.asynchronous,
+        asynchronous=True,
     )
     if config.resume == "none" and (config.eval_only or not _restarted(context)):
         return store, Newest(None, 0, [])
@@ -201,6 +201,15 @@ def run_directory(
             store.clear(start.damaged)
             if config.checkpoint.keep and free_space(store.directory)[1] < MIB:
                 messages.append(f"warning: the disk of {context.run_dir} is full; training continues")
+            elif config.checkpoint.keep:
+                with reading(
+                    f"run.dir={context.run_dir}", "a save was rehearsed there; choose another run.dir"
+                ):
+                    if not store.rehearse():
+                        messages.append(
+                            f"warning: the file system of {context.run_dir} cannot sync directories: after a "
+                            "crash of the host the newest checkpoints may be missing"
+                        )
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
@@ -310,7 +319,8 @@ def _require_same_run(opened: Opened, config: Config, job: Job) -> None:
     strict = step == job.steps or not is_path(config.resume)
     decisive = [each for each in changes if Mark.IMAGES in each.mark or (strict and each.mark == Mark.NONE)]
     if decisive:
-        texts = [f"{each.key}={each.before}, this one has {each.now}" for each in decisive]
+        shown = [each._replace(key=each.key.removesuffix(".name")) for each in decisive]
+        texts = [f"{each.key}={each.before}, this one has {each.now}" for each in shown]
         why = ""
         way_out = f"; resume={opened.path} continues it with other settings"
         if any(Mark.IMAGES in each.mark for each in decisive):

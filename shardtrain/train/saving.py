@@ -181,7 +181,7 @@ class Saver:
 
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
-        views = Views(self._config.train.eval_flip, self._config.train.eval_shift)
+        views = Views.of_level(self._config.train.tta)
         job = self._job
         end = self._raise_signal
         return evaluate(job.model, feed, ema=job.ema, metrics=job.metrics, views=views, before_batch=end)

@@ -89,17 +89,15 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
         context = Context(rank_info, device, directory / str(len(done)), not done, settings)
         if rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
-        outcome = _run_job(program, overrides, context)
+        outcome, trace = _run_job(program, overrides, context)
         gc.collect()  # a sharded model is a reference cycle, and holds its transport
         # By the store, since a rank that failed alone may have left the others in a collective.
-        text = outcome.problem.encode(errors="backslashreplace")
+        text = json.dumps([outcome.problem, trace]).encode()
         seconds = START_UP.total_seconds()
-        problems = synchronize(store, text, rank, world_size, f"job {len(done)}/", seconds)
-        if len(set(problems)) > 1:
-            why = "; ".join(f"rank {rank}: {each.decode() or 'done'}" for rank, each in enumerate(problems))
-            raise RuntimeError(
-                f"the ranks left job {len(done)} for different reasons, so none can follow: {why}"
-            )
+        texts = synchronize(store, text, rank, world_size, f"job {len(done)}/", seconds)
+        _require_same_reason([json.loads(each) for each in texts], len(done))
+        if rank == 0 and trace:
+            print(trace, file=sys.stderr, flush=True)
         done.append(outcome)
         if rank == 0:
             if outcome.problem:
@@ -115,6 +113,22 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
         first = failed[0]
         raise UserError(f"{count}, the first, job {first}, with: {done[first].problem}")
     return max((outcome.objective for outcome in done if outcome.objective is not None), default=None)
+
+
+def _require_same_reason(endings: Sequence[tuple[str, str]], job: int) -> None:
+    """Raise an error if ranks left ``job`` for different reasons: a user's mistake, if one found one.
+
+    ``endings``: each rank's problem, "" for none, and its traceback, "" for a mistake.
+    """
+    if len({problem for problem, _ in endings}) == 1:
+        return
+    for problem, trace in endings:
+        if problem and not trace:  # the others saw only that this rank had left
+            raise UserError(f"job {job}: {problem}; the other ranks were in a step, so no job can follow")
+    reasons = [f"rank {rank}: {problem or 'done'}" for rank, (problem, _) in enumerate(endings)]
+    raise RuntimeError(
+        f"the ranks left job {job} for different reasons, so none can follow: {'; '.join(reasons)}"
+    )
 
 
 def table(done: Sequence[Outcome]) -> str:
@@ -152,19 +166,18 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     return fixed, [list(job) for job in itertools.product(*swept.values())]
 
 
-def _run_job(program: Program, overrides: list[str], context: Context) -> Outcome:
+def _run_job(program: Program, overrides: list[str], context: Context) -> tuple[Outcome, str]:
+    """Return the outcome, and the traceback of a failure that is no user's mistake."""
     try:
         config = read_config(context.overrides, False)
         assert config is not None
         launch.require_same_command(config)
-        return Outcome(overrides, program(config, context), "")
+        return Outcome(overrides, program(config, context), ""), ""
     except UserError as error:
-        return Outcome(overrides, None, str(error))
+        return Outcome(overrides, None, str(error)), ""
     except Exception as error:
         rank = context.rank_info.rank
-        if rank == 0:
-            traceback.print_exc()
         with contextlib.suppress(OSError):  # the job may have failed because of this disk
             context.run_dir.mkdir(parents=True, exist_ok=True)
             (context.run_dir / f"traceback-{rank:05}.txt").write_text(traceback.format_exc())
-        return Outcome(overrides, None, f"{type(error).__name__}: {error}")
+        return Outcome(overrides, None, f"{type(error).__name__}: {error}"), traceback.format_exc()

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Images
 from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
+from shardtrain.job.data.workers import PATIENCE_S, arriving, context
 from shardtrain.job.errors import UserError, reading
 from shardtrain.job.signals import end_with_parent
 
@@ -268,7 +269,7 @@ class TrainFeed:
 
     def __iter__(self) -> Iterator[Batch]:
         size = self.share.micro_batch
-        loaded = iter(self.loader)
+        loaded = arriving(self.loader)
         for step in self.sampler.steps:
             uniform = self._uniform(step)
             mixing = self.mix.draws(step) if self.mix else None
@@ -317,7 +318,7 @@ class EvalFeed:
         self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:
-        for index, (images, labels) in enumerate(self.loader):
+        for index, (images, labels) in enumerate(arriving(self.loader)):
             labels = labels.to(self.prepare.device, non_blocking=True)
             yield Batch(self.prepare(images), labels, self.sampler.valid[index])
 
@@ -331,6 +332,8 @@ def _loader(
         sampler=sampler,
         batch_size=None,
         num_workers=workers,
+        timeout=PATIENCE_S if workers else 0,
+        multiprocessing_context=context() if workers else None,
         pin_memory=is_accelerator(device),
         generator=generator("workers", seed, rank),
         worker_init_fn=end_with_parent if sys.platform == "linux" else None,

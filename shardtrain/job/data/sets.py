@@ -18,6 +18,7 @@ from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, path_of, plain_file, reading
 from shardtrain.job.target import find_target, instantiate
 
+FAKE_CLASSES = 10  # of random labels
 # Mean and standard deviation of the training images, per channel.
 STATISTICS = {
     "cifar10": ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
@@ -204,10 +205,10 @@ def _fake(config: Fake) -> DataSet:
     shape = (few, config.channels, config.image_size, config.image_size)
     with reading("data=fake", "expected images of a size that fits into memory"):
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
-    labels = torch.randint(0, config.classes, (few,), generator=generator("fake labels"))
+    labels = torch.randint(0, FAKE_CLASSES, (few,), generator=generator("fake labels"))
     pool = Arrays(images, labels)
     train = of_length(pool, config.train_images)
-    val = of_length(pool, config.val_images)
+    val = of_length(pool, max(1, config.train_images // 4))
     mean = (127.5,) * config.channels
     std = (73.9,) * config.channels
-    return DataSet(train, val, "fake", config.classes, config.channels, mean, std)
+    return DataSet(train, val, "fake", FAKE_CLASSES, config.channels, mean, std)

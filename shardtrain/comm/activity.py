@@ -1,0 +1,118 @@
+"""Measure whether this process works, and say where its main thread stands.
+
+A rank whose main thread waits for something that never comes still answers reports, since threads answer.
+Work shows in processor time, of this process and of those that it started, and in bytes that they read and
+wrote. A host that waits for a device spins, which is processor time. The guard's own threads do not count.
+Its own file, since it knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+GUARD = "shardtrain-reports"  # the name of the guard's threads
+SHARE = 0.01  # of a processor: a process that takes less does nothing
+FRAMES = 5  # innermost ones that `main_thread` names, each of another file
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class _Spent(NamedTuple):
+    """Hold what processes have spent so far."""
+
+    seconds: dict[int, float]  # of processor time, by process
+    bytes: int
+
+
+class Activity:
+    """Say when this process was last seen at work."""
+
+    def __init__(self) -> None:
+        self._looked_s = 0.0
+        self._spent: _Spent | None = None
+        self._worked_s = 0.0
+
+    def last_s(self, span: float) -> float:
+        """Return when this process was last seen at work. Looks at most every ``span`` seconds."""
+        now = time.monotonic()
+        elapsed = now - self._looked_s
+        if elapsed >= span:
+            spent = _spent()
+            if self._spent is None or elapsed > 20 * span or _has_worked(self._spent, spent, elapsed):
+                self._worked_s = now
+            self._spent = spent
+            self._looked_s = now
+        return self._worked_s
+
+
+def _has_worked(before: _Spent, spent: _Spent, elapsed: float) -> bool:
+    if before.seconds.keys() != spent.seconds.keys() or before.bytes != spent.bytes:
+        return True  # a process began or ended
+    seconds = sum(each - before.seconds[process] for process, each in spent.seconds.items())
+    return seconds > SHARE * elapsed
+
+
+def _spent() -> _Spent:
+    own = os.getpid()
+    threads = threading.enumerate()
+    guards = [thread.native_id for thread in threads if thread.name == GUARD]
+    seconds = {own: time.process_time() - sum(_thread_s(guard) for guard in guards)}
+    moved = _bytes(
+        "/proc/self/io", ("read_bytes", "write_bytes")
+    )  # of disks: sockets carry the guard's reports
+    for thread in threads:
+        if thread.native_id not in guards:
+            moved += _bytes(f"/proc/self/task/{thread.native_id}/io", ("rchar", "wchar"))
+    for process in _descendants(own):
+        seconds[process] = _process_s(process)
+        moved += _bytes(f"/proc/{process}/io", ("rchar", "wchar"))
+    return _Spent(seconds, moved)
+
+
+def _descendants(process: int) -> list[int]:
+    """Return the processes that ``process`` has started, and those that these have started."""
+    found = list[int]()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, _read(file).split()):
+            found += [child, *_descendants(child)]
+    return found
+
+
+def _thread_s(thread: int | None) -> float:
+    nanoseconds = _read(Path(f"/proc/self/task/{thread}/schedstat")).partition(" ")[0]
+    return int(nanoseconds or 0) / 1e9
+
+
+def _process_s(process: int) -> float:
+    ticks = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) * _TICK_S
+
+
+def _bytes(file: str, names: tuple[str, ...]) -> int:
+    lines = [line.partition(": ") for line in _read(Path(file)).splitlines()]
+    return sum(int(value) for name, _, value in lines if name in names)
+
+
+def _read(file: Path) -> str:
+    with suppress(OSError):  # no such system, or the thread or process has ended
+        return file.read_text()
+    return ""
+
+
+def main_thread() -> str:
+    """Return where the main thread stands, such as ``reader.py:7 in read, from feed.py:5 in __iter__``."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    places = list[str]()
+    file = ""
+    while frame is not None and len(places) < FRAMES:
+        code = frame.f_code
+        if code.co_filename != file:
+            file = code.co_filename
+            places.append(f"{Path(file).name}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return ", from ".join(places)

@@ -1,0 +1,66 @@
+"""Load batches in workers, and report those that never arrive.
+
+A worker hands a batch over by a thread. If that fails, for want of shared memory for example, Python prints a
+traceback and drops the batch, and the loader waits for ever. Here the error takes the batch's place.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, get_worker_info
+
+from shardtrain.job.dist_env import START_UP
+from shardtrain.job.errors import UserError
+
+PATIENCE_S = START_UP.total_seconds()  # for a single batch; a cold network disk takes minutes
+WAY_OUT = "make /dev/shm larger (docker run --shm-size=…), or data.workers=0 loads without workers"
+
+
+class LostBatch(UserError):
+    """Report a batch that a worker could not hand over, without the traceback that torch adds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.rpartition("LostBatch: ")[2].strip())
+
+
+class _Batches(Queue):  # type: ignore[type-arg]  # not subscriptable before Python 3.12
+    """Carry a worker's batches, each with its number; what handing one over fails with takes its place."""
+
+    def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
+        worker = get_worker_info()
+        reason = " ".join(str(error).split())
+        count = worker.num_workers if worker else 0
+        lost = LostBatch(f"data.workers={count}: a worker cannot hand over a batch: {reason}; {WAY_OUT}")
+        self.put((batch[0], ExceptionWrapper((LostBatch, lost, None))))
+
+
+def context() -> BaseContext:
+    """Return the usual way to start workers, with such queues."""
+    own = copy.copy(multiprocessing.get_context())
+    own.Queue = partial(_Batches, ctx=own)  # type: ignore[method-assign, assignment]
+    return own
+
+
+def arriving(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the batches of ``loader``. Raises UserError for one that is lost, or takes too long."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        text = str(error)
+        found = f"data.workers={loader.num_workers}"
+        if text.startswith("DataLoader timed out"):
+            raise UserError(
+                f"{found}: no batch has come for {loader.timeout:g} s: a worker waits for its files, or has "
+                "lost the batch; data.workers=0 loads without workers, and shows where"
+            ) from None
+        if "Bus error" in text:
+            raise UserError(f"{found}: a worker has found no shared memory; {WAY_OUT}") from None
+        raise
