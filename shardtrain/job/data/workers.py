@@ -2,6 +2,7 @@
 
 A worker hands a batch over by a thread. If that fails, for want of shared memory for example, Python prints a
 traceback and drops the batch, and the loader waits for ever. Here the error takes the batch's place.
+Its own file, since the feeds know nothing of processes.
 """
 
 from __future__ import annotations
