@@ -15,12 +15,13 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import initialize, pieces, user_code
@@ -76,7 +77,7 @@ class Engine:
         self.initializing = False  # see ``initialize.py``
         self._passed: set[str] = set()  # see `Tryable`
         self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in step() now
+        self.stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in step() now
         self._handles: list[RemovableHandle] = []
         self._attach()
         assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
@@ -298,18 +299,14 @@ class Engine:
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             self.driver.steps.note(optimizer)
-        self._stepping.add(optimizer)
+        self.stepping.add(optimizer)
         self.transport.stepping = True
-
-    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that ``optimizer`` has stepped. If its step raised, that is not before its next one."""
-        self._stepping.discard(optimizer)
-        self.transport.stepping = bool(self._stepping)
 
     def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
         if optimizer not in self._described:
             self._described.add(optimizer)
+            optimizer.register_step_post_hook(partial(_end_step, weakref.ref(self)))
             pieces.describe_state(optimizer, self.members)
 
     # between steps
@@ -350,6 +347,14 @@ class Engine:
             )
 
 
+def _end_step(known: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note that ``optimizer`` has stepped. If its step raised, that is not before its next one."""
+    engine = known()
+    if engine is not None:
+        engine.stepping.discard(optimizer)
+        engine.transport.stepping = bool(engine.stepping)
+
+
 @functools.cache
 def check_optimizers(trial: Trial) -> None:
     """Check every optimizer before it steps, once for all engines; ``trial`` raises if one is not right.
@@ -361,12 +366,7 @@ def check_optimizers(trial: Trial) -> None:
         for engine in list(_ENGINES):
             engine.check_optimizer(optimizer, trial)
 
-    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for engine in list(_ENGINES):
-            engine.end_step(optimizer)
-
     register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
 
 
 def engine_of(module: nn.Module) -> Engine:

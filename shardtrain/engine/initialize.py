@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +21,11 @@ from torch import nn
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 
-if TYPE_CHECKING:
-    from shardtrain.engine.hooks import Engine
-
 _METHODS = ("init_weights", "initialize_weights", "init_parameters", "initialize_parameters", "init_params")
 _INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
-Table = Mapping[nn.Parameter, tuple[Unit, ShardedParam]]
 
 
-def methods(engine: Engine, module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+def methods(engine: Any, module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield what to call in the place of ``module``'s methods that initialize, by their names."""
 
     def apply(called: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
@@ -51,7 +47,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _with_all(engine: Engine, method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_all(engine: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _whole(engine, called, below=True):
             return method(called, *args, **kwargs)
@@ -60,7 +56,7 @@ def _with_all(engine: Engine, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _whole(engine: Engine, module: nn.Module, below: bool) -> Iterator[None]:
+def _whole(engine: Any, module: nn.Module, below: bool) -> Iterator[None]:
     """Show whole parameters in ``module``: of one unit, its own, or (``below``) of all units in it.
 
     Inside a step, `unsharded` or another call nothing changes. Raises ValueError if parameters of other units
@@ -70,7 +66,9 @@ def _whole(engine: Engine, module: nn.Module, below: bool) -> Iterator[None]:
         yield
         return
     engine.adopt_changes()
-    table = {member.param: (unit, member) for unit in engine.units for member in unit.members}
+    table = dict[nn.Parameter, tuple[Unit, ShardedParam]]()
+    for unit in engine.units:
+        table.update({member.param: (unit, member) for member in unit.members})
     inside = [table[param] for param in module.parameters() if param in table]
     units = {unit for unit, _ in inside}
     if len(units) > 1 and not below:
@@ -89,7 +87,7 @@ def _whole(engine: Engine, module: nn.Module, below: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _shown(engine: Engine, units: Iterable[Unit], members: Iterable[ShardedParam]) -> Iterator[None]:
+def _shown(engine: Any, units: Iterable[Unit], members: Iterable[ShardedParam]) -> Iterator[None]:
     """Show whole values of ``members``, which are of ``units``, and keep this rank's parts of them."""
     for unit in units:
         if unit.shown is not Shown.SHARD:
