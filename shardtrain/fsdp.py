@@ -15,6 +15,7 @@ here, is accepted and does nothing. What would change results is refused by name
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -79,13 +80,14 @@ def fully_shard(
     The arguments are FSDP2's, and are this unit's. An int for ``reshard_after_forward`` means True: the unit
     is gathered from all ranks again. The root is never resharded between forward and backward. ``mesh`` and
     ``offload_policy`` must be the same for all units of a model. ``transport``: the root's, as in `shard`.
+    ``shard_placement_fn`` chooses the dimension that FSDP2 cuts, which changes no result: shards are flat.
 
-    Raises ValueError for ``shard_placement_fn``, ``dp_mesh_dims``, subclasses of tensors (DTensors) as
-    parameters, modules without a forward of their own, and modules that are sharded or inside a sharded one.
+    Raises ValueError for a ``shard_placement_fn`` that chooses ranks, ``dp_mesh_dims``, subclasses of tensors
+    (DTensors) as parameters, modules without a forward of their own, and modules that are sharded or inside a
+    sharded one.
     """
-    for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
-        if value is not None:
-            _refuse(f"fully_shard({name}=...)")
+    if dp_mesh_dims is not None:
+        _refuse("fully_shard(dp_mesh_dims=...)")
     policy = mp_policy or MixedPrecisionPolicy()
     dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
     # FSDP2 casts BatchNorm, too, which then fails.
@@ -105,6 +107,7 @@ def fully_shard(
             if mark.root is inside:
                 _withdraw(inside)
         check(part, transport, mesh, precision, ignored)
+        _check_placement(part, shard_placement_fn)
         unit_modules(part, {})  # raises without a forward
         options = UnitOptions(precision, reshard_after_forward is None or bool(reshard_after_forward))
         part.__dict__[_MARK] = _Mark(options, shared, ignored)
@@ -181,6 +184,8 @@ class FSDPModule(Uncopied):
     set_force_sum_reduction_for_comms = _accept
     set_reduce_scatter_max_input_buffers = _accept
     set_allocate_memory_from_process_group_for_comm = _accept
+    set_post_optim_event = _accept
+    _set_unshard_async_op = _accept
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         if any(param.is_meta for param in self.parameters()):  # `to_empty` materialises shards only
@@ -201,6 +206,17 @@ def _marks(module: nn.Module, recurse: bool = True) -> dict[nn.Module, _Mark]:
     """Return ``module``, and with ``recurse`` the modules in it, if they are marked, with their marks."""
     modules = module.modules() if recurse else [module]
     return {each: each.__dict__[_MARK] for each in modules if _MARK in each.__dict__}
+
+
+def _check_placement(module: nn.Module, choose: Callable[[nn.Parameter], Any] | None) -> None:
+    """Raise ValueError if ``choose`` returns more than the dimension to cut, such as other ranks."""
+    if choose is None:
+        return
+    from torch.distributed.tensor import Shard  # an import of 0.3 s
+
+    odd = [name for name, param in module.named_parameters() if not isinstance(choose(param), Shard | None)]
+    if odd:
+        _refuse(f"fully_shard(shard_placement_fn=...) that returns no Shard(dim), for {odd[0]},")
 
 
 def _withdraw(module: nn.Module) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import shardtrain
 from shardtrain import fsdp as ours
@@ -316,9 +317,35 @@ def edited(model: Any) -> None:
     model.reshard()
 
 
+@each_rank(2, transport="auto")
+def test_what_changes_no_result_is_accepted() -> None:
+    losses = []
+    for options in (
+        {},
+        {"shard_placement_fn": lambda param: Shard(param.ndim - 1) if param.ndim > 1 else None},
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+        for layer in model:
+            ours.fully_shard(layer, **options)
+        ours.fully_shard(model, **options)
+        if options:
+            model.set_post_optim_event(None)
+            model._set_unshard_async_op(True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = model(torch.ones(3, 6)).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:2] == losses[2:]
+    with pytest.raises(ValueError, match=r"^a sharded model, or one that contains it, cannot be copied"):
+        copy.deepcopy(model)
+
+
 REFUSALS: dict[str, Callable[[Any], object]] = {
-    r"fully_shard\(shard_placement_fn=...\) of FSDP2 is not supported": lambda m: ours.fully_shard(
-        m, shard_placement_fn=id
+    r"fully_shard\(shard_placement_fn=...\) that returns no Shard\(dim\), for .*, of FSDP2": lambda m: (
+        ours.fully_shard(m, shard_placement_fn=id)
     ),
     r"fully_shard\(dp_mesh_dims=...\) of FSDP2 is not supported": lambda m: ours.fully_shard(
         m, dp_mesh_dims=1

@@ -12,6 +12,7 @@ This is a file of its own since it is a table, which people search for a functio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ FUSED = """
     """
 _DESCRIBING = frozenset((*DESCRIPTIONS.split(), *FUSED.split()))
 _COMBINING = frozenset(ARITHMETIC.split())
-_EXACT = {f"__{prefix}{name}__" for name in OPERATORS.split() for prefix in ("", "r", "i")}
+_NAMES = OPERATORS.split()
+_NAMES += [f"{prefix}{name}" for prefix, name in product("ri", _NAMES)]
+_EXACT = {f"__{name}__" for name in _NAMES}
 _EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max", "min"}
 _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
 _OF_TORCH = {"aten", "prim", "prims"}

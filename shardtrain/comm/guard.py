@@ -93,6 +93,11 @@ class Paths:
             self._compare([position])
         return position
 
+    @property
+    def latest(self) -> Entry:
+        """This rank's latest collective."""
+        return self.own[self.end - 1]
+
     def hear(self, rank: int, messages: bytes) -> None:
         """Replace the known collectives of ``rank`` by those that its ``messages`` report."""
         log = {

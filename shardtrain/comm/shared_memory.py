@@ -137,9 +137,10 @@ class SharedMemoryTransport(Transport):
             address = flat.full.data_ptr()
             if self._addresses.get(flat.full.untyped_storage()._cdata, address) != address:
                 raise ValueError(
-                    "parameters have left the memory that ranks share, moved by share_memory() or a queue of "
-                    "torch.multiprocessing: send copies (param.detach().clone()), or full_state_dict(model), "
-                    "or call shard(..., transport='process_group')"
+                    f"parameters of {self.signals.reports.paths.latest.name} have left the memory that ranks "
+                    "share, moved by share_memory() or a queue of torch.multiprocessing: send copies "
+                    "(param.detach().clone()), or full_state_dict(model), or call shard(..., "
+                    "transport='process_group')"
                 )
         self.signals.advance()
         return Pending.done(None)

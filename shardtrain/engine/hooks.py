@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import casts, initialize, pieces, resets, user_code
@@ -249,12 +249,7 @@ def check_optimizers(trial: Trial) -> None:
         for engine in list(_ENGINES):
             engine.before_step(optimizer, trial)
 
-    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for engine in list(_ENGINES):
-            engine.optimizers.after_step(optimizer)
-
     register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
 
 
 def engine_of(module: nn.Module) -> Engine:

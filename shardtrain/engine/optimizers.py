@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ class Optimizers:
         self._stepping.add(optimizer)
         driver.root.transport.stepping = True
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` has stepped. If its step raised, that is not before its next one."""
         self._stepping.discard(optimizer)
         self._driver.root.transport.stepping = bool(self._stepping)
@@ -108,7 +109,14 @@ class Optimizers:
         """Have the state dict of ``optimizer`` give local shards to torch.distributed.checkpoint."""
         if optimizer not in self._described:
             self._described.add(optimizer)
+            optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
             pieces.describe_state(optimizer, self._members)
+
+
+def _after_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    optimizers = known()
+    if optimizers is not None:
+        optimizers.end_step(optimizer)
 
 
 def _cut_state(member: ShardedParam, state: dict[str, Any]) -> None:

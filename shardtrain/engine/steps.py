@@ -1,7 +1,7 @@
 """Describe an optimizer's step, so that the guard compares class and options between ranks.
 
 Ranks whose learning rates differ would train one model by several rules. So each step posts what has changed
-since the step before, one line per option, and a digest of all. This is a file of its own since the hook of
+since the step before, one line per option, and a digest of all. It is its own file, since the hook of
 optimizers notes steps, and the driver posts them at the next forward.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def _lines_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """Yield a line for each option, with its values in all groups, such as ``SGD with lr=0.1, 0.01``."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups
-    for key in dict.fromkeys([key for group in groups for key in group]):
+    for key in dict.fromkeys(chain.from_iterable(groups)):
         if key not in _NOT_COMPARED:
             values = [_text(group.get(key)) for group in groups]
             same = values[0] if len({*values}) == 1 else ", ".join(values)
