@@ -191,8 +191,9 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
 
     With the images of a micro-batch chosen by ``step`` and ``number``, weights, gradients, norms, buffers and
     optimizer state have the same bits on any number of ranks, over any transport. Losses to report are a
-    rank's own: exchange one per virtual rank and add them in one order. Buffers that the step changes, such
-    as BatchNorm's running statistics, become their mean over virtual ranks when the last one ends.
+    rank's own: exchange one per virtual rank and add them in one order. Buffers that forward changes become
+    their mean over virtual ranks when the last one ends, or the first one's value if they are integers. All
+    but the last of several backwards run inside `no_sync`. A step begins again with its first virtual rank.
 
     Args:
         module: what `shard` returned, given ``virtual_ranks``.
@@ -202,7 +203,8 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         step: the number of the step.
 
     Raises:
-        ValueError: another virtual rank is to be computed now, or `shard` was given no ``virtual_ranks``.
+        ValueError: another virtual rank is to be computed now, a buffer or a backward would make results
+            depend on the number of ranks, or `shard` was given no ``virtual_ranks``.
     """
     engine = engine_of(module)
     virtual = engine.virtual

@@ -269,7 +269,10 @@ def engines() -> list[Engine]:
 
 def is_inside(module: nn.Module) -> bool:
     """Return whether ``module`` is, or is inside, a module that is sharded now."""
-    return any(module is each for engine in engines() for each in engine.module.modules())
+    for engine in engines():
+        if any(module is inner for inner in engine.module.modules()):
+            return True
+    return False
 
 
 def is_entrance(module: nn.Module) -> bool:

@@ -88,7 +88,9 @@ class Initialization:
             yield
             return
         self._adopt()
-        table = {member.param: (unit, member) for unit in self._units for member in unit.members}
+        table = dict[nn.Parameter, tuple[Unit, ShardedParam]]()
+        for unit in self._units:
+            table.update({member.param: (unit, member) for member in unit.members})
         inside = [table[param] for param in module.parameters() if param in table]
         units = {unit for unit, _ in inside}
         if len(units) > 1 and not below:
