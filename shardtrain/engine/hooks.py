@@ -269,10 +269,7 @@ def engines() -> list[Engine]:
 
 def is_inside(module: nn.Module) -> bool:
     """Return whether ``module`` is, or is inside, a module that is sharded now."""
-    for engine in engines():
-        if any(module is inner for inner in engine.module.modules()):
-            return True
-    return False
+    return any(module in set(engine.module.modules()) for engine in engines())
 
 
 def is_entrance(module: nn.Module) -> bool:
