@@ -26,7 +26,7 @@ from torch import nn
 import shardtrain
 from shardtrain import comm, introspect
 from shardtrain.comm import Flat, activity, guard, messages, native, reports
-from shardtrain.comm.reports import TELLS, Links, Reports
+from shardtrain.comm.reports import Links, Reports
 from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
 
@@ -413,7 +413,7 @@ def test_work_shows_in_processor_time_and_bytes(tmp_path: Path) -> None:
 def test_a_forked_child_leaves_the_reports_alone() -> None:
     """gloo's threads are not its own, so that it would wait for them when it ends."""
     model, optimizer = trained()
-    links = introspect(model).transport.all_ranks.reports._links
+    links = introspect(model).transport.all_ranks.guard._links
     child = os.fork()
     if child == 0:
         pulse = Mock()
@@ -444,7 +444,7 @@ def test_what_one_rank_does_alone_is_not_blamed_on_a_scaler() -> None:
         train(model, optimizer, 1)
 
     text = raised_soon(comm.Diverged, evaluate_on_rank_0)
-    assert "rank 1 is stepping the optimizer" in text
+    assert "rank 1 is stepping SGD" in text
     assert "run what stands under `if rank == 0:`, an evaluation for example, on every rank" in text
 
 
@@ -591,7 +591,7 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
     sending.wait = lambda _: (waited_for.set(), gone.wait(10))
     receiving.wait = lambda _: closed_by.append(threading.current_thread().name)  # gloo closes at a time-out
     links = Links(group, 0, guard.Paths(0, [1]))
-    links.send(TELLS)
+    links.send(reports.DIFFERS)
     threads = [threading.Thread(target=links.close, name=name) for name in ("first", "second")]
     threads[0].start()
     assert waited_for.wait(10)
@@ -612,7 +612,7 @@ def test_a_rank_that_has_left_waits_a_moment_for_those_that_have_left_too() -> N
     group.size.return_value = 2
     group.send.return_value = sending
     links = Links(group, 0, guard.Paths(0, [1]))
-    links.send(TELLS)
+    links.send(reports.DIFFERS)
     links.close()
     links.leave()
     links.close()
