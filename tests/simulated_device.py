@@ -184,6 +184,7 @@ class SimulatedDevice:
             patch.setattr(torch, "Event", self.Event)
             there = {"current_device": 0, "is_initialized": True, "is_bf16_supported": True}
             there |= {"get_device_name": "a simulated device", "manual_seed": None}
+            there |= {"get_rng_state": None, "set_rng_state": None}
             for name, answer in there.items():
                 patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
             for name in ("Stream", "Event", "current_stream"):  # FSDP2 asks there
