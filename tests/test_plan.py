@@ -325,6 +325,7 @@ def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, repli
 
     opened = lambda opening: Mine(opening.shards.rank, opening.shards.world)  # noqa: E731
     monkeypatch.setitem(comm.TRANSPORTS, "mine", opened)
+    assert configure("parallel.transport=mine").parallel.transport == "mine"
     with simulated_group(8):
         mesh = init_device_mesh("cpu", (replicas, 8 // replicas))
         model = shardtrain.shard(OddNet(), units=[], mesh=mesh, transport="mine")

@@ -18,7 +18,7 @@ import torch
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
 from shardtrain.job.errors import UserError, not_valid, reading
-from shardtrain.job.schema import Mark, above, at_least, chosen, marked, one_of, optional
+from shardtrain.job.schema import Mark, above, at_least, chosen, marked, name_in, one_of, optional
 from shardtrain.job.target import instantiate
 from shardtrain.layout import Policy
 
@@ -261,7 +261,7 @@ class Parallel:
     replicate: int = at_least(1, mark=Mark.CHANGES)
     shard: int | None = at_least(1, mark=REPORTED)
     reshard_after_forward: bool = marked(Mark.CHANGES)
-    transport: str = one_of(*TRANSPORTS, mark=Mark.CHANGES)
+    transport: str = name_in(TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")
     reduce: str | None = one_of("bf16")
     sync_batchnorm: bool

@@ -66,6 +66,11 @@ def one_of(*choices: str, **demands: Any) -> Any:
     return field(metadata={"choices": choices, **demands})
 
 
+def name_in(table: Mapping[str, Any], **demands: Any) -> Any:
+    """Declare a field that takes a name of ``table``, as it is when a configuration is read."""
+    return field(metadata={"choices": table, **demands})
+
+
 def chosen(*choices: str, **demands: Any) -> Any:
     """Declare the field that says which of a group's files was chosen; it is no key."""
     return one_of(*choices, chosen=True, **demands)
