@@ -32,7 +32,7 @@ from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
 
 from small import Block, OddNet, Parts, sgd
-from tiny import ALONE, CPU, VIT, composed
+from tiny import ALONE, CPU, VIT, composed, configure
 
 MIB = 2**20
 RESNET = ["model=resnet18", "data.image_size=16"]
