@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -156,8 +156,18 @@ class FSDPModule(Uncopied):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or (False) let them wait on each rank."""
-        for mark in _marks(self, recurse).values():
-            mark.options.reduces = requires_gradient_sync
+        accumulating = dict[Engine, set[Unit]]()
+        for module, mark in _marks(self, recurse).items():
+            mark.options = replace(mark.options, reduces=requires_gradient_sync)
+            if mark.root is not None:
+                engine, unit = _sharded(module)
+                accumulates = accumulating.setdefault(engine, set(engine.driver.schedule.accumulates))
+                if unit is not None and requires_gradient_sync:
+                    accumulates.discard(unit)
+                elif unit is not None:
+                    accumulates.add(unit)
+        for engine, accumulates in accumulating.items():
+            engine.driver.schedule.accumulate(accumulates)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With replicas, which are averaged in the same step, do as `set_requires_gradient_sync`."""
@@ -167,12 +177,21 @@ class FSDPModule(Uncopied):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Release units after forward, or keep them."""
-        for mark in _marks(self, recurse).values():
-            mark.options.reshard_after_forward = reshard_after_forward
+        for module, mark in _marks(self, recurse).items():
+            mark.options = replace(mark.options, reshard_after_forward=reshard_after_forward)
+            if mark.root is not None:
+                engine, unit = _sharded(module)
+                if unit is not None:
+                    engine.driver.schedule.keep_after_forward(unit, not reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of all ranks' gradients of this unit by ``factor``, instead of their number."""
-        self.__dict__[_MARK].options.divide_by = factor
+        mark: _Mark = self.__dict__[_MARK]
+        mark.options = replace(mark.options, divide_by=factor)
+        if mark.root is not None:
+            engine, unit = _sharded(self)
+            if unit is not None:
+                engine.driver.reductions[unit].divide_by = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
     set_modules_to_forward_prefetch = _accept

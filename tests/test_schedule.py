@@ -365,11 +365,11 @@ def accumulation(program: Program) -> None:
     """Two backwards without reductions, then one of another forward that reduces all."""
     recorder = Recorder(unit_count(program))
     for _ in range(2):
-        recorder.schedule.accumulates = recorder.units
+        recorder.schedule.accumulate(recorder.units)
         recorder.forward(program)
         recorder.backward()
         assert not recorder.reductions()
-    recorder.schedule.accumulates = ()
+    recorder.schedule.accumulate(())
     recorder.forward([program[0], (False, program[0][1])])
     recorder.backward()
     assert recorder.reductions() == recorder.expected(program)

@@ -167,14 +167,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _reducing(engine: Engine, reduces: bool) -> Iterator[None]:
     """Let all units reduce their gradients inside, or none."""
-    reduced = [(unit.options, unit.options.reduces) for unit in engine.units]
-    for options, _ in reduced:
-        options.reduces = reduces
+    schedule = engine.driver.schedule
+    before = schedule.accumulates
+    schedule.accumulate(() if reduces else engine.units)
     try:
         yield
     finally:
-        for options, restored in reduced:
-            options.reduces = restored
+        schedule.accumulate(before)
 
 
 @contextmanager
@@ -211,7 +210,7 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     driver = engine.driver
     if virtual is None:
         raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    if not all(unit.options.reduces for unit in engine.units):
+    if engine.driver.schedule.accumulates:
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
     if virtual.begin(number):
         driver.drop_backward()

@@ -37,13 +37,14 @@ class Driver:
         self.edits = Edits()
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
+        self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
         # Called with whether the backward that begins reduces: virtual ranks refuse some.
         self.before_backward: Callable[[bool], None] = lambda reduces: None
         self.steps = Steps()  # of optimizers since the last forward
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
-        self._reduced: list[tuple[Unit, list[Mean]]] = []  # by this backward, in order
+        self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
         self._captured: list[str] = []  # parameters whose gradient autograd did not keep
 
@@ -100,7 +101,7 @@ class Driver:
         self._reducing[unit] = self.reductions[unit].reduce()
 
     def finish(self, unit: Unit) -> None:
-        self._reduced.append((unit, self._reducing.pop(unit).wait()))
+        self._reduced.append((self.reductions[unit], self._reducing.pop(unit).wait()))
 
     # forward
 
@@ -233,7 +234,7 @@ class Driver:
         """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
         if self.root.shown is Shown.PRIVATE:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
-        self.before_backward(all(unit.options.reduces for unit in self.units))
+        self.before_backward(not self.schedule.accumulates)
         if torch.is_grad_enabled():
             raise ValueError(
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
@@ -248,7 +249,6 @@ class Driver:
                 if (grad := member.take_grad()) is not None:
                     put_aside.append((member, grad))
         self._put_aside = put_aside
-        self.schedule.accumulates = {unit for unit in self.units if not unit.options.reduces}
         self.schedule.begin_backward(forward, self._training())
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)

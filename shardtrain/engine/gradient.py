@@ -235,12 +235,14 @@ class SegmentGradient:
 class Reduction:
     """Collect the gradients of one unit, and start their reductions.
 
-    ``arrived``: names of parameters for which autograd has had a gradient. ``_shown``: what ``.grad`` shows
+    ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
+    which autograd has had a gradient. ``_shown``: what ``.grad`` shows
     under `no_sync`, with its version, and whether `show_waiting` put it there.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.divide_by = unit.options.divide_by
         self.gradients = [SegmentGradient(segment) for segment in unit.segments]
         self._gradient_of = {member: each for each in self.gradients for member in each.members}
         self.arrived: set[str] = set()
@@ -345,7 +347,7 @@ class Reduction:
             each.drop()
 
 
-def give(reduced: Iterable[tuple[Unit, Sequence[Mean]]]) -> list[nn.Parameter]:
+def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> list[nn.Parameter]:
     """Set the gradients of parameters to their means, after backward's last barrier; return these parameters.
 
     ``reduced``: what each reduction of this backward returned, in order. Where no rank has a gradient, none
@@ -354,10 +356,10 @@ def give(reduced: Iterable[tuple[Unit, Sequence[Mean]]]) -> list[nn.Parameter]:
     hooks run on all ranks. One that was reduced twice is returned twice.
     """
     means = list[Mean]()
-    for unit, of_unit in reduced:
-        if unit.options.divide_by is not None and of_unit:
+    for reduction, of_unit in reduced:
+        if reduction.divide_by is not None and of_unit:
             values = [mean.value for mean in of_unit]
-            torch._foreach_mul_(values, unit.transport.all_ranks.world / unit.options.divide_by)
+            torch._foreach_mul_(values, reduction.unit.transport.all_ranks.world / reduction.divide_by)
         means += of_unit
     # A mean of -0.0 throughout is absent. The host waits for the device once, for the means of all units.
     unsure = [mean.value for mean in means if mean.presence is Presence.UNKNOWN and mean.value.numel()]

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -117,11 +117,12 @@ class Forward(Generic[U]):
 class Backward(Generic[U]):
     """Hold the progress of one backward.
 
-    ``forward``: the one that it descends through. ``moment``: it is done with all that was computed later.
-    ``edges``: ends and begins of calls that are not reached, the next one last. ``first``: when the first
-    call of each unit began.
+    ``accumulates``: units that it does not reduce. ``forward``: the one that it descends through. ``moment``:
+    it is done with all that was computed later. ``edges``: ends and begins of calls that are not reached, the
+    next one last. ``first``: when the first call of each unit began.
     """
 
+    accumulates: frozenset[U] = frozenset()
     forward: Forward[U] = field(default_factory=Forward)
     moment: int = sys.maxsize
     edges: list[Edge] = field(default_factory=list)
@@ -137,7 +138,8 @@ class Schedule(Generic[U]):
     """Decide for the ``units`` of one model, the root first; ``act`` does what is decided.
 
     ``room``: bytes of full gradients whose reductions may be under way. ``trains``: units with a parameter
-    that requires a gradient. ``accumulates``: units whose gradients are not reduced now (`no_sync`).
+    that requires a gradient. ``keeps``: units that stay gathered after forward. ``accumulates``: units whose
+    gradients the next backward does not reduce (`no_sync`).
     """
 
     def __init__(self, units: Sequence[U], act: Actor[U], room: int) -> None:
@@ -146,7 +148,8 @@ class Schedule(Generic[U]):
         self.act = act
         self.room = room
         self.trains: set[U] = set(units)
-        self.accumulates: Collection[U] = ()
+        self.keeps = {unit for unit in units if unit.keeps}
+        self.accumulates: frozenset[U] = frozenset()
         self.calls: dict[U, Call[U]] = {}  # calls under way
         self.gathered: set[U] = set()  # or being gathered
         self.shown: set[U] = set()
@@ -169,6 +172,19 @@ class Schedule(Generic[U]):
     def moment(self) -> int:
         """The latest moment at which a call began or ended."""
         return self._moment
+
+    # what users change between steps
+
+    def keep_after_forward(self, unit: U, keeps: bool) -> None:
+        """Let ``unit`` stay gathered from forward to backward, or not."""
+        if keeps:
+            self.keeps.add(unit)
+        else:
+            self.keeps.discard(unit)
+
+    def accumulate(self, units: Iterable[U]) -> None:
+        """Let the next backwards reduce no gradients of ``units``, and those of all others."""
+        self.accumulates = frozenset(units)
 
     # forward
 
@@ -216,15 +232,15 @@ class Schedule(Generic[U]):
         """Gather what followed in the last forward; where all units keep their full vectors, all of them."""
         position = len(self._order)
         following = self._expected[position : position + 1]
-        if position == 1 and all(unit.keeps for unit in self.units[1:]):
+        if position == 1 and self.keeps.issuperset(self.units[1:]):
             following = self._expected[position:]
         for unit in following:
-            if unit.keeps or len(self._in_advance()) < 2:
+            if unit in self.keeps or len(self._in_advance()) < 2:
                 self._gather(unit)
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""
-        return {unit for unit in self.gathered - self.shown if not unit.keeps}
+        return self.gathered - self.shown - self.keeps
 
     def announce(self, unit: U) -> None:
         """Note that autograd may run a node that made an output of ``unit``'s call under way."""
@@ -260,7 +276,7 @@ class Schedule(Generic[U]):
             self.kept[unit] = None
         if unit in self.kept:
             return
-        if learns and (unit.keeps or begins_backward):
+        if learns and (unit in self.keeps or begins_backward):
             self._hide(unit)
         else:
             self.release(unit)
@@ -293,7 +309,7 @@ class Schedule(Generic[U]):
     def begin_backward(self, forward: Forward[U], trains: set[U]) -> None:
         """Begin a backward, whose first node was made in ``forward``."""
         self.trains = trains
-        self.backward = Backward()
+        self.backward = Backward(self.accumulates)
         self._descend_into(self.backward, forward)
 
     def reach(self, forward: Forward[U], unit: U, moment: int) -> None:
@@ -326,7 +342,7 @@ class Schedule(Generic[U]):
             if unit in self.opened:
                 self._complete(backward, unit, awaits=False)
         self.unreduced.update(unit for unit in backward.entered if unit in self.trains)
-        ready = [u for u in reversed(self.units) if u in self.unreduced and u not in self.accumulates]
+        ready = [u for u in reversed(self.units) if u in self.unreduced and u not in backward.accumulates]
         for unit in ready:
             if unit not in backward.reduced:
                 self._reduce(backward, unit)
@@ -403,7 +419,7 @@ class Schedule(Generic[U]):
         self.act.take(unit)
         if unit not in self.calls and not (awaits and unit in self.kept):
             self.release(unit)
-        if unit not in self.trains or unit in self.accumulates or awaits:
+        if unit not in self.trains or unit in backward.accumulates or awaits:
             return
         if unit in backward.reduced:
             backward.late[unit] = None

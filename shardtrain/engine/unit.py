@@ -32,9 +32,9 @@ class Shown(Enum):
     PRIVATE = "full tensors of this rank's own, inside unsharded()"  # --hide--> SHARD
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class UnitOptions:
-    """Hold what `shard` takes for all units, for one of them. The flags may be changed between steps.
+    """Hold what `shard` takes for all units, for one of them.
 
     ``reduces``: False leaves the unit's gradients on each rank, as `no_sync` does for all units.
     ``divide_by``: what the sum of all ranks' gradients is divided by; None is their number.
@@ -112,7 +112,7 @@ class Unit:
 
     @property
     def keeps(self) -> bool:
-        """Whether the full vector stays gathered from forward to backward."""
+        """Whether the full vector is to stay gathered from forward to backward, until users change that."""
         return not self.options.reshard_after_forward
 
     @property
