@@ -486,7 +486,7 @@ def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
     [
         (
             ["train/a/1.png", "val/1.png"],
-            r"any class folder in .*val.*; expected val/<class>/<image> in .*, or data.validation=0.2",
+            r"no folder of a class in .*val; expected val/<class>/<image> in .*, or data.validation=0.2",
         ),
         (["train/a/1.png", "val"], r"Not a directory"),
         (["train/cat/notes.txt"], r"Found no valid file for the classes cat"),

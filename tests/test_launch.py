@@ -64,7 +64,8 @@ def test_a_rank_whose_launcher_was_killed_before_it_started_waits_no_longer(monk
 
 def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None:
     """Makes this process rank `rank` of two, with `store` for the launcher's."""
-    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+    ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(dist_env, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
     monkeypatch.setattr(launch, "PATIENCE", 0.0)

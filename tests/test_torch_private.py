@@ -14,7 +14,7 @@ from shardtrain.torch_private import IN_PLACE, NAMES
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "shardtrain"
 ROWS = {**NAMES, **IN_PLACE}
-OTHERS = {"_asdict", "_replace", "_exit", "_getframe", "_target_"}  # of Python and Hydra
+OTHERS = {"_asdict", "_replace", "_exit", "_current_frames", "_getframe", "_target_"}  # of Python and Hydra
 
 
 def is_private(name: str) -> bool:

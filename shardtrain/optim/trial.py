@@ -149,7 +149,7 @@ def _why_not(
             if reason := _difference(results, wanted, wholes, intervals):
                 return reason
     except Exception as error:
-        return f"it refuses a piece of a parameter ({error})"
+        return str(error).partition(":")[0]  # such as "norm of a gradient would see this rank's piece alone"
     return ""
 
 
