@@ -42,8 +42,6 @@ DENSE: dict[str, list[str]] = {
         "shardtrain/job/hydra_app.py",
         "shardtrain/job/schema.py",
         "shardtrain/monitor/metrics.py",
-        "shardtrain/optim/clip.py",
-        "shardtrain/optim/trial.py",
     ],
     "long function": [
         "shardtrain/checkpoint/store.py",
