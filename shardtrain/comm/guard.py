@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -212,10 +213,10 @@ class Handshake(Guard):
 def odd_ones_out(keys: Mapping[int, object]) -> str:
     """Return which ranks' keys differ, such as ``rank 2 takes another path than ranks 0 and 1``."""
     most, *others = sorted(_equal_ranks(keys), key=len, reverse=True)
-    odd = sorted(rank for ranks in others for rank in ranks)
+    outliers = sorted(chain.from_iterable(others))
     if len(most) == len(others[0]):
-        return f"{named(sorted(odd + most))} take different paths"
-    return f"{named(odd)} {'takes' if len(odd) == 1 else 'take'} another path than {named(most)}"
+        return f"{named(sorted(outliers + most))} take different paths"
+    return f"{named(outliers)} {'takes' if len(outliers) == 1 else 'take'} another path than {named(most)}"
 
 
 def _equal_ranks(keys: Mapping[int, object]) -> list[list[int]]:

@@ -110,10 +110,15 @@ def start_reduce_scatter(
 
     def receive(index: int) -> list[dist.Work]:
         rooms = inbox[index % slots, :, : spans[index].stop - spans[index].start]
-        return [work for peer in mailbox.peers() for work in mailbox.post("recv", rooms[peer], peer, tag)]
+        works = []
+        for peer in mailbox.peers():
+            works += mailbox.post("recv", rooms[peer], peer, tag)
+        return works
 
     arriving = deque(receive(index) for index in range(slots))
-    sends = [work for peer in mailbox.peers() for work in mailbox.post("send", parts[peer], peer, tag)]
+    sends = []
+    for peer in mailbox.peers():
+        sends += mailbox.post("send", parts[peer], peer, tag)
 
     def finish() -> torch.Tensor:
         merged = torch.empty_like(own, dtype=dtype) if out is None else out

@@ -194,8 +194,18 @@ def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: tor
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
     """Return the first tensor of ``kind`` in ``args``, lists included."""
-    rows = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
-    return next(arg for row in rows for arg in row if isinstance(arg, kind))
+    return next(leaf for leaf in _leaves(args) if isinstance(leaf, kind))
+
+
+def _leaves(args: Sequence[Any]) -> list[Any]:
+    """Return ``args`` with each list replaced by its items."""
+    leaves = list[Any]()
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            leaves += arg
+        else:
+            leaves.append(arg)
+    return leaves
 
 
 def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
@@ -218,8 +228,7 @@ def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
 
 def _pieces(args: Sequence[Any]) -> list[GradientPiece]:
     """Return the pieces in ``args``, lists included."""
-    rows = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
-    return [arg for row in rows for arg in row if isinstance(arg, GradientPiece)]
+    return [leaf for leaf in _leaves(args) if isinstance(leaf, GradientPiece)]
 
 
 def _require_same_elements(func: Any, args: Sequence[Any]) -> None:

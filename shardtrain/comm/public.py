@@ -316,9 +316,10 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
     outgoing = call.input.parts
     incoming = call.output.parts
     rank = mailbox.rank
-    from_, to = ({part.untyped_storage().data_ptr() for part in side} for side in (outgoing, incoming))
+    read_storages = {part.untyped_storage().data_ptr() for part in outgoing}
+    written_storages = {part.untyped_storage().data_ptr() for part in incoming}
     is_in_place = call.movement is not ALL_TO_ALL and outgoing[rank].data_ptr() == incoming[rank].data_ptr()
-    if from_ & to and not is_in_place:
+    if read_storages & written_storages and not is_in_place:
         outgoing = [part.clone() for part in outgoing]
     if call.op is None:
         start_exchange(mailbox, tag, outgoing, incoming).wait()
@@ -331,5 +332,8 @@ def _backends_own(call: Call) -> Callable[..., Work | None]:
     """Return the backend's own collective, bound to its tensors."""
     sides = call.output, call.input
     flat = [side.flat if side.kind == LIST else side.flat[0] for side in sides]
-    splits = [[len(part) for part in side.parts] for side in sides if side.kind == ROWS]
+    splits = []
+    for side in sides:
+        if side.kind == ROWS:
+            splits.append([len(part) for part in side.parts])
     return partial(call.own, *flat, *splits)

@@ -297,7 +297,9 @@ class Virtual:
         if not names:
             return
         groups = [[*group] for _, group in groupby(names, lambda name: _real(self._value(name)).dtype)]
-        blocks = [torch.stack([self._row(after, group) for after in self._after]) for group in groups]
+        blocks = list[Tensor]()  # [virtual rank of this rank, element] of each group
+        for group in groups:
+            blocks.append(torch.stack([self._row(after, group) for after in self._after]))
         widths = [-(-block.shape[1] * block.itemsize // 8) * 8 for block in blocks]
         table = torch.zeros(self.count, sum(widths), dtype=torch.uint8, device=blocks[0].device)
         own = table[self.ranks.start : self.ranks.stop]
