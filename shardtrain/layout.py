@@ -70,7 +70,7 @@ class Layout:
     @cached_property
     def end(self) -> int:
         """End of the last parameter, in elements."""
-        ends = (at + size for at, size in zip(self.offsets, self.sizes, strict=True))
+        ends = (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
         return max(ends, default=0)
 
     @property
@@ -121,11 +121,11 @@ class Layout:
 
         Parts are in elements of the piece.
         """
-        at = self.bounds[rank] + piece.offset
+        position = self.bounds[rank] + piece.offset
         parts = []
         for virtual, (low, high) in enumerate(pairwise(self.cuts)):
-            start = max(low - at, 0)
-            stop = min(high - at, piece.numel)
+            start = max(low - position, 0)
+            stop = min(high - position, piece.numel)
             if start < stop:
                 parts.append((virtual, slice(start, stop)))
         return parts
@@ -191,9 +191,9 @@ class WholeCut:
         offsets = [0] * len(sizes)
         bounds = [0]
         for indices in owned:
-            at = bounds[-1]
+            offset = bounds[-1]
             for index in sorted(indices):
-                offsets[index] = at
-                at += _aligned(sizes[index], align)
-            bounds.append(at)
+                offsets[index] = offset
+                offset += _aligned(sizes[index], align)
+            bounds.append(offset)
         return Layout(tuple(sizes), tuple(offsets), tuple(bounds), whole=True)

@@ -39,36 +39,36 @@ class Activity:
 
     def last_s(self, span: float) -> float:
         """Return when this process was last seen at work. Looks at most every ``span`` seconds."""
-        now = time.monotonic()
-        elapsed = now - self._looked_s
+        now_s = time.monotonic()
+        elapsed = now_s - self._looked_s
         if elapsed >= span:
             spent = _spent()
             if self._spent is None or elapsed > 20 * span or _has_worked(self._spent, spent, elapsed):
-                self._worked_s = now
+                self._worked_s = now_s
             self._spent = spent
-            self._looked_s = now
+            self._looked_s = now_s
         return self._worked_s
 
 
-def _has_worked(before: _Spent, spent: _Spent, elapsed: float) -> bool:
-    if before.seconds.keys() != spent.seconds.keys() or before.bytes != spent.bytes:
+def _has_worked(earlier: _Spent, spent: _Spent, elapsed: float) -> bool:
+    if earlier.seconds.keys() != spent.seconds.keys() or earlier.bytes != spent.bytes:
         return True  # a process began or ended
-    seconds = sum(each - before.seconds[process] for process, each in spent.seconds.items())
+    seconds = sum(spent_s - earlier.seconds[process] for process, spent_s in spent.seconds.items())
     return seconds > SHARE * elapsed
 
 
 def _spent() -> _Spent:
-    own = os.getpid()
+    this_process = os.getpid()
     threads = threading.enumerate()
     guards = [thread.native_id for thread in threads if thread.name == GUARD]
-    seconds = {own: time.process_time() - sum(_thread_s(guard) for guard in guards)}
+    seconds = {this_process: time.process_time() - sum(_thread_s(guard) for guard in guards)}
     moved = _bytes(
         "/proc/self/io", ("read_bytes", "write_bytes")
     )  # of disks: sockets carry the guard's reports
     for thread in threads:
         if thread.native_id not in guards:
             moved += _bytes(f"/proc/self/task/{thread.native_id}/io", ("rchar", "wchar"))
-    for process in _descendants(own):
+    for process in _descendants(this_process):
         seconds[process] = _process_s(process)
         moved += _bytes(f"/proc/{process}/io", ("rchar", "wchar"))
     return _Spent(seconds, moved)
@@ -76,11 +76,11 @@ def _spent() -> _Spent:
 
 def _descendants(process: int) -> list[int]:
     """Return the processes that ``process`` has started, and those that these have started."""
-    found = list[int]()
+    processes = list[int]()
     for file in Path(f"/proc/{process}/task").glob("*/children"):
         for child in map(int, _read(file).split()):
-            found += [child, *_descendants(child)]
-    return found
+            processes += [child, *_descendants(child)]
+    return processes
 
 
 def _thread_s(thread: int | None) -> float:

@@ -50,7 +50,7 @@ def gather_texts(text: str, ranks: Ranks) -> list[str]:
     return [part.numpy().tobytes().decode() for part in joined.split(sizes)]
 
 
-def require_same(lines: Sequence[str], what: str, ranks: Ranks) -> None:
+def require_same(lines: Sequence[str], subject: str, ranks: Ranks) -> None:
     """Check that all ranks have the same ``lines``. Collective: two all-reduces of one number.
 
     Raises:
@@ -63,13 +63,13 @@ def require_same(lines: Sequence[str], what: str, ranks: Ranks) -> None:
     if low.item() == high.item():  # fake tensors know their value if it is one number
         return
     first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks))
-    odd = []
+    differences = []
     for rank, text in enumerate(others, 1):
         pairs = zip_longest(text, first, fillvalue="no more")
         if differing := [pair for pair in pairs if pair[0] != pair[1]]:
-            theirs, wanted = differing[0]
-            odd.append(f"rank {rank} has {theirs} where rank 0 has {wanted}")
-    raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
+            line, wanted = differing[0]
+            differences.append(f"rank {rank} has {line} where rank 0 has {wanted}")
+    raise ValueError(f"{subject} differs between ranks: {'; '.join(differences)}")
 
 
 class Row(NamedTuple):
@@ -101,18 +101,21 @@ def start_sharing(row: Row, group: dist.ProcessGroup | None, rank: int) -> Calla
     # Printable ASCII takes at most two bytes per character, and a number 24, so all rows have one length.
     row = row._replace(words=ascii(row.words)[1:-1][:_WORDS], clock=time.perf_counter_ns() // 1000)
     data = json.dumps(row).encode().ljust(2 * _WORDS + 24 * (2 * world + 3))
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    table = mine.new_empty((world, len(mine)))
+    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    table = packed.new_empty((world, len(packed)))
     moving = Pending.done(None)
     if has_gloo:
         # A third faster than gloo's own all-gather, and posted in the order of the calls as well.
-        moving = start_exchange(Mailbox(group, rank, world), ROW, [mine] * world, [*table])
+        moving = start_exchange(Mailbox(group, rank, world), ROW, [packed] * world, [*table])
     else:
-        native.all_gather(table.view(-1), mine, group)
+        native.all_gather(table.view(-1), packed, group)
 
     def wait() -> dict[int, Row]:
         moving.wait()
-        return {other: Row(*json.loads(each.numpy().tobytes())) for other, each in enumerate(table.cpu())}
+        rows = {}
+        for other, packed_row in enumerate(table.cpu()):
+            rows[other] = Row(*json.loads(packed_row.numpy().tobytes()))
+        return rows
 
     return wait
 
@@ -124,8 +127,8 @@ def check_agreement(name: str, rows: Mapping[int, Row]) -> int:
     """
     complaints = [f"rank {rank}: {row.words}" for rank, row in rows.items() if row.is_wrong]
     complaints = complaints or _differences(rows)
-    if (more := len(complaints) - _NAMED) > 0:
-        complaints[_NAMED:] = [f"and {more} more ranks"]
+    if (omitted := len(complaints) - _NAMED) > 0:
+        complaints[_NAMED:] = [f"and {omitted} more ranks"]
     if complaints:
         raise ValueError(f"{name} refused on every rank: {'; '.join(complaints)}")
     return call_tag(next(iter(rows.values())).clock)
@@ -135,10 +138,10 @@ def _differences(rows: Mapping[int, Row]) -> list[str]:
     """Return one sentence per rank that calls something else than most; else the first size that differs."""
     usual = Counter(row.digest for row in rows.values()).most_common(1)[0][0]
     model = next(rank for rank, row in rows.items() if row.digest == usual)
-    odd = [(rank, row) for rank, row in rows.items() if row.digest != usual]
-    if odd:
+    deviating = [(rank, row) for rank, row in rows.items() if row.digest != usual]
+    if deviating:
         expected = f"expected the same as on rank {model}, {rows[model].words}"
-        return [f"rank {rank}: {expected}, found {row.words}" for rank, row in odd]
+        return [f"rank {rank}: {expected}, found {row.words}" for rank, row in deviating]
     for r, receiver in rows.items():
         for s, sender in rows.items():
             sent = sender.sent[r]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -118,10 +119,10 @@ class Paths:
     def diverged(self, position: int) -> Diverged:
         """Return the error that names each rank's collective at ``position``."""
         logs = sorted({self.rank: self.own, **self.theirs}.items())
-        made = {rank: log[position] for rank, log in logs if position in log}
-        keys = {rank: entry[:3] for rank, entry in made.items()}
+        entries = {rank: log[position] for rank, log in logs if position in log}
+        keys = {rank: entry[:3] for rank, entry in entries.items()}
         groups = _equal_ranks(keys)
-        shown = [made[ranks[0]] for ranks in groups]
+        shown = [entries[ranks[0]] for ranks in groups]
         ambiguous = len({entry.text for entry in shown}) < len(shown)
         texts = []
         for ranks, entry in zip(groups, shown, strict=True):
@@ -138,19 +139,19 @@ class Paths:
         They do not if all collectives carry tags, if there were none, or in most steps from the third one on.
         If one rank swaps two units of equal size between two comparisons, that goes unnoticed.
         """
-        made = self.end - self._compared
+        count = self.end - self._compared
         is_due = self.step <= 2 or self.step % EVERY == 0
-        return (self.digest, made) if self.untagged and made and is_due else None
+        return (self.digest, count) if self.untagged and count and is_due else None
 
-    def compare_hashes(self, rows: Mapping[int, tuple[int, int]]) -> None:
-        """Raise `Diverged` unless all ranks have the same row. ``rows``: of each rank, from `to_compare`."""
+    def compare_hashes(self, hashes: Mapping[int, tuple[int, int]]) -> None:
+        """Raise `Diverged` unless all ranks have the same hash. ``hashes``: by rank, from `to_compare`."""
         last = self.step
-        if len({*rows.values()}) > 1:
-            counts = [f"rank {rank} made {number}" for rank, (_, number) in rows.items()]
+        if len({*hashes.values()}) > 1:
+            counts = [f"rank {rank} made {number}" for rank, (_, number) in hashes.items()]
             first = self._compared_step + 1
             steps = f"steps {first} to {last}" if first < last else f"step {last}"
-            what = f"not the same gathers and reductions in the same order ({', '.join(counts)})"
-            raise Diverged(f"{steps}: {odd_ones_out(rows)}: {what}")
+            difference = f"not the same gathers and reductions in the same order ({', '.join(counts)})"
+            raise Diverged(f"{steps}: {odd_ones_out(hashes)}: {difference}")
         self._compared = self.end
         self._compared_step = last
 
@@ -196,11 +197,11 @@ class Handshake(Guard):
 
     def _diverged(self, position: int) -> Diverged:
         """Exchange all ranks' paths, and return the error that names the first difference. Collective."""
-        own = b"".join(entry.pack(at) for at, entry in self.paths.own.items())
+        path = b"".join(entry.pack(number) for number, entry in self.paths.own.items())
         table = torch.zeros(self._world, KEPT * MESSAGE.size, dtype=torch.uint8, device="cpu")
-        table[self.paths.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        table[self.paths.rank, : len(path)] = torch.frombuffer(bytearray(path), dtype=torch.uint8)
         sizes = torch.zeros(self._world, dtype=torch.int64, device="cpu")
-        sizes[self.paths.rank] = len(own)
+        sizes[self.paths.rank] = len(path)
         self._all_reduce(sizes, "max")
         self._all_reduce(table, "max")
         for rank in self.paths.theirs:
@@ -212,10 +213,10 @@ class Handshake(Guard):
 def odd_ones_out(keys: Mapping[int, object]) -> str:
     """Return which ranks' keys differ, such as ``rank 2 takes another path than ranks 0 and 1``."""
     most, *others = sorted(_equal_ranks(keys), key=len, reverse=True)
-    odd = sorted(rank for ranks in others for rank in ranks)
+    outliers = sorted(chain.from_iterable(others))
     if len(most) == len(others[0]):
-        return f"{named(sorted(odd + most))} take different paths"
-    return f"{named(odd)} {'takes' if len(odd) == 1 else 'take'} another path than {named(most)}"
+        return f"{named(sorted(outliers + most))} take different paths"
+    return f"{named(outliers)} {'takes' if len(outliers) == 1 else 'take'} another path than {named(most)}"
 
 
 def _equal_ranks(keys: Mapping[int, object]) -> list[list[int]]:

@@ -78,10 +78,10 @@ def start_exchange(
         works += mailbox.post("recv", incoming[peer], peer, tag)
     for peer in mailbox.peers():
         works += mailbox.post("send", outgoing[peer], peer, tag)
-    own = outgoing[mailbox.rank]
-    mine = incoming[mailbox.rank]
-    if own.data_ptr() != mine.data_ptr():
-        mine.copy_(own)
+    sent = outgoing[mailbox.rank]
+    received = incoming[mailbox.rank]
+    if sent.data_ptr() != received.data_ptr():
+        received.copy_(sent)
     return Pending(lambda: mailbox.wait(works))
 
 
@@ -102,27 +102,32 @@ def start_reduce_scatter(
     the result is to be. Receives of further chunks are posted while finishing. Until then no other collective
     between these ranks may use the same tag.
     """
-    own = parts[mailbox.rank]
+    own_part = parts[mailbox.rank]
     sent = parts[mailbox.rank - 1]
-    spans = chunks(own.numel(), sent.element_size())
-    inbox = open_inbox(sent, mailbox.world, own.numel())
+    spans = chunks(own_part.numel(), sent.element_size())
+    inbox = open_inbox(sent, mailbox.world, own_part.numel())
     slots = len(inbox)
 
     def receive(index: int) -> list[dist.Work]:
         rooms = inbox[index % slots, :, : spans[index].stop - spans[index].start]
-        return [work for peer in mailbox.peers() for work in mailbox.post("recv", rooms[peer], peer, tag)]
+        works = []
+        for peer in mailbox.peers():
+            works += mailbox.post("recv", rooms[peer], peer, tag)
+        return works
 
     arriving = deque(receive(index) for index in range(slots))
-    sends = [work for peer in mailbox.peers() for work in mailbox.post("send", parts[peer], peer, tag)]
+    sends = []
+    for peer in mailbox.peers():
+        sends += mailbox.post("send", parts[peer], peer, tag)
 
     def finish() -> torch.Tensor:
-        merged = torch.empty_like(own, dtype=dtype) if out is None else out
+        merged = torch.empty_like(own_part, dtype=dtype) if out is None else out
         for index, span in enumerate(spans):
             mailbox.wait(arriving.popleft())
-            mine = own[span]
-            came = [slot[: mine.numel()] for slot in inbox[index % slots]]
-            came[mailbox.rank] = mine
-            merge(came, merged[span], op, terms)
+            own_chunk = own_part[span]
+            received = [slot[: own_chunk.numel()] for slot in inbox[index % slots]]
+            received[mailbox.rank] = own_chunk
+            merge(received, merged[span], op, terms)
             if index + slots < len(spans):
                 arriving.append(receive(index + slots))
         mailbox.wait(sends)

@@ -130,12 +130,13 @@ class Backend:
 
     def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Start averaging the ``means`` in the stream in which they are computed."""
-        buffers = [each.own.new_empty(len(each.own)) for each in gradients if each.dtype != each.full.dtype]
+        narrowed = [gradient for gradient in gradients if gradient.dtype != gradient.full.dtype]
+        buffers = [gradient.own.new_empty(len(gradient.own)) for gradient in narrowed]
         averaged = list[Tensor]()
 
         def run() -> None:
             averaged.extend(means.wait())
-            self._average(averaged, [each.full.dtype for each in gradients], buffers)
+            self._average(averaged, [gradient.full.dtype for gradient in gradients], buffers)
 
         return self._run(gradients[0].full.device, run).then(lambda _: averaged)
 
@@ -171,7 +172,7 @@ class Backend:
             movement()
             done = devices.current_stream(device).record_event()
 
-        def finish(held: object = movement) -> None:
+        def finish(kept_alive: object = movement) -> None:
             devices.current_stream(device).wait_event(done)
 
         return Pending(finish)
@@ -226,8 +227,8 @@ class Backend:
             sent.append(mean if mean.dtype == dtype else next(following).copy_(mean))
         op = self._op(sent)
         with self._together(sent):
-            for each in sent:
-                dist.all_reduce(each, op, group=self.group)
+            for tensor in sent:
+                dist.all_reduce(tensor, op, group=self.group)
         self._widen(means, sent, op)
 
 

@@ -88,8 +88,8 @@ class GradientPiece(Tensor):
         kwargs = kwargs or {}
         if PieceNorm in types:
             return NotImplemented  # so that `PieceNorm` decides
-        given = [*args, *kwargs.values()]
-        owners = _first(cls, given).owners
+        arguments = [*args, *kwargs.values()]
+        owners = _first(cls, arguments).owners
         with torch_private.DisableTorchFunctionSubclass():
             if func in _NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
                 return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
@@ -98,12 +98,12 @@ class GradientPiece(Tensor):
             if owners.whole:
                 if owners.stepping:
                     return func(*args, **kwargs)
-                _require_same_elements(func, given)
-                return _of_an_owner(func, func(*args, **kwargs), given)
+                _require_same_elements(func, arguments)
+                return _of_an_owner(func, func(*args, **kwargs), arguments)
             if not (is_element_wise(func, args, cls) or (owners.stepping and is_kernel(func))):
                 _refuse(func)
-            _require_same_elements(func, given)
-            return _element_by_element(func, func(*args, **kwargs), given)
+            _require_same_elements(func, arguments)
+            return _element_by_element(func, func(*args, **kwargs), arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -173,8 +173,8 @@ def _same_norms(one: PieceNorm, transport: Channel, func: Any, args: Any, kwargs
         first = [n if counts or isinstance(n, PieceNorm) else torch.zeros_like(n) for n in first]
         if intervals is not None:
             zeros = 0, max(0, owners.virtual - 1)
-            rows = [n.intervals if isinstance(n, PieceNorm) else F.pad(n[..., None], zeros) for n in first]
-            intervals = func(rows, *args[1:], **kwargs)
+            tables = [n.intervals if isinstance(n, PieceNorm) else F.pad(n[..., None], zeros) for n in first]
+            intervals = func(tables, *args[1:], **kwargs)
         owners = owners._replace(whole=False)  # norms of several gradients, which are of no use by themselves
     elif intervals is not None:
         intervals = func(intervals, *args[1:], **kwargs)
@@ -194,8 +194,18 @@ def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: tor
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
     """Return the first tensor of ``kind`` in ``args``, lists included."""
-    rows = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
-    return next(arg for row in rows for arg in row if isinstance(arg, kind))
+    return next(leaf for leaf in _leaves(args) if isinstance(leaf, kind))
+
+
+def _leaves(args: Sequence[Any]) -> list[Any]:
+    """Return ``args`` with each list replaced by its items."""
+    leaves = list[Any]()
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            leaves += arg
+        else:
+            leaves.append(arg)
+    return leaves
 
 
 def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
@@ -218,8 +228,7 @@ def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
 
 def _pieces(args: Sequence[Any]) -> list[GradientPiece]:
     """Return the pieces in ``args``, lists included."""
-    rows = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
-    return [arg for row in rows for arg in row if isinstance(arg, GradientPiece)]
+    return [leaf for leaf in _leaves(args) if isinstance(leaf, GradientPiece)]
 
 
 def _require_same_elements(func: Any, args: Sequence[Any]) -> None:
@@ -268,7 +277,7 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
 def _marked(result: Any, owners: Owners, args: Sequence[Any] = ()) -> Any:
     """Return ``result`` with new tensors in it marked as pieces: not those of ``args``, changed in place."""
     if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
-        return type(result)([_marked(each, owners, args) for each in result])
+        return type(result)([_marked(item, owners, args) for item in result])
     if type(result) is not Tensor or any(result is arg for arg in args):
         return result
     return GradientPiece.of(result, owners)
@@ -278,7 +287,7 @@ def _marked_by_position(result: Any, first: Sequence[Tensor], piece: GradientPie
     """Return the ``result`` of a ``_foreach`` function, whose positions are those of the list ``first``."""
     if result is None:
         return None
-    owners = [each.owners if isinstance(each, GradientPiece) else piece.owners for each in first]
+    owners = [tensor.owners if isinstance(tensor, GradientPiece) else piece.owners for tensor in first]
     return type(result)([_marked(*row, first) for row in zip(result, owners, strict=True)])
 
 
@@ -313,7 +322,7 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> Tens
     """
     present = list[Tensor]()
     runs = list[tuple[int, int]]()  # zeros before a run, and its length
-    at = 0
+    position = 0
     for index, grad in enumerate(grads):
         flat = grad.as_subclass(Tensor).flatten()
         parts = [(0, slice(None))]
@@ -323,18 +332,18 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> Tens
                 parts = [(parts[0][0], slice(None))]
         if len(flat):
             first = index * virtual + parts[0][0]
-            runs.append((first - at, len(parts)))
-            at = first + len(parts)
+            runs.append((first - position, len(parts)))
+            position = first + len(parts)
             present += [flat[part] for _, part in parts]
     like = grads[0].as_subclass(Tensor).real
     zeros = like.new_zeros(len(grads) * virtual, dtype=torch.promote_types(like.dtype, torch.float32))
-    found = torch.stack(torch._foreach_norm(present, order)).to(zeros.dtype) if present else zeros
-    rows = list[Tensor]()
+    run_norms = torch.stack(torch._foreach_norm(present, order)).to(zeros.dtype) if present else zeros
+    blocks = list[Tensor]()
     taken = 0
     for gap, length in runs:
-        rows += [zeros[:gap], found[taken : taken + length]]
+        blocks += [zeros[:gap], run_norms[taken : taken + length]]
         taken += length
-    return torch.cat([*rows, zeros[at:]]).view(len(grads), virtual)
+    return torch.cat([*blocks, zeros[position:]]).view(len(grads), virtual)
 
 
 def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
@@ -382,10 +391,10 @@ def refuse_pieces(name: str, tensors: Iterable[Any]) -> None:
         refuse_collective(name)
 
 
-def _refuse(func: Any, what: str = "a gradient") -> NoReturn:
+def _refuse(func: Any, subject: str = "a gradient") -> NoReturn:
     name = func.__name__.strip("_").replace("getitem", "an index").replace("setitem", "an index")
     raise ValueError(
-        f"{name} of {what} would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ "
-        "for the norm of all gradients (max_norm=inf only measures), read whole ones inside "
+        f"{name} of {subject} would see this rank's piece alone: call torch's or shardtrain's "
+        "clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), read whole ones inside "
         "shardtrain.unsharded(model, grads=True), or the piece as grad.as_subclass(torch.Tensor)"
     )

@@ -147,5 +147,5 @@ def host_key() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (boot.exists() and hasattr(os, "memfd_create")):
         return ""
-    ours = f"{socket.gethostname()} {boot.read_text()} {os.readlink('/proc/self/ns/pid')}"
-    return os.environ.get("SHARDTRAIN_HOST_KEY", ours)
+    host = f"{socket.gethostname()} {boot.read_text()} {os.readlink('/proc/self/ns/pid')}"
+    return os.environ.get("SHARDTRAIN_HOST_KEY", host)

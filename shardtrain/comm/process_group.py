@@ -96,9 +96,9 @@ class ProcessGroupTransport(Transport):
         """Compare hashes of paths at ``LEAVE``. No rank waits at fences, since none shares memory."""
         row = self._paths.to_compare() if what is LEAVE and native.moves_bytes(self.group) else None
         if row is not None:
-            own = torch.tensor(row, device=self._device_types[0])
-            table = own.new_empty(2 * self.group.size())
-            native.all_gather(table, own, self.group)
+            own_row = torch.tensor(row, device=self._device_types[0])
+            table = own_row.new_empty(2 * self.group.size())
+            native.all_gather(table, own_row, self.group)
             numbers = table.tolist()
             self._paths.compare_hashes(dict(enumerate(zip(numbers[::2], numbers[1::2], strict=True))))
 
@@ -108,14 +108,14 @@ class ProcessGroupTransport(Transport):
         return self._own_collectives.gather(flats)
 
     def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
-        by_tree = any(each.terms for each in gradients)
-        if not by_tree and not self._by_messages([each.full for each in gradients]):
+        by_tree = any(gradient.terms for gradient in gradients)
+        if not by_tree and not self._by_messages([gradient.full for gradient in gradients]):
             return self._own_collectives.reduce(gradients)
-        parts = [each.parts for each in gradients]
-        return self._combine(parts, [each.dtype for each in gradients], gradients[0].terms)
+        parts = [gradient.parts for gradient in gradients]
+        return self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
 
     def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
-        if not (gradients[0].terms or self._by_messages([each.full for each in gradients])):
+        if not (gradients[0].terms or self._by_messages([gradient.full for gradient in gradients])):
             return self._own_collectives.average(gradients, means)
         return self._average_in_two_stages(gradients, means.wait())
 
@@ -169,8 +169,10 @@ class ProcessGroupTransport(Transport):
             return self._watched(starts)
         arrived = list[list[Tensor]]()
         for of_segment in parts:
-            own = of_segment[self.rank]
-            arrived.append([own if r == self.rank else torch.empty_like(own) for r in range(self.world)])
+            own_part = of_segment[self.rank]
+            arrived.append(
+                [own_part if rank == self.rank else torch.empty_like(own_part) for rank in range(self.world)]
+            )
         moving = self._exchange([*zip(parts, arrived, strict=True)])
 
         def finish(_: None) -> list[Tensor]:
@@ -204,7 +206,7 @@ class ProcessGroupTransport(Transport):
             moving = list[Pending[T]]()
             for index, start in enumerate(starts, call.messages):
                 moving.append(start(mailbox, collective_tag(call.position, call.digest, index)))
-        together = Pending(lambda: [each.wait() for each in moving])
+        together = Pending(lambda: [pending.wait() for pending in moving])
         return together if reports is None else reports.watch(call.position, together)
 
     @contextmanager
@@ -234,18 +236,18 @@ class ProcessGroupTransport(Transport):
         parts = []
         for gradient, mean in zip(gradients, means, strict=True):
             sent = mean.to(gradient.full.dtype).tensor_split(self.world)
-            own = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
-            parts.append([*sent[: self.rank], own, *sent[self.rank + 1 :]])
+            own_part = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
+            parts.append([*sent[: self.rank], own_part, *sent[self.rank + 1 :]])
         second = self._call._replace(messages=len(gradients))
-        pending = self._combine(parts, [each.dtype for each in gradients], gradients[0].terms)
+        pending = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
 
         def finish(own_means: list[Tensor]) -> list[Tensor]:
             vectors = list[tuple[Tensor, list[Tensor]]]()
             wholes = list[Tensor]()
-            for gradient, mean, own in zip(gradients, means, own_means, strict=True):
+            for gradient, mean, own_mean in zip(gradients, means, own_means, strict=True):
                 whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
                 wholes.append(whole)
-                vectors.append((own.to(whole.dtype), [*whole.tensor_split(self.world)]))
+                vectors.append((own_mean.to(whole.dtype), [*whole.tensor_split(self.world)]))
             self._send_to_all(vectors, second).wait()
             for whole, mean in zip(wholes, means, strict=True):
                 if whole is not mean:

@@ -51,15 +51,15 @@ LIST = "list"
 
 
 class Side:
-    """Hold what a call reads or writes, as given. ``rows``: rows of each rank's part; None: equally many.
+    """Hold an ``argument`` that a call reads or writes. ``rows``: of each rank's part; None: equally many.
 
     After `check`, ``items`` are its tensors. ``flat`` are these as detached vectors, complex values as pairs
     of real ones, and ``parts`` each rank's part of them.
     """
 
-    def __init__(self, name: str, given: Any, kind: str, rows: Sequence[int] | None = None) -> None:
+    def __init__(self, name: str, argument: Any, kind: str, rows: Sequence[int] | None = None) -> None:
         self.name = name
-        self.given = given
+        self.argument = argument
         self.kind = kind
         self.rows = rows
         self.items: list[Tensor] = []
@@ -69,7 +69,7 @@ class Side:
     def check(self, world: int) -> None:
         """Raise ValueError unless these are dense, contiguous tensors with a part for each rank."""
         name = self.name
-        items = self.given if self.kind == LIST else [self.given]
+        items = self.argument if self.kind == LIST else [self.argument]
         if not isinstance(items, (list, tuple)):
             raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
         if self.kind == LIST and len(items) != world:
@@ -82,8 +82,8 @@ class Side:
             if not item.is_contiguous() or item.is_conj() or item.is_neg():
                 raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
         self.items = [*items]
-        plain = [item.detach() for item in items]
-        self.flat = [(torch.view_as_real(each) if each.is_complex() else each).view(-1) for each in plain]
+        tensors = [item.detach() for item in items]
+        self.flat = [(torch.view_as_real(t) if t.is_complex() else t).view(-1) for t in tensors]
         self.parts = self._cut(world)
 
     @property
@@ -118,13 +118,13 @@ class Side:
 
 
 class Call(NamedTuple):
-    """Describe one call of a collective. ``own``: the backend's function, for flat outputs and inputs."""
+    """Describe one call of a collective. ``function``: the backend's, for flat outputs and inputs."""
 
     name: str
     movement: Movement
     output: Side
     input: Side
-    own: Callable[..., Work | None]
+    function: Callable[..., Work | None]
     op: Op | None = None
 
 
@@ -168,8 +168,8 @@ def reduce_scatter(
     Two ranks with ``[1] [2 3]`` and ``[10] [20 30]``: rank 0 gets ``[11]``, rank 1 ``[22 33]``.
     """
     sides = Side("output", output, ALL), Side("input_list", input_list, LIST)
-    own = partial(dist.reduce_scatter, op=op)
-    return _run(Call("reduce_scatter", REDUCE, *sides, own, op), group, async_op)
+    function = partial(dist.reduce_scatter, op=op)
+    return _run(Call("reduce_scatter", REDUCE, *sides, function, op), group, async_op)
 
 
 @_torchs_keywords
@@ -182,8 +182,8 @@ def reduce_scatter_tensor(
     Two ranks with ``[1 2 3 4]`` and ``[10 20 30 40]``: rank 0 gets ``[11 22]``, rank 1 ``[33 44]``.
     """
     sides = Side("output", output, ALL), Side("input", input, EQUAL)
-    own = partial(native.reduce_scatter, op=op)
-    return _run(Call("reduce_scatter_tensor", REDUCE, *sides, own, op), group, async_op)
+    function = partial(native.reduce_scatter, op=op)
+    return _run(Call("reduce_scatter_tensor", REDUCE, *sides, function, op), group, async_op)
 
 
 @_torchs_keywords
@@ -281,7 +281,7 @@ def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
     """
     output = call.output
     input = call.input
-    refuse_pieces(call.name, tree_leaves([output.given, input.given]))
+    refuse_pieces(call.name, tree_leaves([output.argument, input.argument]))
     output.check(world)
     input.check(world)
     every = [*input.items, *output.items]
@@ -316,9 +316,10 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
     outgoing = call.input.parts
     incoming = call.output.parts
     rank = mailbox.rank
-    from_, to = ({part.untyped_storage().data_ptr() for part in side} for side in (outgoing, incoming))
+    read_storages = {part.untyped_storage().data_ptr() for part in outgoing}
+    written_storages = {part.untyped_storage().data_ptr() for part in incoming}
     is_in_place = call.movement is not ALL_TO_ALL and outgoing[rank].data_ptr() == incoming[rank].data_ptr()
-    if from_ & to and not is_in_place:
+    if read_storages & written_storages and not is_in_place:
         outgoing = [part.clone() for part in outgoing]
     if call.op is None:
         start_exchange(mailbox, tag, outgoing, incoming).wait()
@@ -331,5 +332,8 @@ def _backends_own(call: Call) -> Callable[..., Work | None]:
     """Return the backend's own collective, bound to its tensors."""
     sides = call.output, call.input
     flat = [side.flat if side.kind == LIST else side.flat[0] for side in sides]
-    splits = [[len(part) for part in side.parts] for side in sides if side.kind == ROWS]
-    return partial(call.own, *flat, *splits)
+    splits = []
+    for side in sides:
+        if side.kind == ROWS:
+            splits.append([len(part) for part in side.parts])
+    return partial(call.function, *flat, *splits)

@@ -177,7 +177,7 @@ class Links:
         group = self.group()
         if group is None or self._is_forked():
             return
-        own = self._paths.own
+        path = self._paths.own
         waits = [*_waits]
         # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in waits), default=time.monotonic())
@@ -185,8 +185,8 @@ class Links:
         if why in (TELLS, ASKS):
             at_work = at_work if waits else self._activity.last_s(time_out_s(group) / 16)
             text = main_thread().encode(errors="replace")
-        head = HEAD.pack(why, lost, state, bool(waits), time.monotonic() - at_work, len(own), len(text))
-        rest = b"".join(entry.pack(position) for position, entry in own.items()) + text
+        head = HEAD.pack(why, lost, state, bool(waits), time.monotonic() - at_work, len(path), len(text))
+        rest = b"".join(entry.pack(position) for position, entry in path.items()) + text
         for tag, data in [(self._tag, head), (self._tag + 2, rest)] if rest else [(self._tag, head)]:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for peer in self.peers if to is None else to:
@@ -344,7 +344,7 @@ class Reports(Guard):
         with self._changed:
             self._compare()
             wait = self._waiting
-            now = time.monotonic()
+            now_s = time.monotonic()
             group = self._links.group()
             if self._failure is not None or wait is None or group is None:
                 return
@@ -352,16 +352,16 @@ class Reports(Guard):
             if wait.seconds < min(STALL_S, limit_s / 8):
                 return
             _waits.add(wait)
-            if self._asked_s < wait.since or now - self._asked_s > limit_s / 8:
-                self._asked_s = now
+            if self._asked_s < wait.since or now_s - self._asked_s > limit_s / 8:
+                self._asked_s = now_s
                 self._links.send(ASKS)
             awaited = self._missing(wait.position) or self._links.peers
             wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in awaited))
             if (left := self._left.intersection(awaited)) and self._diverged_at is None:
                 self._lose(sorted(left), ENDED, wait.position)
-            elif now - wait.at_work > limit_s or wait.seconds > MOST * limit_s:
+            elif now_s - wait.at_work > limit_s or wait.seconds > MOST * limit_s:
                 self._give_up(wait, awaited, limit_s)
-            elif wait.seconds > limit_s and now - wait.at_work < limit_s / 2 and not wait.is_logged:
+            elif wait.seconds > limit_s and now_s - wait.at_work < limit_s / 2 and not wait.is_logged:
                 wait.is_logged = True
                 where = self.paths.where(wait.position)
                 text = "rank %d has waited %.0f s at %s for %s"
@@ -370,8 +370,8 @@ class Reports(Guard):
 
     def _give_up(self, wait: Wait, awaited: Sequence[int], limit_s: float) -> None:
         """Fail because of the ranks that do not answer, that do nothing, or that have worked for too long."""
-        now = time.monotonic()
-        recent = now - limit_s / 2
+        now_s = time.monotonic()
+        recent = now_s - limit_s / 2
         silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < recent]
         others = [rank for rank in awaited if rank not in self._waiters]
         idle = [rank for rank in others if self._at_work[rank] < recent]
@@ -392,10 +392,10 @@ class Reports(Guard):
             if not report:
                 self._ended.add(peer)
             elif self._failure is None:
-                now = time.monotonic()
-                self._heard_s[peer] = now
+                now_s = time.monotonic()
+                self._heard_s[peer] = now_s
                 why, lost, state, waits, age_s, count, _ = HEAD.unpack_from(report)
-                self._at_work[peer] = now - age_s
+                self._at_work[peer] = now_s - age_s
                 (self._waiters.add if waits else self._waiters.discard)(peer)
                 end = HEAD.size + count * MESSAGE.size
                 self._places[peer] = report[end:].decode(errors="replace")
@@ -441,7 +441,8 @@ class Reports(Guard):
         text = f"{named(ranks)} {verb}: rank {self.paths.rank} {was} at {where}"
         if state in (ELSEWHERE, IDLE, LATE):
             places = {rank: self._places[rank] for rank in ranks if rank in self._places}
-            text += "".join(f"; the main thread of rank {rank} is at {at}" for rank, at in places.items())
+            for rank, place in places.items():
+                text += f"; the main thread of rank {rank} is at {place}"
         self._fail(PeerLost(text), ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:

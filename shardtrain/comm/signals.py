@@ -215,11 +215,11 @@ def _close(peers: Sequence[Peer]) -> None:
 
 # A forked data loader must not keep a dead rank's sockets open.
 _all: weakref.WeakSet[Signals] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
+os.register_at_fork(after_in_child=lambda: [signals.close() for signals in _all])
 
 
-def connect(all_ranks: Ranks, own: Sequence[int]) -> Signals:
-    """Connect this rank with the others of ``own``, those of its host. Collective over ``all_ranks``.
+def connect(all_ranks: Ranks, host_ranks: Sequence[int]) -> Signals:
+    """Connect this rank with the other ``host_ranks``, those of its host. Collective over ``all_ranks``.
 
     Each rank listens under a random name before it announces it, so no other process can take the name.
     Raises ValueError, on every rank, if some ranks cannot reach one another this way.
@@ -236,7 +236,7 @@ def connect(all_ranks: Ranks, own: Sequence[int]) -> Signals:
             listener.settimeout(_LINK_S)
         texts = gather_texts(f"{name} {os.getpid()}", all_ranks)
         try:
-            _link(listener, {other: texts[other] for other in own}, peers)
+            _link(listener, {other: texts[other] for other in host_ranks}, peers)
         except OSError as error:
             problem = f"the ranks cannot reach one another on this host: {error}"
     if problem := next(filter(None, gather_texts(problem, all_ranks)), ""):
@@ -266,8 +266,8 @@ def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> 
             link.connect(f"\0{name}")
         else:
             link, _ = listener.accept()
-        found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        who = _CREDENTIALS.unpack(found)[:2]
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        who = _CREDENTIALS.unpack(credentials)[:2]
         if who in missing:
             peers.append(Peer(missing.pop(who)[0], link))
         else:

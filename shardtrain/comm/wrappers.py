@@ -65,9 +65,9 @@ class Offloaded(ChannelWrapper):
         with devices.inside(self._stream):
             current_stream(self.device).wait_event(called)
             for flat in flats:
-                own = flat.full[flat.layout.interval(self.rank)]
-                own.copy_(self._pinned(own).copy_(flat.local), non_blocking=True)
-                moved.append(flat._replace(local=own))
+                interval = flat.full[flat.layout.interval(self.rank)]
+                interval.copy_(self._pinned(interval).copy_(flat.local), non_blocking=True)
+                moved.append(flat._replace(local=interval))
             pending = self.inner.gather(name, moved)
             uploaded = current_stream(self.device).record_event()
         return pending.then(lambda _: current_stream(self.device).wait_event(uploaded))
@@ -164,9 +164,9 @@ class Simulated(Alone):
     def open_guard(self) -> Guard:
         return Guard(Paths(self.rank, ()))
 
-    def _inbox_of(self, own: Tensor, sent: Tensor) -> list[Tensor]:
-        """Return an inbox for all ranks' parts of ``own``, of ``sent``'s dtype; nothing without ``inbox``."""
-        return [open_inbox(sent, self.world, own.numel())] if self._inbox else []
+    def _inbox_of(self, part: Tensor, sent: Tensor) -> list[Tensor]:
+        """Return an inbox for each rank's ``part``, of ``sent``'s dtype; nothing without ``inbox``."""
+        return [open_inbox(sent, self.world, part.numel())] if self._inbox else []
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         self._largest = max(self._largest, layout.padded * reduced.itemsize)
@@ -197,23 +197,23 @@ class Simulated(Alone):
 
     def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
-        held = list[Tensor]()
+        buffers = list[Tensor]()
         for gradient, mean in zip(gradients, means.wait(), strict=True):
             sent = mean.to(gradient.full.dtype)
             part = sent.tensor_split(self.world)[self.rank]
-            held += [sent, *self._inbox_of(part, part)]
+            buffers += [sent, *self._inbox_of(part, part)]
 
         def finish(values: list[Tensor]) -> list[Tensor]:
-            held.clear()
+            buffers.clear()
             return values
 
         return means.then(finish)
 
 
-def _means(gradients: Sequence[Gradient], held: list[Tensor]) -> list[Tensor]:
-    """Return new tensors in the place of the means of ``gradients``, and free what is ``held`` until then."""
+def _means(gradients: Sequence[Gradient], inboxes: list[Tensor]) -> list[Tensor]:
+    """Return new tensors in the place of the means of ``gradients``, and free the ``inboxes``."""
     means = [gradient.new_mean().copy_(gradient.own) for gradient in gradients]
-    held.clear()
+    inboxes.clear()
     return means
 
 

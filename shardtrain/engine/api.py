@@ -100,7 +100,7 @@ def shard(
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
     link = _open(transport, mesh, [initial.device(param) for param in module.parameters()], offload)
-    _check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
+    _check_sums(module, left_alone, [option.precision for option in options.values()], link, virtual_ranks)
     if virtual_ranks:
         _require_deterministic_kernels([initial.device(param) for param in module.parameters()])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
@@ -168,12 +168,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def _reducing(engine: Engine, reduces: bool) -> Iterator[None]:
     """Let all units reduce their gradients inside, or none."""
     schedule = engine.driver.schedule
-    before = schedule.accumulates
+    accumulating = schedule.accumulates
     schedule.accumulate(() if reduces else engine.units)
     try:
         yield
     finally:
-        schedule.accumulate(before)
+        schedule.accumulate(accumulating)
 
 
 @contextmanager
@@ -250,12 +250,12 @@ def forward_method(module: nn.Module, *names: str) -> None:
 
 def _call_as_forward(method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call ``module`` with ``method`` in place of its forward. Inside ``method``, forward is restored."""
-    own = module.__dict__.get("forward")
+    users_forward = module.__dict__.get("forward")
 
     def restore() -> None:
         module.__dict__.pop("forward", None)
-        if own is not None:
-            module.forward = own
+        if users_forward is not None:
+            module.forward = users_forward
 
     def instead(*args: Any, **kwargs: Any) -> Any:
         restore()

@@ -47,8 +47,8 @@ def _values(unit: Unit) -> Values:
 def _edited(unit: Unit, noted: dict[Unit, Values]) -> list[str]:
     """Return the names of parameters that users have changed since they were ``noted``."""
     values = _values(unit)
-    before = noted.get(unit, values)
-    if values == before:
+    noted_values = noted.get(unit, values)
+    if values == noted_values:
         return []
-    members = zip(unit.members, values, before, strict=True)
+    members = zip(unit.members, values, noted_values, strict=True)
     return [member.name for member, value, old in members if value != old]

@@ -244,7 +244,9 @@ class Reduction:
         self.unit = unit
         self.divide_by = unit.options.divide_by
         self.gradients = [SegmentGradient(segment) for segment in unit.segments]
-        self._gradient_of = {member: each for each in self.gradients for member in each.members}
+        self._gradient_of: dict[ShardedParam, SegmentGradient] = {}
+        for gradient in self.gradients:
+            self._gradient_of.update(dict.fromkeys(gradient.members, gradient))
         self.arrived: set[str] = set()
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
 

@@ -32,9 +32,9 @@ _INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
 class Applies(Addition):
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         initialization: Initialization = self.__dict__[MARK]
-        for each in _children_first(self):
-            with initialization.whole(each, below=False):
-                fn(each)
+        for submodule in _children_first(self):
+            with initialization.whole(submodule, below=False):
+                fn(submodule)
         return self
 
 
@@ -56,8 +56,8 @@ def additions(module: nn.Module) -> list[type[Addition]]:
     """Return what to add to the class of ``module``."""
     added: list[type[Addition]] = [Applies]
     for name, addition in _ADDITIONS.items():
-        own = inspect.getattr_static(type(module), name, None)
-        if callable(own) and not isinstance(own, staticmethod | classmethod):
+        method = inspect.getattr_static(type(module), name, None)
+        if callable(method) and not isinstance(method, staticmethod | classmethod):
             added.append(addition)
     return added
 
@@ -97,11 +97,11 @@ class Initialization:
             units = {table[param][0] for param in module.parameters(recurse=False) if param in table}
         shown = [member for unit, member in inside if unit in units]
         others = [member for unit, member in inside if unit not in units]
-        before = [member.param._version for member in others]
+        versions = [member.param._version for member in others]
         with self._shown(units, shown):
             yield
         changed = []
-        for member, version in zip(others, before, strict=True):
+        for member, version in zip(others, versions, strict=True):
             if member.param._version != version:
                 changed.append(member.name)
         if changed:

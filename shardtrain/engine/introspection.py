@@ -38,12 +38,12 @@ class Introspection:
     @property
     def units(self) -> list[UnitInfo]:
         """Every unit, root first."""
-        found = []
+        infos = []
         for unit in self._engine.units:
             widths = [(s.layout.numel, s.local.element_size()) for s in unit.segments]
             sizes = sum(n for n, _ in widths), sum(n * width for n, width in widths)
-            found.append(UnitInfo(unit.name or "(root)", *sizes, sum(s.local.nbytes for s in unit.segments)))
-        return found
+            infos.append(UnitInfo(unit.name or "(root)", *sizes, sum(s.local.nbytes for s in unit.segments)))
+        return infos
 
     @property
     def virtual_ranks(self) -> range:
@@ -53,15 +53,20 @@ class Introspection:
     @property
     def unit_of_parameter(self) -> dict[str, str]:
         """The title of the unit that holds each sharded parameter, by the parameter's name."""
-        units = self._engine.units
-        return {member.name: unit.title for unit in units for member in unit.members}
+        titles: dict[str, str] = {}
+        for unit in self._engine.units:
+            titles.update({member.name: unit.title for member in unit.members})
+        return titles
 
     @property
     def bytes_by_rank(self) -> list[int]:
         """Bytes of the shards of each rank of the shard group, padding included."""
-        widths = [(s.layout, s.local.element_size()) for s in self._engine.segments]
-        ranks = range(self.transport.world)
-        return [sum(layout.length(rank) * width for layout, width in widths) for rank in ranks]
+        sizes = [0] * self.transport.world
+        for segment in self._engine.segments:
+            width = segment.local.element_size()
+            for rank in range(self.transport.world):
+                sizes[rank] += segment.layout.length(rank) * width
+        return sizes
 
     @property
     def gathered(self) -> Gathered:
@@ -89,7 +94,10 @@ class Introspection:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The engine's own tensors: shards, their copies, and full vectors."""
-        return [tensor for s in self._engine.segments for tensor in (s.local, s.wire, s.full)]
+        tensors = list[torch.Tensor]()
+        for segment in self._engine.segments:
+            tensors += [segment.local, segment.wire, segment.full]
+        return tensors
 
 
 def introspect(module: nn.Module) -> Introspection:

@@ -29,13 +29,13 @@ class _OfGraph(Addition):
     """Let torch.fx write a module's code into the class that it made, since its methods call one another."""
 
     def recompile(self) -> Any:
-        own = self.__class__
-        made_by_torch: Any = next(kind for kind in own.__mro__ if not issubclass(kind, Addition))
+        extended_class = self.__class__
+        made_by_torch: Any = next(kind for kind in extended_class.__mro__ if not issubclass(kind, Addition))
         self.__class__ = made_by_torch
         try:
             return self.recompile()
         finally:
-            self.__class__ = own
+            self.__class__ = extended_class
 
 
 def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:
@@ -46,15 +46,15 @@ def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:
     if isinstance(module, fx.GraphModule) and addition is not _OfGraph:
         add(module, _OfGraph)
         kind = type(module)
-    made = _CLASSES.get((kind, addition))
-    if made is None:
+    extended_class = _CLASSES.get((kind, addition))
+    if extended_class is None:
         described = {
             "__module__": kind.__module__,
             "__qualname__": prefix + kind.__qualname__,
             "__doc__": kind.__doc__,
         }
-        made = types.new_class(
+        extended_class = types.new_class(
             prefix + kind.__name__, (addition, kind), exec_body=lambda n: n.update(described)
         )
-        _CLASSES[kind, addition] = made
-    module.__class__ = made
+        _CLASSES[kind, addition] = extended_class
+    module.__class__ = extended_class

@@ -63,8 +63,8 @@ class Optimizers:
         sizes = len(groups), sum([len(group["params"]) for group in groups]), len(hooked)
         known, steps = self._known.get(optimizer, (None, False))
         if known != sizes:
-            own = {param for param, _ in hooked.values()}
-            steps = not all(own.isdisjoint(group["params"]) for group in groups)
+            params = {param for param, _ in hooked.values()}
+            steps = not all(params.isdisjoint(group["params"]) for group in groups)
             if steps:
                 trial(optimizer, self._tryable())
                 self.describe_state(optimizer)

@@ -82,21 +82,21 @@ class Part:
         long = [dim for dim, size in enumerate(self.shape) if size > 1]
         flat = piece.reshape(-1)
         boxes = {}
-        at = self.start
-        while at < self.stop:
+        position = self.start
+        while position < self.stop:
             offsets = [0] * len(self.shape)
             sizes = list(self.shape)
             for dim in sorted(long, key=lambda dim: -self.stride[dim]):
-                row, rest = divmod(at, self.stride[dim])
+                row, rest = divmod(position, self.stride[dim])
                 offsets[dim] = row % self.shape[dim]
-                fitting = (self.stop - at) // self.stride[dim]
+                fitting = (self.stop - position) // self.stride[dim]
                 if rest == 0 and fitting:  # a row begins here: take all complete rows
                     sizes[dim] = min(fitting, self.shape[dim] - offsets[dim])
                     break
                 sizes[dim] = 1
-            lies_at = flat.storage_offset() + at - self.start
+            lies_at = flat.storage_offset() + position - self.start
             boxes[tuple(offsets)] = flat.as_strided(sizes, self.stride, lies_at)
-            at += math.prod(sizes)
+            position += math.prod(sizes)
         return boxes
 
 

@@ -116,7 +116,7 @@ class LocalPiece(Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(at), box.shape) for at, box in self.boxes.items()]
+        return [ChunkStorageMetadata(torch.Size(offsets), box.shape) for offsets, box in self.boxes.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.boxes[tuple(index.offset or ())]
@@ -124,7 +124,7 @@ class LocalPiece(Tensor):
 
 def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
     """Have ``module`` return a piece of its parameter ``attribute`` in ``state_dict()``, and load it."""
-    own = member.part
+    own_part = member.part
 
     def give(called: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         value = state.get(prefix + attribute)
@@ -132,24 +132,25 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
             return  # full inside `unsharded`; the parameter itself with keep_vars=True
         if unit.shown is not Shown.SHARD and called is module:
             value = member.local_view
-        if value.shape == own.local_shape:
-            state[prefix + attribute] = LocalPiece.of(value, own)
+        if value.shape == own_part.local_shape:
+            state[prefix + attribute] = LocalPiece.of(value, own_part)
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         value = state.get(prefix + attribute)
-        cut = own.shape != own.local_shape and unit.shown is not Shown.PRIVATE
-        if cut and value is not None and value.shape == own.shape:
+        cut = own_part.shape != own_part.local_shape and unit.shown is not Shown.PRIVATE
+        if cut and value is not None and value.shape == own_part.shape:
             raise ValueError(
-                f"load_state_dict() was given the whole {own.name}, of which a rank has a piece; "
+                f"load_state_dict() was given the whole {own_part.name}, of which a rank has a piece; "
                 "use shardtrain.load_full_state_dict(model, state)"
             )
         if isinstance(value, LocalPiece):
             part = value.part
-            if value.numel() and (part.start, part.stop) != (own.start, own.stop):
+            if value.numel() and (part.start, part.stop) != (own_part.start, own_part.stop):
                 raise ValueError(
-                    f"load_state_dict() was given elements {part.start}:{part.stop} of {own.name}, of "
-                    f"which this rank has {own.start}:{own.stop}; torch.distributed.checkpoint.save and "
-                    "load carry state between models that are sharded in other ways"
+                    f"load_state_dict() was given elements {part.start}:{part.stop} of {own_part.name}, "
+                    f"of which this rank has {own_part.start}:{own_part.stop}; "
+                    "torch.distributed.checkpoint.save and load carry state between models that are "
+                    "sharded in other ways"
                 )
             state[prefix + attribute] = value.plain
 

@@ -63,15 +63,15 @@ class Record:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all that was kept, each with its name in words."""
-        for key, kept in self.outputs.items():
-            yield f"the output of {key.partition('#')[0] or 'the root'}", kept
-        for key, kept in self.gradients.items():
+        for key, value in self.outputs.items():
+            yield f"the output of {key.partition('#')[0] or 'the root'}", value
+        for key, value in self.gradients.items():
             name = key.partition("#")[0]
-            yield f"the gradient of {name} in {self.unit_of.get(name, 'no unit')}", kept
+            yield f"the gradient of {name} in {self.unit_of.get(name, 'no unit')}", value
 
     def first_false(self) -> str:
         """Return in words the first that is false of what was kept, and the first such gradient, or ""."""
-        return _first([name for name, kept in self.named() if not kept])
+        return _first([name for name, value in self.named() if not value])
 
 
 def _first(names: Sequence[str]) -> str:
@@ -105,13 +105,13 @@ def recording(
     names = [unit.name for unit in engine_of(module).units] if units is None else units
     record = Record(introspect(module).unit_of_parameter if units is None else {})
 
-    def add(kept: dict[str, Tensor], name: str, found: Tensor) -> None:
-        number = next(n for n in itertools.count() if f"{name}#{n}" not in kept)
-        kept[f"{name}#{number}"] = keep(found.detach())
+    def add(values: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        number = next(n for n in itertools.count() if f"{name}#{n}" not in values)
+        values[f"{name}#{number}"] = keep(tensor.detach())
 
-    def output(name: str, _: nn.Module, __: object, found: object) -> None:
+    def output(name: str, _: nn.Module, __: object, result: object) -> None:
         if not torch.compiler.is_compiling():
-            for leaf in torch_private.tree_leaves(found):
+            for leaf in torch_private.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     add(record.outputs, name, leaf)
 
@@ -190,16 +190,16 @@ def replay(
     engine = engine_of(module)
     if engine.virtual is None:
         raise ValueError("replay() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    own = engine.virtual.ranks
+    ranks = engine.virtual.ranks
     with changes_elsewhere(module), recording(module, digest) as record:
-        first = compute(own.start)
-    mine = _lines(engine, record, first)
-    again = partial(_again, engine, compute, leaves=_leaves_of(engine, first))
-    losses = [first, *(compute(number) for number in own[1:])]
+        first = compute(ranks.start)
+    own_lines = _lines(engine, record, first)
+    recompute = partial(_again, engine, compute, leaves=_leaves_of(engine, first))
+    losses = [first, *(compute(number) for number in ranks[1:])]
     state = devices.random_state(engine.device)
     distance = 1 if neighbour else 0  # from the rank that checks to the one that is checked
-    theirs = again((own.start + distance * len(own)) % engine.virtual.count)
-    if mismatch := _compared(engine, (mine, theirs), distance, again):
+    checked_lines = recompute((ranks.start + distance * len(ranks)) % engine.virtual.count)
+    if mismatch := _compared(engine, (own_lines, checked_lines), distance, recompute):
         engine.driver.drop_backward()
         raise ReplayMismatch(mismatch if step is None else f"step {step}: {mismatch}")
     devices.set_random_state(engine.device, state)
@@ -207,7 +207,7 @@ def replay(
 
 
 def _compared(
-    engine: Engine, texts: tuple[str, str], distance: int, again: Callable[[int], str]
+    engine: Engine, texts: tuple[str, str], distance: int, recompute: Callable[[int], str]
 ) -> str | None:
     """Return in words on which ranks a micro-batch has other bits, or None. Collective.
 
@@ -216,17 +216,17 @@ def _compared(
     assert engine.virtual is not None
     all_ranks = engine.transport.all_ranks
     short = [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
-    told = [text.split() for text in comm.gather_texts(" ".join(short), all_ranks)]
-    for rank, (expected, _) in enumerate(told):
+    digests = [text.split() for text in comm.gather_texts(" ".join(short), all_ranks)]
+    for rank, (expected, _) in enumerate(digests):
         checker = (rank - distance) % all_ranks.world
-        if told[checker][1] != expected:
+        if digests[checker][1] != expected:
             number = rank * len(engine.virtual.ranks)
             owner_text = comm.gather_texts(texts[0], all_ranks)[rank]
             checker_text = comm.gather_texts(texts[1], all_ranks)[checker]
             pair = owner_text, checker_text
             if not distance:
                 return _judged_alone(number, rank, pair)
-            return _judged(number, (rank, checker), pair, comm.gather_texts(again(number), all_ranks))
+            return _judged(number, (rank, checker), pair, comm.gather_texts(recompute(number), all_ranks))
     return None
 
 
@@ -237,8 +237,8 @@ def _again(engine: Engine, compute: Callable[[int], Tensor], number: int, *, lea
     """
     assert engine.virtual is not None
     members = [member.param for member in engine.members]
-    before = [(leaf, leaf.grad) for leaf in dict.fromkeys([*members, *leaves])]
-    for leaf, _ in before:
+    gradients = [(leaf, leaf.grad) for leaf in dict.fromkeys([*members, *leaves])]
+    for leaf, _ in gradients:
         leaf.grad = None
     engine.virtual.again = number
     try:
@@ -247,7 +247,7 @@ def _again(engine: Engine, compute: Callable[[int], Tensor], number: int, *, lea
     finally:
         engine.virtual.again = None
         engine.driver.drop_backward()
-        for leaf, grad in before:
+        for leaf, grad in gradients:
             leaf.grad = grad
 
 
@@ -290,21 +290,21 @@ def changes_elsewhere(module: nn.Module) -> Iterator[None]:
     for engine in engines():
         if engine.virtual is not None:
             inside.update(engine.module.modules())
-    before = dict[Tensor, tuple[str, Tensor]]()
+    values = dict[Tensor, tuple[str, Tensor]]()
 
     def note(called: nn.Module, _: object) -> None:
         if called in inside:
             return
         for name, buffer in called._buffers.items():
-            if buffer is not None and buffer not in before:
-                before[buffer] = f"{name} of {type(called).__name__}", words(buffer).clone()
+            if buffer is not None and buffer not in values:
+                values[buffer] = f"{name} of {type(called).__name__}", words(buffer).clone()
 
     handle = register_module_forward_pre_hook(note)
     try:
         yield
     finally:
         handle.remove()
-    for buffer, (title, value) in before.items():
+    for buffer, (title, value) in values.items():
         if not torch.equal(words(buffer), value):
             raise ValueError(
                 f"buffer {title}, which is not in the model with virtual ranks, was changed inside "
@@ -316,11 +316,11 @@ def changes_elsewhere(module: nn.Module) -> Iterator[None]:
 def _lines(engine: Engine, record: Record, loss: Tensor) -> str:
     """Return a line for each tensor of a computation: its name and its digest."""
     assert engine.virtual is not None
-    kept = [*record.named()]
-    kept.insert(len(record.outputs), ("the loss", digest(loss)))
-    kept += [(f"buffer {name}", digest(value)) for name, value in engine.virtual.left.items()]
-    digests = torch.stack([each.to(engine.device) for _, each in kept]).tolist()
-    return "\n".join(f"{name}\t{each}" for (name, _), each in zip(kept, digests, strict=True))
+    entries = [*record.named()]
+    entries.insert(len(record.outputs), ("the loss", digest(loss)))
+    entries += [(f"buffer {name}", digest(value)) for name, value in engine.virtual.left.items()]
+    numbers = torch.stack([number.to(engine.device) for _, number in entries]).tolist()
+    return "\n".join(f"{name}\t{number}" for (name, _), number in zip(entries, numbers, strict=True))
 
 
 def _judged(number: int, pair: tuple[int, int], texts: tuple[str, str], thirds: Sequence[str]) -> str:

@@ -130,9 +130,9 @@ class ShardedParam:
     def give_grad(self, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient."""
         piece = self.part.shown(piece)
-        held = self.param.grad
-        if held is not None:
-            held.add_(piece)
+        grad = self.param.grad
+        if grad is not None:
+            grad.add_(piece)
         else:
             self.set_grad(piece)
 
@@ -183,8 +183,8 @@ class Segment:
                 if value is not None and all_ranks.rank == 0:
                     view.copy_(value.detach())
             all_ranks.broadcast(full)
-        own = full[self.layout.interval(self.transport.rank)]
-        return own if own.numel() == full.numel() else own.clone()
+        interval = full[self.layout.interval(self.transport.rank)]
+        return interval if interval.numel() == full.numel() else interval.clone()
 
     def _allocate(self, local: torch.Tensor) -> None:
         """Allocate the segment's storages, and show ``local``, copied into this rank's interval."""
@@ -216,25 +216,25 @@ class Segment:
         owners = Owners(weakref.ref(transport), self.full.device, self.layout.whole, virtual)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, transport.rank) if virtual else ()
-            own = owners._replace(parts=parts, elements=member.part.elements)
-            member.set_views(self.local, view, None if alone else own)
+            owners_of_member = owners._replace(parts=parts, elements=member.part.elements)
+            member.set_views(self.local, view, None if alone else owners_of_member)
             become(member.param, member.local_view)
         self.hold_full(False)
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's view of the flat vector ``full``, in its own shape."""
-        rows = zip(self.layout.offsets, self.layout.sizes, self.members, strict=True)
-        return [full[at : at + n].as_strided(m.part.shape, m.part.stride) for at, n, m in rows]
+        places = zip(self.layout.offsets, self.layout.sizes, self.members, strict=True)
+        return [full[start : start + n].as_strided(m.part.shape, m.part.stride) for start, n, m in places]
 
     def cast(self) -> None:
         """Copy ``local`` into ``wire``, while no rank reads it."""
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
-    def hold_full(self, held: bool) -> None:
+    def hold_full(self, allocated: bool) -> None:
         """Allocate the memory of ``full``, or free it."""
         if self._releases:
-            self._storage.resize_(self.full.nbytes if held else 0)
+            self._storage.resize_(self.full.nbytes if allocated else 0)
 
     def forget_nodes(self) -> None:
         """Make autograd create new accumulation nodes from now on. Parameters must show their pieces.

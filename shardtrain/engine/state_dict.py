@@ -49,7 +49,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     if grads:
         engine.driver.require_reduced("unsharded(grads=True)")
     engine.driver.forget_nodes()
-    kept = {member: member.param.grad for member in engine.members}
+    gradients = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
             engine.driver.schedule.release(unit)
@@ -62,11 +62,11 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
                     member.local_view.copy_(member.piece_of_whole(member.param.data))
                     if grads:
                         grad = member.param.grad
-                        kept[member] = None if grad is None else member.piece_of_whole(grad).clone()
+                        gradients[member] = None if grad is None else member.piece_of_whole(grad).clone()
     finally:
         for unit in engine.units:
             unit.hide()
-        for member, grad in kept.items():
+        for member, grad in gradients.items():
             member.param.grad = None
             if grad is not None:
                 member.set_grad(grad)
@@ -166,7 +166,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     engine = engine_of(module)
     engine.require_rest("load_full_state_dict() cannot be called")
     all_ranks = engine.transport.all_ranks
-    given = {} if all_ranks.rank else state
+    values = {} if all_ranks.rank else state
     verdict = json.dumps(([], []) if all_ranks.rank else _compare(engine, state, strict))
     # A simulated world delivers an empty text.
     problems, missing = json.loads(comm.gather_texts(verdict, all_ranks)[0] or verdict)
@@ -175,14 +175,15 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     for unit in engine.units:
         engine.driver.schedule.release(unit)
         for segment in unit.segments:
-            own = segment.from_rank_0([given.get(member.name) for member in segment.members], segment.local)
+            of_members = [values.get(member.name) for member in segment.members]
+            interval = segment.from_rank_0(of_members, segment.local)
             for member in segment.members:
                 if member.name not in missing:
-                    member.piece_of(segment.local).copy_(member.piece_of(own))
+                    member.piece_of(segment.local).copy_(member.piece_of(interval))
     for name, tensor in uncut(engine):
         if name not in missing:
-            if name in given:
-                tensor.copy_(given[name])
+            if name in values:
+                tensor.copy_(values[name])
             all_ranks.broadcast(tensor)
 
 
@@ -209,14 +210,14 @@ def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple
     expected.update((name, Spec.of(tensor)) for name, tensor in uncut(engine))
     missing = [name for name in expected if name not in state]
     tied = {n for n in engine.module.state_dict(keep_vars=True) if not n.endswith("_extra_state")}
-    given = {n: value for n, value in state.items() if n in expected or (strict and n not in tied)}
-    if odd := [
+    values = {n: value for n, value in state.items() if n in expected or (strict and n not in tied)}
+    if problems := [
         f"{name} is no dense tensor with values"
-        for name, v in given.items()
+        for name, v in values.items()
         if getattr(v, "is_meta", True) or v.layout != torch.strided or hasattr(v, "device_mesh")  # a DTensor
     ]:
-        return odd, missing
-    return differences(expected, {name: Spec.of(value) for name, value in given.items()}, strict), missing
+        return problems, missing
+    return differences(expected, {name: Spec.of(value) for name, value in values.items()}, strict), missing
 
 
 def uncut(engine: Engine) -> list[tuple[str, Tensor]]:
@@ -226,17 +227,17 @@ def uncut(engine: Engine) -> list[tuple[str, Tensor]]:
     return [*ignored, *persistent_buffers(engine.module)]
 
 
-def differences(expected: Mapping[str, Spec], given: Mapping[str, Spec], strict: bool = True) -> list[str]:
+def differences(expected: Mapping[str, Spec], specs: Mapping[str, Spec], strict: bool = True) -> list[str]:
     """Return one line per tensor of another shape or dtype, or (``strict``) missing or unexpected."""
-    missing = [f"{name} is missing" for name in expected if name not in given]
-    unexpected = [f"{name} is unexpected" for name in given if name not in expected]
+    missing = [f"{name} is missing" for name in expected if name not in specs]
+    unexpected = [f"{name} is unexpected" for name in specs if name not in expected]
     problems = [*missing, *unexpected] if strict else []
-    for name, ours in expected.items():
-        theirs = given.get(name, ours)
-        if theirs.shape != ours.shape:
-            problems.append(f"{name} has shape {theirs.shape}, expected {ours.shape}")
-        elif theirs.dtype != ours.dtype:
-            problems.append(f"{name} is {theirs.dtype}, expected {ours.dtype}")
+    for name, wanted in expected.items():
+        spec = specs.get(name, wanted)
+        if spec.shape != wanted.shape:
+            problems.append(f"{name} has shape {spec.shape}, expected {wanted.shape}")
+        elif spec.dtype != wanted.dtype:
+            problems.append(f"{name} is {spec.dtype}, expected {wanted.dtype}")
     return problems
 
 

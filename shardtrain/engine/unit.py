@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -64,8 +65,8 @@ class Account:
         self.peak = [0, 0]
 
     def add(self, units: int, size: int) -> None:
-        for index, more in enumerate((units, size)):
-            self.now[index] += more
+        for index, amount in enumerate((units, size)):
+            self.now[index] += amount
             self.peak[index] = max(self.peak[index], self.now[index])
 
 
@@ -88,7 +89,7 @@ class Unit:
         self.title = name or "the root"
         self.module = module
         self.segments = tuple(segments)
-        self.members = tuple(member for segment in segments for member in segment.members)
+        self.members = tuple(chain.from_iterable([segment.members for segment in segments]))
         self.transport = transport
         self.options = options
         self.state = State.SHARDED
@@ -123,7 +124,11 @@ class Unit:
     @property
     def holders(self) -> dict[nn.Module, Segment]:
         """The modules that directly hold parameters of the unit, each with the segment of its last one."""
-        return {m: s for s in self.segments for member in s.members for m, _ in member.info.holders}
+        segments: dict[nn.Module, Segment] = {}
+        for segment in self.segments:
+            for member in segment.members:
+                segments.update({module: segment for module, _ in member.info.holders})
+        return segments
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in the unit's full vectors."""

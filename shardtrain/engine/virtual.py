@@ -156,12 +156,12 @@ class Virtual:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Let the gradients of a backward inside wait for those of the micro-batch's last backward."""
-        before = self._waits
+        outer = self._waits
         self._waits = True
         try:
             yield
         finally:
-            self._waits = before
+            self._waits = outer
 
     def end(self) -> None:
         """End the micro-batch. After this rank's last one, average buffers over all virtual ranks.
@@ -217,13 +217,13 @@ class Virtual:
         changed = set[str]()
         compared = dict[str, Tensor]()
         for name, slot in slots.items():
-            now = slot.now
-            if now is None or slot.value is None:
+            buffer = slot.now
+            if buffer is None or slot.value is None:
                 continue
-            if slot.always or now is not slot.tensor or _kind(now) != _kind(slot.value):
+            if slot.always or buffer is not slot.tensor or _kind(buffer) != _kind(slot.value):
                 changed.add(name)
             else:
-                compared[name] = (words(now) != words(slot.value)).any()
+                compared[name] = (words(buffer) != words(slot.value)).any()
         if compared:  # the host waits for the device once
             [first, *_] = compared.values()
             flags = torch.stack([flag.to(first.device) for flag in compared.values()]).tolist()
@@ -242,32 +242,32 @@ class Virtual:
 
     def _require_same_buffers(self, number: int) -> None:
         """Raise ValueError unless forward has left buffers of the same kinds in the same slots."""
-        found = _slots_of(self._module, copies=False)
-        for name in dict.fromkeys([*self._before, *found]):
+        slots = _slots_of(self._module, copies=False)
+        for name in dict.fromkeys([*self._before, *slots]):
             slot = self._before.get(name)
-            before = None if slot is None else slot.value
-            now = found[name].tensor if name in found else None
-            now = None if now is None or now.is_meta else now
-            if (before is None) != (now is None):
-                done = "registered" if before is None else "removed"
+            value = None if slot is None else slot.value
+            tensor = slots[name].tensor if name in slots else None
+            tensor = None if tensor is None or tensor.is_meta else tensor
+            if (value is None) != (tensor is None):
+                done = "registered" if value is None else "removed"
                 raise ValueError(
                     f"virtual_rank({number}) has {done} buffer {name}, but each virtual rank must start from "
                     "the same buffers: register it with its value before training, or compute it in forward "
                     "without a buffer"
                 )
-            if before is not None and now is not None:
-                self._require_mean(name, before, now)
+            if value is not None and tensor is not None:
+                self._require_mean(name, value, tensor)
 
-    def _require_mean(self, name: str, before: Tensor, now: Tensor) -> None:
-        """Raise ValueError if buffer ``name``, of value ``before``, cannot have a mean as it is ``now``."""
-        if _kind(now) != _kind(before):
-            was, has = (f"{tuple(each.shape)} {each.dtype} on {each.device}" for each in (before, now))
+    def _require_mean(self, name: str, value: Tensor, buffer: Tensor) -> None:
+        """Raise ValueError if buffer ``name``, which had ``value``, cannot have a mean with ``buffer``."""
+        if _kind(buffer) != _kind(value):
+            was, has = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (value, buffer))
             raise ValueError(
                 f"forward has replaced buffer {name}, {was}, by {has}: keep shape, dtype and device, so that "
                 "virtual ranks have a mean"
             )
         tensor = self._before[name].tensor
-        if now is tensor:
+        if buffer is tensor:
             return
         for other, slot in self._before.items():
             if slot.tensor is tensor and other != name:
@@ -278,11 +278,11 @@ class Virtual:
 
     def _to_average(self) -> list[str]:
         """Return the buffers that any virtual rank has changed. Collective where not all are statistics."""
-        own = set[str]().union(*self._after)
+        changed = set[str]().union(*self._after)
         if all(slot.always for slot in self._before.values()) or self._all_ranks.silent:
-            return [name for name in self._before if name in own]
+            return [name for name in self._before if name in changed]
         device = next(slot.value.device for slot in self._before.values() if slot.value is not None)
-        flags = torch.tensor([name in own for name in self._before], dtype=torch.int32, device=device)
+        flags = torch.tensor([name in changed for name in self._before], dtype=torch.int32, device=device)
         self._all_ranks.all_reduce(flags, "max")
         return [name for name, flag in zip(self._before, flags.tolist(), strict=True) if flag]
 
@@ -297,15 +297,17 @@ class Virtual:
         if not names:
             return
         groups = [[*group] for _, group in groupby(names, lambda name: _real(self._value(name)).dtype)]
-        blocks = [torch.stack([self._row(after, group) for after in self._after]) for group in groups]
+        blocks = list[Tensor]()  # [virtual rank of this rank, element] of each group
+        for group in groups:
+            blocks.append(torch.stack([self._row(after, group) for after in self._after]))
         widths = [-(-block.shape[1] * block.itemsize // 8) * 8 for block in blocks]
         table = torch.zeros(self.count, sum(widths), dtype=torch.uint8, device=blocks[0].device)
-        own = table[self.ranks.start : self.ranks.stop]
-        for block, place in zip(blocks, own.split(widths, 1), strict=True):
+        own_table = table[self.ranks.start : self.ranks.stop]
+        for block, place in zip(blocks, own_table.split(widths, 1), strict=True):
             place[:, : block.shape[1] * block.itemsize].copy_(block.view(torch.uint8))
         self._all_ranks.all_reduce(table.view(torch.int64))
-        for group, block, rows in zip(groups, blocks, table.split(widths, 1), strict=True):
-            whole = rows[:, : block.shape[1] * block.itemsize].contiguous().view(block.dtype)
+        for group, block, bits in zip(groups, blocks, table.split(widths, 1), strict=True):
+            whole = bits[:, : block.shape[1] * block.itemsize].contiguous().view(block.dtype)
             self._give(group, _mean(whole))
 
     def _value(self, name: str) -> Tensor:
@@ -334,8 +336,8 @@ def _slots_of(module: nn.Module, copies: bool = True) -> dict[str, Slot]:
     for path, part in module.named_modules():
         always = isinstance(part, torch_private.NormBase)
         for name, buffer in part._buffers.items():
-            held = copies and buffer is not None and not buffer.is_meta
-            value = _copy(buffer) if held else None
+            has_value = copies and buffer is not None and not buffer.is_meta
+            value = _copy(buffer) if has_value else None
             slots[plain_name(f"{path}.{name}" if path else name)] = Slot(part, name, buffer, value, always)
     return slots
 
@@ -367,14 +369,14 @@ def words(tensor: Tensor) -> Tensor:
     return flat.view(_WORDS[flat.itemsize])
 
 
-def _mean(rows: Tensor) -> Tensor:
-    """Return the mean of ``rows`` (2-D), computed in fp64; of integers the first row."""
-    if not rows.is_floating_point():
-        return rows[0]
-    wide = rows.double()
+def _mean(values: Tensor) -> Tensor:
+    """Return the mean of ``values`` [virtual rank, element], computed in fp64; of integers the first row."""
+    if not values.is_floating_point():
+        return values[0]
+    wide = values.double()
     mean = torch.empty_like(wide[0])
     merge([*wide], mean, ReduceOp.AVG)
-    return mean.to(rows.dtype)
+    return mean.to(values.dtype)
 
 
 def seed_random_numbers(where: torch.device, *key: int) -> None:

@@ -65,8 +65,9 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's gradients. torch calls it for fused optimizers, too."""
-        home = next(param.device for group in optimizer.param_groups for param in group["params"])
-        here = torch.zeros_like(found_inf, device=home)  # since torch does not wait for copies to the host
-        by_device = super()._unscale_grads_(optimizer, inv_scale.to(home), here, allow_fp16)
+        first_group = next(group for group in optimizer.param_groups if group["params"])
+        device = first_group["params"][0].device
+        flag = torch.zeros_like(found_inf, device=device)  # since torch does not wait for copies to the host
+        by_device = super()._unscale_grads_(optimizer, inv_scale.to(device), flag, allow_fp16)
         flags = [flag.to(found_inf.device, non_blocking=True) for flag in by_device.values()]
         return {found_inf.device: comm.all_reduce(torch.stack([found_inf, *flags]).amax(), "max")}

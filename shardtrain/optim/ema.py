@@ -57,14 +57,14 @@ class Ema:
         Raises ValueError if a step is under way.
         """
         self._engine.require_rest("Ema.swapped() cannot be called")
-        kept = [now.clone() for _, now in self._pairs()]
+        values = [tensor.clone() for _, tensor in self._pairs()]
         try:
-            for average, now in self._pairs():
-                now.copy_(average)
+            for average, tensor in self._pairs():
+                tensor.copy_(average)
             yield
         finally:
-            for (_, now), before in zip(self._pairs(), kept, strict=True):
-                now.copy_(before)
+            for (_, tensor), value in zip(self._pairs(), values, strict=True):
+                tensor.copy_(value)
 
     def state(self) -> dict[str, Any]:
         """Return the buffers' averages: this rank's, and the mean for other world sizes. Collective.
@@ -91,4 +91,4 @@ class Ema:
         """Return each average with the tensor that it averages."""
         self._engine.driver.show_shards()  # a forward without a backward leaves full parameters shown
         pairs = [*self.averages.items(), *self._buffer_averages.items()]
-        return [(average, now.data) for now, average in pairs]
+        return [(average, tensor.data) for tensor, average in pairs]

@@ -19,7 +19,7 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from shardtrain.engine.optimizers import Tryable
 from shardtrain.layout import Piece, Policy, cut_of
 
 Shape = tuple[int, ...]
+Group = dict[str, Any]  # of parameters, as in ``optimizer.param_groups``
 
 # Cut inside a row and inside a block of 8-bit states; large enough for optimizers that factor their state.
 _SHAPES: tuple[Shape, ...] = ((256, 257), (257, 300))
@@ -57,23 +58,22 @@ def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, model: Tryab
 
     Warns (UserWarning) of an optimizer that cannot be tried.
     """
-    name = type(optimizer).__name__
-    if any(kind.__module__.startswith("torch.distributed.") for kind in type(optimizer).__mro__):
+    kind = type(optimizer)
+    name = kind.__name__
+    if any(base.__module__.startswith("torch.distributed.") for base in kind.__mro__):
         raise ValueError(
             f"{name} owns, averages or broadcasts whole parameters itself, of which a rank holds pieces: "
             "use the optimizer that it wraps, such as torch.optim.AdamW; its state is sharded already"
         )
     # The trial needs values, even where the model has none (FakeTensorMode).
     with torch_private.disable_current_modes(), torch.random.fork_rng(devices=[]):
-        kinds = _kinds(optimizer, model)
-        key = str(
-            [type(optimizer), [{**kind, "params": [p.shape for p in kind["params"]]} for kind in kinds]]
-        )
+        groups = _groups_to_try(optimizer, model)
+        key = _key_of(kind, groups)
         if key in model.passed:
             return
-        whole = _Trial(type(optimizer), kinds).run()
+        trial = _Trial(kind, groups).run()
         try:
-            expected = [next(whole)]
+            expected = [next(trial)]
         except Exception as error:
             warnings.warn(
                 f"{name} cannot be tried on pieces of parameters ({type(error).__name__}: {error}). Its "
@@ -83,9 +83,9 @@ def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, model: Tryab
             )
             return
         with contextlib.suppress(Exception):  # it may not bear other counts
-            expected += [each for each in whole if all(tried.value.isfinite().all() for tried in each)]
+            expected += filter(_are_finite, trial)
         worlds = _WORLDS[:1] if model.layout == "whole" else _WORLDS
-        reasons = (_why_not(type(optimizer), kinds, expected, model, world) for world in worlds)
+        reasons = (_difference_in_world(kind, groups, expected, model, world) for world in worlds)
         reason = next(filter(None, reasons), "")
     if reason:
         raise ValueError(
@@ -97,25 +97,40 @@ def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, model: Tryab
     model.passed.add(key)
 
 
-def _kinds(optimizer: torch.optim.Optimizer, model: Tryable) -> list[dict[str, Any]]:
+def _groups_to_try(optimizer: torch.optim.Optimizer, model: Tryable) -> list[Group]:
     """Return a parameter group for each distinct kind of ``optimizer``'s, with values to try."""
     torch.default_generator.manual_seed(0)
-    kinds: dict[str, dict[str, Any]] = {}
-    shapes: dict[str, dict[int, Shape]] = {}
+    options_by_kind: dict[str, Group] = {}
+    largest_by_kind: dict[str, dict[int, Shape]] = {}  # a shape for each number of dimensions
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if isinstance(options.get("lr"), float | int):
-            options["lr"] = _LR
-        kinds[str(options)] = options
-        largest = shapes.setdefault(str(options), {})
+        options = _options_of(group)
+        kind = str(options)
+        options_by_kind[kind] = options
+        largest = largest_by_kind.setdefault(kind, {})
         for param in group["params"]:
-            shape = _cropped(model.shapes.get(param, ()))
-            if math.prod(shape) > math.prod(largest.get(len(shape), (0,))) and len(shape) > 0:
-                largest[len(shape)] = shape
-    for kind, options in kinds.items():
-        wanted = [*_SHAPES, *shapes[kind].values()]
-        options["params"] = [torch.randn(shape, device="cpu").to(model.device) for shape in wanted]
-    return [*kinds.values()]
+            _keep_largest(largest, _cropped(model.shapes.get(param, ())))
+    groups = []
+    for kind, options in options_by_kind.items():
+        shapes = [*_SHAPES, *largest_by_kind[kind].values()]
+        values = [torch.randn(shape, device="cpu").to(model.device) for shape in shapes]
+        groups.append({**options, "params": values})
+    return groups
+
+
+def _options_of(group: Group) -> Group:
+    """Return the options of a parameter group, with the trial's learning rate."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if isinstance(options.get("lr"), float | int):
+        options["lr"] = _LR
+    return options
+
+
+def _keep_largest(largest: dict[int, Shape], shape: Shape) -> None:
+    """Put ``shape`` into ``largest`` if it has more elements than that with as many dimensions."""
+    dims = len(shape)
+    most = math.prod(largest[dims]) if dims in largest else 0
+    if dims > 0 and math.prod(shape) > most:
+        largest[dims] = shape
 
 
 def _cropped(shape: Shape) -> Shape:
@@ -128,26 +143,39 @@ def _cropped(shape: Shape) -> Shape:
     return tuple(sizes)
 
 
-def _why_not(
+def _key_of(kind: type[torch.optim.Optimizer], groups: Sequence[Group]) -> str:
+    """Return a text that is equal for trials of the same class, options and shapes."""
+    described = []
+    for group in groups:
+        shapes = [value.shape for value in group["params"]]
+        described.append({**group, "params": shapes})
+    return str([kind, described])
+
+
+def _are_finite(results: Sequence[Tried]) -> bool:
+    return all(result.value.isfinite().all() for result in results)
+
+
+def _difference_in_world(
     kind: type[torch.optim.Optimizer],
-    kinds: Sequence[dict[str, Any]],
+    groups: Sequence[Group],
     expected: Sequence[list[Tried]],
     model: Tryable,
     world: int,
 ) -> str:
     """Return how steps on one of ``world`` ranks' pieces differ from the ``expected`` values; or nothing."""
-    wholes = [value for group in kinds for value in group["params"]]
+    wholes = _values_of(groups)
     intervals = _intervals([whole.numel() for whole in wholes], model.layout, world)
-    rows = iter(zip(wholes, intervals, strict=True))
-    pieces = [{**group, "params": [_piece(*next(rows)) for _ in group["params"]]} for group in kinds]
     # A norm of all gradients is then that of this rank's, and is seen to be another.
     alone = Channel(Alone())
     alone.stepping = True
     owners = Owners(weakref.ref(alone), model.device, model.layout == "whole", model.virtual)
+    trial = _Trial(kind, _groups_of_pieces(groups, intervals), owners).run()
     try:
-        for wanted, results in zip(expected, _Trial(kind, pieces, owners).run(), strict=False):
-            if reason := _difference(results, wanted, wholes, intervals):
-                return reason
+        for wanted, results in zip(expected, trial, strict=False):
+            for result, whole, initial, interval in zip(results, wanted, wholes, intervals, strict=True):
+                if difference := _difference(result, whole, initial, interval):
+                    return difference
     except Exception as error:
         return str(error).partition(":")[0]  # such as "norm of a gradient would see this rank's piece alone"
     return ""
@@ -161,36 +189,55 @@ def _intervals(sizes: Sequence[int], layout: Policy, world: int) -> list[Piece]:
     return [cut([size], 1).pieces(world // 2)[0] for size in sizes]
 
 
+def _groups_of_pieces(groups: Sequence[Group], intervals: Sequence[Piece]) -> list[Group]:
+    """Return ``groups`` with each value cut to its interval."""
+    following = iter(intervals)
+    cut_groups = []
+    for group in groups:
+        pieces = [_piece(whole, next(following)) for whole in group["params"]]
+        cut_groups.append({**group, "params": pieces})
+    return cut_groups
+
+
 def _piece(whole: Tensor, interval: Piece) -> Tensor:
-    part = whole.flatten()[interval.start : interval.stop]
-    if part.numel() == whole.numel():
-        return part.view_as(whole)
-    return part.view(-1, *(1 for _ in whole.shape[1:]))
+    """Return the ``interval`` of a value, in the shape that a local shard has."""
+    piece = _part(whole, interval)
+    if piece.numel() == whole.numel():
+        return piece.view_as(whole)
+    return piece.view(-1, *(1 for _ in whole.shape[1:]))
 
 
-def _difference(
-    results: list[Tried], wanted: list[Tried], wholes: Sequence[Tensor], intervals: Sequence[Piece]
-) -> str:
-    """Return how the ``results`` of pieces differ from what is ``wanted``; an empty text if they do not."""
-    for result, expected, before, (start, stop, _) in zip(results, wanted, wholes, intervals, strict=True):
-        if start == stop:
-            continue
-        for key, number in expected.numbers.items():
-            ours_too = result.numbers.get(key, math.nan)
-            if ours_too != number and not math.isclose(ours_too, number, rel_tol=1e-3, abs_tol=1e-30):
-                return f"its {key!r} depends on what a rank holds"
-        moved = (expected.value - before).abs().max()
-        if not _is_close(result.value, expected.value, start, stop, moved):
-            return "it gives a piece of a parameter other values than the whole one"
-        for key, value in expected.by_element.items():
-            ours = result.by_element.get(key)
-            if ours is None or not _is_close(ours, value, start, stop, value.abs().max()):
-                return f"it gives a piece of a parameter another state {key!r} than the whole one"
+def _part(whole: Tensor, interval: Piece) -> Tensor:
+    """Return the elements of ``whole`` in the ``interval`` (1-D)."""
+    return whole.flatten()[interval.start : interval.stop]
+
+
+def _difference(piece: Tried, whole: Tried, initial: Tensor, interval: Piece) -> str:
+    """Return how a ``piece`` after steps differs from its ``interval`` of the ``whole``; or nothing.
+
+    ``initial``: the value of the whole parameter before the steps.
+    """
+    if interval.start == interval.stop:
+        return ""
+    for key, number in whole.numbers.items():
+        if not _is_same_number(piece.numbers.get(key, math.nan), number):
+            return f"its {key!r} depends on what a rank holds"
+    largest_update = (whole.value - initial).abs().max()
+    if not _is_close(piece.value, _part(whole.value, interval), largest_update):
+        return "it gives a piece of a parameter other values than the whole one"
+    for key, state in whole.by_element.items():
+        piece_state = piece.by_element.get(key)
+        if piece_state is None or not _is_close(piece_state, _part(state, interval), state.abs().max()):
+            return f"it gives a piece of a parameter another state {key!r} than the whole one"
     return ""
 
 
-def _is_close(piece: Tensor, whole: Tensor, start: int, stop: int, scale: Tensor) -> bool:
-    part = whole.flatten()[start:stop]
+def _is_same_number(number: float, expected: float) -> bool:
+    return number == expected or math.isclose(number, expected, rel_tol=1e-3, abs_tol=1e-30)
+
+
+def _is_close(piece: Tensor, part: Tensor, scale: Tensor) -> bool:
+    """Return whether a ``piece`` equals ``part`` (1-D) up to rounding of values as large as ``scale``."""
     rounding = 1e-3 * scale + 1e-6 * part.abs()
     return bool(((piece.flatten() - part).abs() <= rounding).all())
 
@@ -199,55 +246,73 @@ class _Trial:
     """Step an optimizer of class ``kind`` on groups of values. ``owners``: marks gradients, unless None."""
 
     def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        groups: Sequence[dict[str, Any]],
-        owners: Owners | None = None,
+        self, kind: type[torch.optim.Optimizer], groups: Sequence[Group], owners: Owners | None = None
     ) -> None:
         self._kind = kind
         self._groups = groups
-        self._values = [value for group in groups for value in group["params"]]
+        self._values = _values_of(groups)
         self._owners = owners
 
     def run(self) -> Iterator[list[Tried]]:
         """Yield what parameters and state are after the first steps, and after those that come later."""
         torch.default_generator.manual_seed(0)
-        params = [[nn.Parameter(value.clone()) for value in group["params"]] for group in self._groups]
-        options = [{**group, "params": own} for group, own in zip(self._groups, params, strict=True)]
-        optimizer = self._kind(options)  # type: ignore[call-arg]
-        before = [dict(group) for group in optimizer.param_groups]
+        optimizer = self._optimizer()
+        initial_groups = [dict(group) for group in optimizer.param_groups]
         for scale in _SCALES:
             self._step(optimizer, scale)
-        yield _tried(optimizer)
-        _skip_steps(optimizer, before)
+        yield _results_of(optimizer)
+        _skip_steps(optimizer, initial_groups)
         for scale in _SCALES[:2]:
             self._step(optimizer, scale)
-        yield _tried(optimizer)
+        yield _results_of(optimizer)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Return a new optimizer of copies of the values."""
+        groups = []
+        for group in self._groups:
+            params = [nn.Parameter(value.clone()) for value in group["params"]]
+            groups.append({**group, "params": params})
+        return self._kind(groups)  # type: ignore[call-arg]
 
     def _step(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         """Make a step without the hooks that torch calls for every optimizer, which are users'."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _values_of(optimizer.param_groups)
         for number, (param, value) in enumerate(zip(params, self._values, strict=True)):
             if param.numel():  # an empty piece gets no gradient, as in training
-                grad = scale * value.square() + 0.1
-                owners = self._owners and self._owners._replace(elements=number)
-                param.grad = GradientPiece.of(grad, owners) if owners else grad
+                param.grad = self._gradient(number, value, scale)
         step: Any = type(optimizer).step
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # see Optimizer.profile_hook_step
+        if getattr(step, "hooked", False):  # see Optimizer.profile_hook_step
+            step = step.__wrapped__
         step(optimizer, lambda: torch.zeros(()))
 
+    def _gradient(self, number: int, value: Tensor, scale: float) -> Tensor:
+        """Return a gradient of the parameter ``number``, whose initial value is ``value``."""
+        grad = scale * value.square() + 0.1
+        if self._owners is None:
+            return grad
+        return GradientPiece.of(grad, self._owners._replace(elements=number))
 
-def _tried(optimizer: torch.optim.Optimizer) -> list[Tried]:
-    """Return what the parameters of ``optimizer`` and their state are now."""
+
+def _values_of(groups: Sequence[Group]) -> list[Tensor]:
+    """Return the parameters of all ``groups``, in their order."""
+    values = list[Tensor]()
+    for group in groups:
+        values += group["params"]
+    return values
+
+
+def _results_of(optimizer: torch.optim.Optimizer) -> list[Tried]:
+    """Return copies of what the parameters of ``optimizer`` and their state are."""
     results = []
     for group in optimizer.param_groups:
-        shared = {key: value for key, value in group.items() if key != "params" and _is_number(value)}
+        options = _numbers_of({key: value for key, value in group.items() if key != "params"})
         for param in group["params"]:
             state = optimizer.state.get(param, {})
-            by_element = {
-                k: v.as_subclass(Tensor).clone() for k, v in state.items() if _has_elements(v, param)
-            }
-            numbers = {k: float(v) for k, v in {**shared, **state}.items() if _is_number(v)}
+            by_element = {}
+            for key, value in state.items():
+                if _has_elements(value, param):
+                    by_element[key] = value.as_subclass(Tensor).clone()
+            numbers = _numbers_of({**options, **state})
             results.append(Tried(param.detach().clone(), by_element, numbers))
     return results
 
@@ -262,17 +327,32 @@ def _has_elements(value: Any, param: Tensor) -> bool:
     )
 
 
+def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return those ``values`` of a group or a state that are one number."""
+    return {key: float(value) for key, value in values.items() if _is_number(value)}
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return type(value) in (Tensor, GradientPiece) and value.ndim == 0 and not value.is_complex()
     return isinstance(value, int | float)
 
 
-def _skip_steps(optimizer: torch.optim.Optimizer, before: Sequence[dict[str, Any]]) -> None:
-    """Set counts of steps to `_LATER`, in state and in groups. Options that were so ``before`` are none."""
-    states: list[tuple[dict[str, Any], dict[str, Any]]] = [(state, {}) for state in optimizer.state.values()]
-    for values, initial in [*states, *zip(optimizer.param_groups, before, strict=True)]:
-        for key, value in values.items():
-            counts = key != "params" and _is_number(value) and float(value) == _STEPS
-            if counts and not (key in initial and float(initial[key]) == _STEPS):
-                values[key] = torch.full_like(value, _LATER) if isinstance(value, Tensor) else _LATER
+def _skip_steps(optimizer: torch.optim.Optimizer, initial_groups: Sequence[Group]) -> None:
+    """Set counts of steps to `_LATER`, in state and in groups.
+
+    An option that was equal to a count in ``initial_groups`` is none.
+    """
+    for state in optimizer.state.values():
+        _set_counts(state, {})
+    for group, initial in zip(optimizer.param_groups, initial_groups, strict=True):
+        _set_counts(group, initial)
+
+
+def _set_counts(values: dict[str, Any], initial: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key == "params" or not _is_number(value) or float(value) != _STEPS:
+            continue
+        if key in initial and float(initial[key]) == _STEPS:
+            continue
+        values[key] = torch.full_like(value, _LATER) if isinstance(value, Tensor) else _LATER
