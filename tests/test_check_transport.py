@@ -161,6 +161,7 @@ class Silent(Sockets):
         threading.Event().wait()
 
 
+@pytest.mark.long
 def test_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
     for kind in (Sockets, ForgetsOthers):
         (tmp_path / kind.__name__).mkdir()

@@ -200,7 +200,9 @@ def launches(model: nn.Module, dtype: torch.dtype) -> int:
     ("make", "precision", "budget"),
     [
         (lambda: torchvision.models.resnet50(num_classes=5), None, 89),
-        (lambda: VisionTransformer(8, 4, 24, 2, 16, 32, num_classes=5), LOW, 231),
+        pytest.param(
+            lambda: VisionTransformer(8, 4, 24, 2, 16, 32, num_classes=5), LOW, 231, marks=pytest.mark.long
+        ),
     ],
     ids=["resnet50 fp32", "vit24 bf16"],
 )

@@ -145,6 +145,7 @@ def test_data_sets_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyP
 EXAMPLES = [text for text in blocks("python", *DOCUMENTS) if text.startswith("import ")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.partition("\n")[0])
 def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
     if not_installed(example):
@@ -157,7 +158,7 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
 FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py"))}
 # seconds for their imports
 ON_FOUR = "hsdp"
-SLOW = ("dcp_to_fsdp2", "hugging_face")
+SLOW = ("dcp_to_fsdp2", "hugging_face", "own_loop")
 RUN = [name for name in FILES if name != "resume"]
 
 

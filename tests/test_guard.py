@@ -66,8 +66,10 @@ def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("order", "usual_steps"), [("second first", 1), ("second", 0), ("first", 1)])
+@pytest.mark.parametrize(
+    ("order", "usual_steps"),
+    [pytest.param("second first", 1, marks=pytest.mark.smoke), ("second", 0), ("first", 1)],
+)
 @each_rank(2)
 def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual_steps: int) -> None:
     """Equal units swapped, or one skipped, in the first step or a later one."""

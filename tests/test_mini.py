@@ -109,7 +109,6 @@ VARIANTS = {  # of `mini`, by what is replaced in its text: the rungs on which i
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", VARIANTS)
 @each_rank(2, transport="auto")
 def test_the_ladder_tells_on_which_rung_a_variant_stands(name: str) -> None:
