@@ -74,9 +74,13 @@ class Sockets(Transport):
             parts = [torch.empty_like(gradient.own) for _ in range(self.world)]
             self.exchange(gradient.parts, parts)
             parts[self.rank] = gradient.own
-            means.append(gradient.new_mean())
-            merge(parts, means[-1], dist.ReduceOp.AVG, gradient.terms)
+            means.append(self.mean_of(parts, gradient))
         return Pending.done(means)
+
+    def mean_of(self, parts: Sequence[torch.Tensor], gradient: Gradient) -> torch.Tensor:
+        mean = gradient.new_mean()
+        merge(parts, mean, dist.ReduceOp.AVG, gradient.terms)
+        return mean
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         own = tensor.reshape(-1)
@@ -109,14 +113,9 @@ def test_transports_pass(make: Any, tmp_path: Path) -> None:
 
 
 class SumsInRankOrder(Sockets):
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[torch.Tensor]]:
-        means = []
-        for gradient in gradients:
-            parts = [torch.empty_like(gradient.own) for _ in range(self.world)]
-            self.exchange(gradient.parts, parts)
-            parts[self.rank] = gradient.own
-            means.append((sum(part.float() for part in parts) / self.world).to(gradient.dtype))
-        return Pending.done(means)
+    def mean_of(self, parts: Sequence[torch.Tensor], gradient: Gradient) -> torch.Tensor:
+        total = sum(part.float() for part in parts)
+        return (total / self.world).to(gradient.dtype)
 
 
 class ForgetsOthers(Sockets):

@@ -62,9 +62,8 @@ def _spent() -> _Spent:
     threads = threading.enumerate()
     guards = [thread.native_id for thread in threads if thread.name == GUARD]
     seconds = {this_process: time.process_time() - sum(_thread_s(guard) for guard in guards)}
-    moved = _bytes(
-        "/proc/self/io", ("read_bytes", "write_bytes")
-    )  # of disks: sockets carry the guard's reports
+    # Of disks alone: sockets carry the guard's reports.
+    moved = _bytes("/proc/self/io", ("read_bytes", "write_bytes"))
     for thread in threads:
         if thread.native_id not in guards:
             moved += _bytes(f"/proc/self/task/{thread.native_id}/io", ("rchar", "wchar"))

@@ -13,7 +13,7 @@ several replicas there are more ranks than in one shard group::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -37,6 +37,7 @@ from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
 from shardtrain.layout import Layout
 
 T = TypeVar("T")
+Vector = TypeVar("Vector", Flat, Gradient)
 
 
 class Channel:
@@ -95,25 +96,11 @@ class Channel:
 
     def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
         """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""
-        if self.world == 1:
-            return self.transport.all_gather(flats)
-        count(GATHER, (flat.sent for flat in flats))
-        self.guard.post(GATHER, name)
-        trace.begin("gather", name)
-        pending = self.transport.all_gather(flats)
-        trace.end("gather", name)
-        return self._timed(GATHER, name, flats[0].full.device, pending)
+        return self._start(GATHER, "gather", name, flats, self.transport.all_gather)
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         """Start reducing ``gradients`` of the unit ``name``. See `Transport.reduce_scatter`."""
-        if self.world == 1:
-            return self.transport.reduce_scatter(gradients)
-        count(REDUCE, (gradient.sent for gradient in gradients))
-        self.guard.post(REDUCE, name)
-        trace.begin("reduce", name)
-        pending = self.transport.reduce_scatter(gradients)
-        trace.end("reduce", name)
-        return self._timed(REDUCE, name, gradients[0].full.device, pending)
+        return self._start(REDUCE, "reduce", name, gradients, self.transport.reduce_scatter)
 
     def average(
         self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
@@ -155,13 +142,27 @@ class Channel:
             self.guard.post(what, name)
         self.transport.fence(what)
 
-    def _timed(self, kind: Movement, name: str, device: torch.device, pending: Pending[T]) -> Pending[T]:
-        """Return ``pending`` with its wait measured."""
+    def _start(
+        self,
+        kind: Movement,
+        verb: str,
+        name: str,
+        vectors: Sequence[Vector],
+        start: Callable[[Sequence[Vector]], Pending[T]],
+    ) -> Pending[T]:
+        """Call ``start`` of ``vectors``, and measure the wait. ``verb``: what the profiler's range says."""
+        if self.world == 1:
+            return start(vectors)
+        count(kind, (vector.sent for vector in vectors))
+        self.guard.post(kind, name)
+        trace.begin(verb, name)
+        pending = start(vectors)
+        trace.end(verb, name)
         if pending.is_done:
             return pending
 
         def finish() -> T:
-            with waiting(kind, name, device):
+            with waiting(kind, name, vectors[0].full.device):
                 return pending.wait()
 
         return Pending(finish)

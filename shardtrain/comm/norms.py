@@ -156,7 +156,7 @@ class PieceNorm(Tensor):
 
 
 def _as_pieces(value: Any) -> Any:
-    """Return ``value``, or the list ``value``, with norms marked as results of a piece."""
+    """Mark each norm in ``value``, a tensor or a list of them, as a number that belongs to one gradient."""
     if isinstance(value, PieceNorm):
         return GradientPiece.of(value.as_subclass(Tensor), value.owners)
     return type(value)(map(_as_pieces, value)) if type(value) in (list, tuple) else value

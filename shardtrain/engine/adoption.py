@@ -6,7 +6,6 @@ Its own file, since no step needs it: `Engine` calls it before a forward and bef
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 from torch import nn
@@ -20,11 +19,17 @@ Below = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
 class Adoption:
     """Adopt changes of the parameters of ``root``, or refuse them by name. Written here only."""
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        segments: Sequence[Segment],
+        members: Sequence[ShardedParam],
+    ) -> None:
         self._root = root
         self._units = units
-        self._segments = [*chain.from_iterable(unit.segments for unit in units)]
-        self._members = [*chain.from_iterable(unit.members for unit in units)]
+        self._segments = segments
+        self._members = members
         self._ignored = set(root.parameters()).difference(member.param for member in self._members)
         self._below = _modules_below(root)
 

@@ -308,9 +308,10 @@ class Driver:
 
         Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
         """
-        if (
-            self.schedule.backward and torch_private.current_graph_task_id() == -1
-        ):  # else still inside autograd
+        if self.schedule.backward is None:
+            return
+        is_inside_autograd = torch_private.current_graph_task_id() != -1
+        if not is_inside_autograd:
             self.drop_backward()
 
     def drop_backward(self) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, initialize, pieces, resets, user_code
+from shardtrain.engine import casts, initialize, pieces, user_code
 from shardtrain.engine.adoption import Adoption
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition, add
@@ -57,8 +57,7 @@ class Engine:
         for unit in units:
             unit.account = units[0].account
         self.optimizers = Optimizers(self.driver, self.segments, self.members)
-        self._adoption = Adoption(module, units)
-        self._initialization = initialize.Initialization(units, self.driver, self.adopt_changes)
+        self._adoption = Adoption(module, units, self.segments, self.members)
         # Trainable parameters, each with the handle of its hook.
         self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
@@ -90,15 +89,10 @@ class Engine:
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
-        homes: dict[nn.Module, Unit] = {}
-        for unit in self.units:  # inner units last
-            homes.update(dict.fromkeys(unit.module.modules(), unit))
-        for module, unit in homes.items():
-            for addition in resets.additions(module):
-                self._mark(module, resets.HOME, resets.Home(unit, self.release))
-                self._add_to_class(module, addition)
+        initialization = initialize.Initialization(self.units, self.driver, self.adopt_changes)
+        for module in self.module.modules():
+            self._mark(module, initialize.MARK, initialization)
             for addition in initialize.additions(module):
-                self._mark(module, initialize.MARK, self._initialization)
                 self._add_to_class(module, addition)
         self._handles += casts.attach(self.units)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
@@ -165,11 +159,6 @@ class Engine:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
         self.driver.show_shards()
         self.adopt_changes()
-
-    def release(self, unit: Unit) -> None:
-        """Adopt users' changes, and release ``unit``, whose parameters are about to be changed."""
-        self.adopt_changes()
-        self.driver.schedule.release(unit)
 
     def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.

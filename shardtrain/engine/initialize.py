@@ -1,11 +1,10 @@
 """Show whole parameters to users' code that initializes them after `shard`.
 
-``model.apply(init)`` calls ``init`` for each module, and methods such as ``init_weights`` set many.
-They compute fan-ins from shapes. Ranks with one seed would draw the same numbers for different elements. So
-they see whole parameters and draw all of them, and each rank keeps its part: with one seed on all ranks that
-of the model which one process draws. Nothing is communicated: elements of other ranks are NaN, which shows
-what depends on them. Its own
-file, since nothing here is needed for a step.
+``model.apply(init)`` calls ``init`` for each module, and methods such as ``reset_parameters`` and
+``init_weights`` set many. They compute fan-ins from shapes. Ranks with one seed would draw the same numbers
+for different elements. So they see whole parameters and draw all of them, and each rank keeps its part: with
+one seed on all ranks that of the model which one process draws. Nothing is communicated: elements of other
+ranks are NaN, which shows what depends on them. Its own file, since nothing here is needed for a step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,16 @@ from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 
 MARK = "_shardtrain_initialization"  # the attribute of a module with its model's `Initialization`
-_METHODS = ("init_weights", "initialize_weights", "init_parameters", "initialize_parameters", "init_params")
+# Those of torch's layers, the private one of its attention included, and names that models use.
+_METHODS = (
+    "reset_parameters",
+    "_reset_parameters",
+    "init_weights",
+    "initialize_weights",
+    "init_parameters",
+    "initialize_parameters",
+    "init_params",
+)
 _INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
 
 
