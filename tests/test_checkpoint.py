@@ -292,7 +292,7 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, reason: str)
     ("how", "path", "text"),
     [
         ("extra", "one", "rank 1: extra['a'][1] is a set, expected tensors, numbers, texts, None, lists and"),
-        ("key", "one", "rank 1: extra has the key 1, expected texts other than '__tensor__'"),
+        ("key", "one", "rank 1: extra has the key 1, expected texts other than '__tensor__': store pairs, ["),
         ("piece", "one", "rank 1: extra[0] is a rank's piece of fc.bias, which only its model can load"),
         ("long", "one", "rank 1: rank-00001.safetensors: ValueError names and texts take 1000"),
         ("deep", "one", "rank 1: maximum recursion depth exceeded"),
