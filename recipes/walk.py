@@ -51,7 +51,7 @@ def held(model: nn.Module) -> list[str]:
     """Return one line per parameter: the values that it shows on this rank, and its gradient if any."""
     lines = []
     for name, param in model.named_parameters():
-        grad = "" if param.grad is None else f"  gradient {numbers(param.grad)}"
+        grad = "" if param.grad is None else f"  gradient {numbers(param.grad.as_subclass(torch.Tensor))}"
         lines.append(f"{name} {numbers(param)}{grad}")
     return lines
 

@@ -20,6 +20,7 @@ arrive in memory that the failing step has freed.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import os
@@ -112,6 +113,7 @@ class Links:
         self._closing = threading.Lock()
         self._stop = threading.Event()  # this rank has dropped the model, or the group is destroyed
         self._threads: list[threading.Thread] = []
+        _open_links.add(self)
         weakref.finalize(group, _end, weakref.ref(self))
 
     def _is_forked(self) -> bool:
@@ -233,9 +235,27 @@ class Links:
 
 
 def _end(known: weakref.ref[Links]) -> None:
-    """Close the links when the group is destroyed or the interpreter exits."""
+    """Close the links when the group is destroyed."""
     if (links := known()) is not None:
         links.end()
+
+
+# Process-wide like the waits.
+_open_links = weakref.WeakSet[Links]()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Close all links when the interpreter exits, and wait for all guards' threads.
+
+    A thread may hold the last reference to its links, or to a destroyed group. It then releases receives, for
+    which torch lets go of Python's lock. If the interpreter ends meanwhile, C++ aborts the process.
+    """
+    for links in [*_open_links]:
+        links.end()
+    for thread in threading.enumerate():
+        if thread.name == GUARD:
+            thread.join(5 * GRACE_S)
 
 
 class Reports(Guard):
