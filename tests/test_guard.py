@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -651,3 +652,22 @@ def test_who_is_odd_is_told_from_most_of_the_ranks() -> None:
     """Two, three and two pairs of ranks: above, and in `test_transports.py`."""
     told = guard.odd_ones_out({0: "a", 1: "b", 2: "a", 3: "c"})
     assert told == "ranks 1 and 3 take another path than ranks 0 and 2"
+
+
+LATE = """
+import threading, time
+from shardtrain.comm import reports
+
+def work() -> None:
+    threading.main_thread().join()
+    time.sleep(0.5)  # a program that does not wait for this thread has ended by then
+    print("released its receives")
+
+threading.Thread(target=work, name=reports.GUARD, daemon=True).start()
+"""
+
+
+def test_a_program_ends_after_the_threads_of_its_guards() -> None:
+    """One that still released its receives aborted the program."""
+    output = subprocess.run([sys.executable, "-c", LATE], stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert output == "released its receives\n"
