@@ -52,7 +52,7 @@ class NaiveTwin:
             p.grad = None
 
     def reduce_scatter(self) -> None:
-        """3: keep the mean over ranks of this rank's interval of the gradient; unused parameters get zeros."""
+        """3: keep the mean over ranks of this rank's interval; unused parameters get zeros."""
         whole = self.flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         self.shard.grad = torch.empty(self.length)
         dist.reduce_scatter(self.shard.grad, list(whole.chunk(self.world)))

@@ -463,7 +463,7 @@ def test_the_engine_does_what_the_naive_twin_does() -> None:
     assert_same_parameters(sharded, twin.model)
 
 
-@each_rank(2)
+@each_rank(2, transport="auto")
 def test_between_steps_the_naive_twin_holds_shards_alone() -> None:
     """Half of the parameters, of the gradients and of the momentum: all living tensors are weighed."""
 
