@@ -195,7 +195,7 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             exec("".join(cell["source"]), names)
     assert len(pyplot.get_fignums()) == 2
     pyplot.close("all")
-    assert [title.partition(".")[0] for title in names["moments"]] == list("123456789")
+    assert [title.partition(".")[0] for title in names["moments"]] == ["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"]
 
 
 def test_public_names_are_those_of_the_docstrings() -> None:
