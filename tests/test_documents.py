@@ -16,7 +16,7 @@ import yaml
 from PIL import Image
 
 from shardtrain.job.data import load
-from shardtrain.recipes import api
+from shardtrain.recipes import api, why_shard
 
 from pool import ended
 from tiny import composed
@@ -195,13 +195,31 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             exec("".join(cell["source"]), names)
     assert len(pyplot.get_fignums()) == 2
     pyplot.close("all")
-    assert [title.partition(".")[0] for title in names["moments"]] == ["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"]
+    assert [title.partition(".")[0] for title in names["moments"]] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "7",
+        "8",
+        "9",
+        "10",
+    ]
 
 
 def test_public_names_are_those_of_the_docstrings() -> None:
     assert (ROOT / "docs/api.md").read_text() == f"{api.text()}\n", (
         "python -m shardtrain.recipes.api > docs/api.md"
     )
+
+
+def test_the_pictures_of_why_shard_are_those_of_its_command() -> None:
+    for name in ("memory", "collectives"):
+        assert (ROOT / f"docs/pictures/{name}.svg").read_text() == getattr(why_shard, name)(), (
+            "python -m shardtrain.recipes.why_shard docs/pictures"
+        )
 
 
 def test_what_is_cited_is_what_is_built() -> None:
