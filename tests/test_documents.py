@@ -1,8 +1,12 @@
 """What the documents show: every command and example is run, printed output is compared, no link is dead."""
 
+import ast
+import functools
 import importlib.util
 import json
+import keyword
 import os
+import pydoc
 import re
 import shlex
 import tarfile
@@ -16,6 +20,7 @@ import yaml
 from PIL import Image
 
 from shardtrain.job.data import load
+from shardtrain.job.schema import flat
 from shardtrain.recipes import api, why_shard
 
 from pool import ended
@@ -241,3 +246,140 @@ def test_no_link_is_dead(file: Path) -> None:
     quoted = re.findall(r"`((?:shardtrain|tests|configs|recipes|docs)/[a-z\d_./-]*)`", text)
     for link in [*links, *quoted]:
         assert (file.parent / link).exists() or (ROOT / link).exists(), link
+
+
+# Names between backticks exist. What is gone has no backticks.
+
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|yaml|json|txt|svg|png|ipynb|sbatch)|/)")
+NAME = re.compile(r"\+?([A-Za-z_]\w*(?:\.\w+)*)(?:(=)|\(.*\)|\[.*\])?")
+STAND_FOR = {  # how documents abbreviate modules
+    **{"dist": "torch.distributed", "dcp": "torch.distributed.checkpoint", "nn": "torch.nn", "np": "numpy"},
+    **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "optim", "recipes")},
+}
+OBJECTS = {"block", "grad", "meter", "model", "module", "optimizer", "p", "param"}
+OUTSIDE = [  # where names without dots may come from
+    *("builtins", "torch", "torch.Tensor", "torch.func", "torch.optim", "torch.profiler"),
+    *("torch.nn", "torch.nn.Module", "torch.nn.functional", "torch.nn.init", "torch.nn.parallel"),
+    *("torch.autograd", "torch.autograd.graph", "torch.amp.GradScaler", "torch.optim.swa_utils"),
+    *("torch.distributed", "torch.distributed.ReduceOp", "torch.distributed.optim"),
+    *("torch.distributed.fsdp", "torch.distributed.fsdp.FSDPModule", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+]
+OTHERS = {  # names of others
+    "a user's": """FOLDER/recipe/NAME.yaml configs/optim/NAME.yaml data.train logit_scale mine.py mine.yaml
+        net.blocks opening.shards self.h self.mean self.w""",
+    "other packages'": """Accelerator.prepare ConfigStore.__deepcopy__ EventFileWriter GraphModule.recompile
+        ModelParallelStrategy PeriodicModelAverager PostLocalSGDOptimizer apply_fsdp cpu_ram_efficient_loading
+        empty_init load_state merge_and_unload mixed_precision save_file save_pretrained""",
+    "torch's arguments and private names": """FakeTensorMode _foreach _post_backward_hook_state autograd.grad
+        create_graph find_unused_parameters foreach full_tensor p.full_tensor p.to_local param_dtype
+        queue_callback reduce_dtype retain_graph use_orig_params""",
+    "the system's": "fcntl pickle",
+    "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 log.txt outputs/ result.json
+        smoke traces/ val/ weights""",
+    "of an earlier commit, which the text names": "shardtrain.recipes.bench.compare",
+}
+KNOWN = {name for names in OTHERS.values() for name in names.split()}
+
+
+def spans(file: Path) -> set[str]:
+    """Return what stands between backticks outside of code blocks; of several settings, each."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = {span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", text)}
+    settings = {word for span in found if "=" in span and "(" not in span for word in span.split()}
+    return found | settings
+
+
+@functools.cache
+def defined() -> tuple[set[str], dict[str, set[str]]]:
+    """Return the names that our sources define, with words that they know, and the members of each class."""
+    names = {path.stem for path in ROOT.glob("configs/**/*") if path.suffix in ("", ".yaml")}
+    members: dict[str, set[str]] = {}
+    for path in (
+        path for folder in ("shardtrain", "recipes", "tests") for path in ROOT.glob(f"{folder}/**/*.py")
+    ):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        names |= {path.stem, *map(stored, nodes)}
+        if path.parts[len(ROOT.parts)] != "tests":
+            values = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            names |= {value for value in values if isinstance(value, str) and value.isidentifier()}
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                members.setdefault(node.name, set()).update(map(stored, ast.walk(node)))
+    return names, members
+
+
+def stored(node: ast.AST) -> str:
+    """Return the name that a node defines, or nothing."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
+    return node.arg if isinstance(node, ast.arg) else ""
+
+
+@functools.cache
+def keys() -> set[str]:
+    """Return every key of the training program."""
+    keys = {"train.loss._target_", "model._target_"}
+    for path in ROOT.glob("configs/**/*.yaml"):
+        group = {"models": "model", "classifier": "model", "images": "data"}.get(path.stem, path.parent.name)
+        above = path.stem == "config" or group in ("recipe", "debug")
+        if path.stem != "hints":
+            values = flat(yaml.safe_load(path.read_text()) or {})
+            keys |= {key if above else f"{group}.{key}" for key in values}
+    return keys
+
+
+def is_file(name: str, beside: Path) -> bool:
+    places = [beside.parent / name, ROOT / name, ROOT / "shardtrain" / name]
+    return any(place.exists() for place in places) or ("/" not in name and name[:-3] in defined()[0])
+
+
+def is_known(name: str, setting: bool) -> bool:
+    """Return whether a name, dotted or not, is a key, or our sources, torch or another package define it."""
+    names, members = defined()
+    if name in keys() or keyword.iskeyword(name) or name.isupper():  # a variable of the environment
+        return True
+    first, *rest = name.split(".")
+    if not rest:
+        return name in names or any(hasattr(pydoc.locate(place), name) for place in OUTSIDE)
+    if setting and (ROOT / "configs" / first).is_dir():
+        return False
+    if first in OBJECTS:
+        return is_known(rest[-1], setting)
+    owners = zip([first, *rest], rest, strict=False)
+    if any(member in members.get(owner, ()) for owner, member in owners):
+        return True
+    return pydoc.locate(".".join([STAND_FOR.get(first, first), *rest])) is not None
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in DOCUMENTS if file.name not in ("CHANGELOG.md", "SECURITY.md")],
+    ids=lambda file: file.name,
+)
+def test_names_between_backticks_exist(file: Path) -> None:
+    missing = []
+    for span in sorted(spans(file) - KNOWN):
+        match = NAME.fullmatch(span) or re.match(r"\+?([\w.]+)(=)", span)
+        if FILE.fullmatch(span):
+            there = is_file(span, file)
+        else:
+            there = match is None or match[1] in KNOWN or is_known(match[1], match[2] == "=")
+        missing += [] if there else [span]
+    assert missing == []
+
+
+def test_the_course_says_how_long_its_files_are() -> None:
+    text = (ROOT / "docs/engine.md").read_text()
+    rows = re.findall(r"^\| \d+ \| (`.*) \| (\d+) \|", text, re.MULTILINE)
+    assert len(rows) == 7
+    for named, lines in rows:
+        first, *others = re.findall(r"`([\w./]+\.py)`", named)
+        files = [ROOT / first, *((ROOT / first).parent / name for name in others)]
+        counted = sum(file.read_text().count("\n") for file in files)
+        assert counted == pytest.approx(int(lines), rel=0.1), named
