@@ -35,7 +35,6 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
     "data.download=true": "takes a network",
     "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
-    "perf record|perf report": "takes perf",
     "myhub": "the test of data sets of other packages does",
 }
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
@@ -53,7 +52,7 @@ def blocks(language: str, *files: Path) -> list[str]:
 
 
 def not_installed(text: str) -> list[str]:
-    packages = ("accelerate", "lightning_fabric", "timm")
+    packages = ("accelerate", "lightning_fabric", "timm", "transformers")
     return [name for name in packages if name in text and importlib.util.find_spec(name) is None]
 
 
@@ -163,7 +162,7 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
 FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py"))}
 # seconds for their imports
 ON_FOUR = "hsdp"
-SLOW = ("dcp_to_fsdp2", "hugging_face", "own_loop")
+SLOW = ("dcp_to_fsdp2", "hugging_face", "own_loop", "with_accelerate", "with_fabric")
 RUN = [name for name in FILES if name != "resume"]
 
 
@@ -171,8 +170,8 @@ RUN = [name for name in FILES if name != "resume"]
 def test_an_example_s_file_runs(name: str, tmp_path: Path) -> None:
     text = FILES[name].read_text()
     assert text.count("\n") < 60
-    if name == "hugging_face" and importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
+    if not_installed(text):
+        pytest.skip(f"{not_installed(text)[0]} is not installed")
     run(4 if name == ON_FOUR else 2, str(FILES[name]), folder=tmp_path)
 
 
@@ -254,7 +253,7 @@ FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|yaml|json|txt|svg|png|ipyn
 NAME = re.compile(r"\+?([A-Za-z_]\w*(?:\.\w+)*)(?:(=)|\(.*\)|\[.*\])?")
 STAND_FOR = {  # how documents abbreviate modules
     **{"dist": "torch.distributed", "dcp": "torch.distributed.checkpoint", "nn": "torch.nn", "np": "numpy"},
-    **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "optim", "recipes")},
+    **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "fsdp", "optim", "recipes")},
 }
 OBJECTS = {"block", "grad", "meter", "model", "module", "optimizer", "p", "param"}
 OUTSIDE = [  # where names without dots may come from
