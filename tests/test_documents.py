@@ -118,14 +118,12 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
 
 
 def test_data_sets_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `docs/extending.md` reads them: a folder as on the hub, and tar files."""
+    """As `docs/example/data/myhub.py` reads them: a folder as on the hub, and tar files."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
-    (text,) = [block for block in blocks("python", ROOT / "docs/extending.md") if block.startswith("# myhub")]
-    (tmp_path / "myhub.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs/example/data")
     (tmp_path / "shards").mkdir()
     for part, name in (("train", "train"), ("val", "validation")):
         with tarfile.open(tmp_path / f"shards/{part}-0.tar", "w") as tar:
