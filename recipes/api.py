@@ -14,9 +14,9 @@ from shardtrain import fsdp, public
 
 HEAD = """# Public names
 
-Signatures, and the first paragraph of each docstring: `python -m shardtrain.recipes.api > docs/api.md`. The whole
-docstrings (`help(shardtrain.shard)`) also have shapes, dtypes and errors. [sharding.md](sharding.md) explains what the
-names are for, and [training.md](training.md) the commands. Names that are not here may change."""
+Signatures, and the first paragraph of each docstring: `python -m shardtrain.recipes.api > docs/api.md`. The
+whole docstrings (`help(shardtrain.shard)`) also have shapes, dtypes and errors. [sharding.md](sharding.md)
+explains what the names are for, and [training.md](training.md) the commands. Other names may change."""
 PUBLIC = [
     name
     for name, value in sorted(vars(public).items(), key=lambda item: item[0].lower())

@@ -210,6 +210,7 @@ def members(model: nn.Module) -> list[nn.Module]:
 
 def shard(model: nn.Module) -> nn.Module:
     """Shard ``model`` in place, each of its blocks as a unit, what is left as the root's."""
+    model.shapes = [param.shape for param in model.parameters()]
     blocks = members(model)
     inside = {param for block in blocks for param in block.parameters()}
     schedule = Schedule(Unit([param for param in model.parameters() if param not in inside]))
@@ -220,3 +221,13 @@ def shard(model: nn.Module) -> nn.Module:
         block.register_forward_hook(lambda *args, unit=unit: schedule.leave(unit, args[-1]))
     model.register_forward_hook(lambda *args: schedule.end(args[-1]))
     return model
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole parameters by name, on every rank. Collective."""
+    whole = {}
+    for (name, param), shape in zip(model.named_parameters(), model.shapes, strict=True):
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, param.detach().flatten())  # rank 0's elements come first
+        whole[name] = torch.cat(parts).view(shape)
+    return whole
