@@ -243,6 +243,11 @@ def test_no_link_is_dead(file: Path) -> None:
     quoted = re.findall(r"`((?:shardtrain|tests|configs|recipes|docs)/[a-z\d_./-]*)`", text)
     for link in [*links, *quoted]:
         assert (file.parent / link).exists() or (ROOT / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        headings = re.findall(r"^#+ (.*)", (file.parent / link if link else file).read_text(), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], (
+            anchor
+        )
 
 
 # Names between backticks exist. What is gone has no backticks.
