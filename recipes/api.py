@@ -1,4 +1,4 @@
-"""Print docs/api.md, the public names with their signatures, from their docstrings.
+"""Print docs/api.md, the public names with their signatures and the first paragraph of their docstrings.
 
 python -m shardtrain.recipes.api > docs/api.md
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from typing import Any
 
 from shardtrain import fsdp, public
 
 HEAD = """# Public names
 
-Made from docstrings by `python -m shardtrain.recipes.api > docs/api.md`. [sharding.md](sharding.md) explains
-what they are for, and [training.md](training.md) the commands. Names that are not here may change."""
+Signatures, and the first paragraph of each docstring: `python -m shardtrain.recipes.api > docs/api.md`. The
+whole docstrings (`help(shardtrain.shard)`) also have shapes, dtypes and errors. [sharding.md](sharding.md)
+explains what the names are for, and [training.md](training.md) the commands. Other names may change."""
 PUBLIC = [
     name
     for name, value in sorted(vars(public).items(), key=lambda item: item[0].lower())
@@ -38,34 +40,31 @@ NAMES = {
         "PeerLost",
     ],
 }
-LONGEST = 100  # characters of a line
+WIDTH = 126  # characters of a line
 
 
 def signature(name: str, value: Any) -> str:
-    """Return ``name(parameters) -> result``, on several lines if it is long."""
+    """Return ``name(parameters) -> result``."""
     own = getattr(value.__init__, "__module__", None) or "builtins"
     if own.startswith(("torch", "builtins")) and inspect.isclass(value):  # inherited, and of some version
         return name
     text = f"{name}{inspect.signature(value)}"
-    text = re.sub(r"(: |-> )'([^']+)'", r"\1\2", text)  # annotations are strings
-    if len(text) <= LONGEST:
-        return text
-    first, _, rest = text.partition("(")
-    inside, _, result = rest.rpartition(")")
-    parts = re.split(r", (?=\*{0,2}\w+(?:[:=]|$)|[*/](?:,|$))", inside)
-    return "\n".join([f"{first}(", *(f"    {part}," for part in parts), f"){result}"])
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("<factory>", "…")
+    return re.sub(r"(: |-> )'([^']+)'", r"\1\2", text)  # annotations are strings
 
 
 def text() -> str:
+    """Return the page: a heading for each module, an entry for each name."""
     lines = [HEAD]
     for module, names in NAMES.items():
         title = module.__name__.removesuffix(".public")
-        lines += ["", f"## {title}"]
+        lines += ["", f"## {title}", ""]
         for name in names:
             value = getattr(module, name)
-            document = inspect.cleandoc(value.__doc__ or "").replace("``", "`")
             full = f"{title.partition('.')[2]}.{name}".lstrip(".")
-            lines += ["", f"### {full}", "", "```text", signature(full, value), "```", "", document]
+            first = inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0].replace("``", "`")
+            lines.append(f"- `{signature(full, value)}`:")
+            lines += textwrap.wrap(first, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
 
 

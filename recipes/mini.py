@@ -91,14 +91,21 @@ class Unit:
             param.grad = None
 
     def reduce(self) -> None:
-        """Start the reduce-scatter of the gradients, and release. "None" is sent as -0.0: -0.0 + x is x."""
+        """Start the reduce-scatter of the gradients, and release.
+
+        A parameter may have no gradient on this rank and one on another, so all ranks send the whole vector.
+        "None" travels as -0.0, the one value that no sum changes: -0.0 + x is x, also for x = 0.0, where
+        0.0 + -0.0 is 0.0. So a sum is -0.0 only where every rank sent -0.0.
+        """
         self.sent = torch.full(self.full.shape, -0.0, dtype=self.shard.dtype)  # kept until it has arrived
         for view, param in zip(self.views(self.sent), self.params, strict=True):
             if param.grad is not None:
                 view.copy_(param.grad)
             param.grad = None
         self.release()
-        # All ranks' parts of this rank's interval, which `finish` adds up: gloo would choose an order.
+        # Every rank's part of this rank's interval, which `finish` adds up. The sum of two numbers has no
+        # order. That of four has: (a + b) + (c + d) rounds otherwise than ((a + b) + c) + d, and gloo's own
+        # reduce-scatter would choose one.
         self.parts = torch.empty_like(self.sent)
         self.reducing = dist.all_to_all_single(self.parts, self.sent, async_op=True)
 
@@ -110,7 +117,9 @@ class Unit:
             parts = [a if b is None else a + b for a, b in zip_longest(parts[::2], parts[1::2])]
         grads = self.pieces(parts[0] / self.world)
         for param, grad, kept in zip(self.params, grads, self.kept, strict=True):
-            none = len(grad) > 0 and bool(((grad == 0) & grad.signbit()).all())
+            none = len(grad) > 0 and bool(
+                ((grad == 0) & grad.signbit()).all()
+            )  # all are -0.0: no rank has one
             param.grad = kept if none else grad if kept is None else kept + grad
         del self.parts, self.sent, self.reducing
 
@@ -150,6 +159,12 @@ class Schedule:
         self.watch(output)
 
     def watch(self, output: Any) -> None:
+        """Note when backward reaches what was computed last.
+
+        A moment is the number of a call of this forward. A hook on a tensor runs when autograd has its
+        gradient, before the backward of what computed it. So the hook on the output of call 1 says that
+        backward is done with calls 2, 3, ..., and call 1 comes next. The model's output begins.
+        """
         moment = len(self.calls) - 1
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -160,6 +175,8 @@ class Schedule:
         if self.position == len(self.calls):
             for unit in [*self.calls, self.root]:
                 unit.set_aside()
+            # No hook on an output runs after the first call's backward: its input needs no gradient. Autograd
+            # calls what is queued during a backward once that whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         while self.position > moment:
             done = self.calls[self.position] if self.position < len(self.calls) else None
@@ -193,6 +210,7 @@ def members(model: nn.Module) -> list[nn.Module]:
 
 def shard(model: nn.Module) -> nn.Module:
     """Shard ``model`` in place, each of its blocks as a unit, what is left as the root's."""
+    model.shapes = [param.shape for param in model.parameters()]
     blocks = members(model)
     inside = {param for block in blocks for param in block.parameters()}
     schedule = Schedule(Unit([param for param in model.parameters() if param not in inside]))
@@ -203,3 +221,13 @@ def shard(model: nn.Module) -> nn.Module:
         block.register_forward_hook(lambda *args, unit=unit: schedule.leave(unit, args[-1]))
     model.register_forward_hook(lambda *args: schedule.end(args[-1]))
     return model
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole parameters by name, on every rank. Collective."""
+    whole = {}
+    for (name, param), shape in zip(model.named_parameters(), model.shapes, strict=True):
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, param.detach().flatten())  # rank 0's elements come first
+        whole[name] = torch.cat(parts).view(shape)
+    return whole

@@ -1,8 +1,12 @@
 """What the documents show: every command and example is run, printed output is compared, no link is dead."""
 
+import ast
+import functools
 import importlib.util
 import json
+import keyword
 import os
+import pydoc
 import re
 import shlex
 import tarfile
@@ -16,7 +20,8 @@ import yaml
 from PIL import Image
 
 from shardtrain.job.data import load
-from shardtrain.recipes import api
+from shardtrain.job.schema import flat
+from shardtrain.recipes import api, why_shard
 
 from pool import ended
 from tiny import composed
@@ -30,7 +35,6 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
     "data.download=true": "takes a network",
     "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
-    "perf record|perf report": "takes perf",
     "myhub": "the test of data sets of other packages does",
 }
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
@@ -48,7 +52,7 @@ def blocks(language: str, *files: Path) -> list[str]:
 
 
 def not_installed(text: str) -> list[str]:
-    packages = ("accelerate", "lightning_fabric", "timm")
+    packages = ("accelerate", "lightning_fabric", "timm", "transformers")
     return [name for name in packages if name in text and importlib.util.find_spec(name) is None]
 
 
@@ -114,14 +118,12 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
 
 
 def test_data_sets_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `docs/extending.md` reads them: a folder as on the hub, and tar files."""
+    """As `docs/example/data/myhub.py` reads them: a folder as on the hub, and tar files."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
-    (text,) = [block for block in blocks("python", ROOT / "docs/extending.md") if block.startswith("# myhub")]
-    (tmp_path / "myhub.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs/example/data")
     (tmp_path / "shards").mkdir()
     for part, name in (("train", "train"), ("val", "validation")):
         with tarfile.open(tmp_path / f"shards/{part}-0.tar", "w") as tar:
@@ -158,7 +160,7 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
 FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py"))}
 # seconds for their imports
 ON_FOUR = "hsdp"
-SLOW = ("dcp_to_fsdp2", "hugging_face", "own_loop")
+SLOW = ("dcp_to_fsdp2", "hugging_face", "own_loop", "with_accelerate", "with_fabric")
 RUN = [name for name in FILES if name != "resume"]
 
 
@@ -166,8 +168,8 @@ RUN = [name for name in FILES if name != "resume"]
 def test_an_example_s_file_runs(name: str, tmp_path: Path) -> None:
     text = FILES[name].read_text()
     assert text.count("\n") < 60
-    if name == "hugging_face" and importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
+    if not_installed(text):
+        pytest.skip(f"{not_installed(text)[0]} is not installed")
     run(4 if name == ON_FOUR else 2, str(FILES[name]), folder=tmp_path)
 
 
@@ -195,13 +197,31 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             exec("".join(cell["source"]), names)
     assert len(pyplot.get_fignums()) == 2
     pyplot.close("all")
-    assert [title.partition(".")[0] for title in names["moments"]] == list("123456789")
+    assert [title.partition(".")[0] for title in names["moments"]] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "7",
+        "8",
+        "9",
+        "10",
+    ]
 
 
 def test_public_names_are_those_of_the_docstrings() -> None:
     assert (ROOT / "docs/api.md").read_text() == f"{api.text()}\n", (
         "python -m shardtrain.recipes.api > docs/api.md"
     )
+
+
+def test_the_pictures_of_why_shard_are_those_of_its_command() -> None:
+    for name in ("memory", "collectives"):
+        assert (ROOT / f"docs/pictures/{name}.svg").read_text() == getattr(why_shard, name)(), (
+            "python -m shardtrain.recipes.why_shard docs/pictures"
+        )
 
 
 def test_what_is_cited_is_what_is_built() -> None:
@@ -223,3 +243,145 @@ def test_no_link_is_dead(file: Path) -> None:
     quoted = re.findall(r"`((?:shardtrain|tests|configs|recipes|docs)/[a-z\d_./-]*)`", text)
     for link in [*links, *quoted]:
         assert (file.parent / link).exists() or (ROOT / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        headings = re.findall(r"^#+ (.*)", (file.parent / link if link else file).read_text(), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], (
+            anchor
+        )
+
+
+# Names between backticks exist. What is gone has no backticks.
+
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|yaml|json|txt|svg|png|ipynb|sbatch)|/)")
+NAME = re.compile(r"\+?([A-Za-z_]\w*(?:\.\w+)*)(?:(=)|\(.*\)|\[.*\])?")
+STAND_FOR = {  # how documents abbreviate modules
+    **{"dist": "torch.distributed", "dcp": "torch.distributed.checkpoint", "nn": "torch.nn", "np": "numpy"},
+    **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "fsdp", "optim", "recipes")},
+}
+OBJECTS = {"block", "grad", "meter", "model", "module", "optimizer", "p", "param"}
+OUTSIDE = [  # where names without dots may come from
+    *("builtins", "torch", "torch.Tensor", "torch.func", "torch.optim", "torch.profiler"),
+    *("torch.nn", "torch.nn.Module", "torch.nn.functional", "torch.nn.init", "torch.nn.parallel"),
+    *("torch.autograd", "torch.autograd.graph", "torch.amp.GradScaler", "torch.optim.swa_utils"),
+    *("torch.distributed", "torch.distributed.ReduceOp", "torch.distributed.optim"),
+    *("torch.distributed.fsdp", "torch.distributed.fsdp.FSDPModule", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+]
+OTHERS = {  # names of others
+    "a user's": """FOLDER/recipe/NAME.yaml configs/optim/NAME.yaml data.train logit_scale mine.py mine.yaml
+        net.blocks opening.shards self.h self.mean self.w""",
+    "other packages'": """Accelerator.prepare ConfigStore.__deepcopy__ EventFileWriter GraphModule.recompile
+        ModelParallelStrategy PeriodicModelAverager PostLocalSGDOptimizer apply_fsdp cpu_ram_efficient_loading
+        empty_init load_state merge_and_unload mixed_precision save_file save_pretrained""",
+    "torch's arguments and private names": """FakeTensorMode _foreach _post_backward_hook_state autograd.grad
+        create_graph find_unused_parameters foreach full_tensor p.full_tensor p.to_local param_dtype
+        queue_callback reduce_dtype retain_graph use_orig_params""",
+    "the system's": "fcntl pickle",
+    "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 log.txt outputs/ result.json
+        smoke traces/ val/ weights""",
+    "of an earlier commit, which the text names": "shardtrain.recipes.bench.compare",
+}
+KNOWN = {name for names in OTHERS.values() for name in names.split()}
+
+
+def spans(file: Path) -> set[str]:
+    """Return what stands between backticks outside of code blocks; of several settings, each."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = {span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", text)}
+    settings = {word for span in found if "=" in span and "(" not in span for word in span.split()}
+    return found | settings
+
+
+@functools.cache
+def defined() -> tuple[set[str], dict[str, set[str]]]:
+    """Return the names that our sources define, with words that they know, and the members of each class."""
+    names = {path.stem for path in ROOT.glob("configs/**/*") if path.suffix in ("", ".yaml")}
+    members: dict[str, set[str]] = {}
+    for path in (
+        path for folder in ("shardtrain", "recipes", "tests") for path in ROOT.glob(f"{folder}/**/*.py")
+    ):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        names |= {path.stem, *map(stored, nodes)}
+        if path.parts[len(ROOT.parts)] != "tests":
+            values = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            names |= {value for value in values if isinstance(value, str) and value.isidentifier()}
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                members.setdefault(node.name, set()).update(map(stored, ast.walk(node)))
+    return names, members
+
+
+def stored(node: ast.AST) -> str:
+    """Return the name that a node defines, or nothing."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
+    return node.arg if isinstance(node, ast.arg) else ""
+
+
+@functools.cache
+def keys() -> set[str]:
+    """Return every key of the training program."""
+    keys = {"train.loss._target_", "model._target_"}
+    for path in ROOT.glob("configs/**/*.yaml"):
+        group = {"models": "model", "classifier": "model", "images": "data"}.get(path.stem, path.parent.name)
+        above = path.stem == "config" or group in ("recipe", "debug")
+        if path.stem != "hints":
+            values = flat(yaml.safe_load(path.read_text()) or {})
+            keys |= {key if above else f"{group}.{key}" for key in values}
+    return keys
+
+
+def is_file(name: str, beside: Path) -> bool:
+    places = [beside.parent / name, ROOT / name, ROOT / "shardtrain" / name]
+    return any(place.exists() for place in places) or ("/" not in name and name[:-3] in defined()[0])
+
+
+def is_known(name: str, setting: bool) -> bool:
+    """Return whether a name, dotted or not, is a key, or our sources, torch or another package define it."""
+    names, members = defined()
+    if name in keys() or keyword.iskeyword(name) or name.isupper():  # a variable of the environment
+        return True
+    first, *rest = name.split(".")
+    if not rest:
+        return name in names or any(hasattr(pydoc.locate(place), name) for place in OUTSIDE)
+    if setting and (ROOT / "configs" / first).is_dir():
+        return False
+    if first in OBJECTS:
+        return is_known(rest[-1], setting)
+    owners = zip([first, *rest], rest, strict=False)
+    if any(member in members.get(owner, ()) for owner, member in owners):
+        return True
+    return pydoc.locate(".".join([STAND_FOR.get(first, first), *rest])) is not None
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in DOCUMENTS if file.name not in ("CHANGELOG.md", "SECURITY.md")],
+    ids=lambda file: file.name,
+)
+def test_names_between_backticks_exist(file: Path) -> None:
+    missing = []
+    for span in sorted(spans(file) - KNOWN):
+        match = NAME.fullmatch(span) or re.match(r"\+?([\w.]+)(=)", span)
+        if FILE.fullmatch(span):
+            there = is_file(span, file)
+        else:
+            there = match is None or match[1] in KNOWN or is_known(match[1], match[2] == "=")
+        missing += [] if there else [span]
+    assert missing == []
+
+
+def test_the_course_says_how_long_its_files_are() -> None:
+    text = (ROOT / "docs/engine.md").read_text()
+    rows = re.findall(r"^\| \d+ \| (`.*) \| (\d+) \|", text, re.MULTILINE)
+    assert len(rows) == 7
+    for named, lines in rows:
+        first, *others = re.findall(r"`([\w./]+\.py)`", named)
+        files = [ROOT / first, *((ROOT / first).parent / name for name in others)]
+        counted = sum(file.read_text().count("\n") for file in files)
+        assert counted == pytest.approx(int(lines), rel=0.1), named

@@ -463,6 +463,23 @@ def test_the_engine_does_what_the_naive_twin_does() -> None:
     assert_same_parameters(sharded, twin.model)
 
 
+@each_rank(2, transport="auto")
+def test_between_steps_the_naive_twin_holds_shards_alone() -> None:
+    """Half of the parameters, of the gradients and of the momentum: all living tensors are weighed."""
+
+    def weight() -> int:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+        storages = [each.untyped_storage() for each in tensors]
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+    before = weight()
+    twin = NaiveTwin(nn.Linear(99, 500, bias=False), lr=0.1, momentum=0.9)
+    twin.step(lambda model: model(torch.ones(1, 99)).square().mean())
+    assert weight() - before == 1.5 * 99 * 500 * 4
+
+
 def _nested(name: str, _: torch.nn.Module) -> bool:
     return name in ("blocks", "blocks.0", "blocks.1.conv", "fc")
 

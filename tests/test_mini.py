@@ -2,10 +2,8 @@
 
 import copy
 import inspect
-import re
 import types
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from behaviours.wrappers import with_verbs
 from pool import each_rank
 from small import images, shard
 
-ENGINE = Path(__file__).parents[1] / "docs/engine.md"
 Losses = Callable[[nn.Module, int], torch.Tensor]
 
 
@@ -79,13 +76,10 @@ def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
 
 @each_rank(2, transport="auto")
 def test_mini_passes_the_rows_of_training() -> None:
-    judged = types.ModuleType("judged")
-    (example,) = re.findall(r"```python\n(# judged.*?)```", ENGINE.read_text(), re.DOTALL)
-    exec(example, vars(judged))
     rows = ["A parameter used on one rank only", "A parameter used nowhere, in a unit that ran", "AdamW"]
     rows += ["Three micro-batches, each of them reduced", "Uneven and empty batches"]
     for name in rows:
-        assert outcome(with_verbs(judged), ROWS[name]).verdict == "equal", name
+        assert outcome(with_verbs(mini), ROWS[name]).verdict == "equal", name
 
 
 OWN_MEMORY = """self.full = torch.zeros_like(self.full)

@@ -74,18 +74,19 @@ def cell(verdict: str, text: str) -> str:
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
-    """Yield the lines of a table of counts, and of one table for each kind of rows."""
+    """Yield the lines of a table of counts, and of a table of rows, by kind."""
     columns = sorted({each.column for each in found})
     cells = {(each.row, each.column): each for each in found}
     counts = Counter((each.column, each.verdict) for each in found)
     yield from (f"|  | {' | '.join(VERDICTS)} |", f"| --- |{' --- |' * len(VERDICTS)}")
     for column in columns:
         yield f"| {column} | {' | '.join(str(counts[column, verdict]) for verdict in VERDICTS)} |"
+    yield from ("", "## Rows", "", f"| behaviour | {' | '.join(columns)} |")
+    yield f"| --- |{' --- |' * len(columns)}"
     kind = ""
     for name in (name for name in ROWS if any((name, column) in cells for column in columns)):
         if ROWS[name].kind != kind:
             kind = ROWS[name].kind
-            yield from ("", f"## {kind}", "", f"| behaviour | {' | '.join(columns)} |")
-            yield f"| --- |{' --- |' * len(columns)}"
+            yield f"| **{kind}** |{' |' * len(columns)}"
         here = [cells.get((name, column)) for column in columns]
         yield f"| {name} | {' | '.join(cell(*each[2:]) if each else '' for each in here)} |"
