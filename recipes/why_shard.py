@@ -8,6 +8,7 @@ It writes ``memory.svg`` and ``collectives.svg``. All numbers are computed here:
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 RANKS = 4
@@ -70,7 +71,7 @@ def memory() -> str:
     return document(740, 256, title, parts)
 
 
-def vectors(left: float, title: str, values: list[list[object]], owned: bool) -> list[str]:
+def vectors(left: float, title: str, values: Sequence[Sequence[object]], owned: bool) -> list[str]:
     """Return a table with a row per rank and a box per element; an empty value is not in memory."""
     parts = [text(left, 62, title, fill=DARK, font_size=13)]
     for rank, row in enumerate(values):
@@ -86,17 +87,18 @@ def collectives() -> str:
     title = "all-reduce = reduce-scatter + all-gather"
     parts = [text(20, 30, title, fill=DARK, font_size=15, font_weight="bold")]
     parts += [text(20, 95 + 36 * rank, f"rank {rank}") for rank in range(RANKS)]
-    means = [sum(column) / RANKS for column in zip(*GRADIENTS, strict=True)]
-    whole: list[list[object]] = [[f"{mean:g}" for mean in means] for _ in range(RANKS)]
-    shards = [[row[at] if at == rank else "" for at in range(RANKS)] for rank, row in enumerate(whole)]
-    parts += vectors(75, "a gradient of each rank's data", [[*row] for row in GRADIENTS], owned=False)
+    means = [f"{sum(column) / RANKS:g}" for column in zip(*GRADIENTS, strict=True)]
+    shards = [[""] * RANKS for _ in range(RANKS)]
+    for rank, mean in enumerate(means):
+        shards[rank][rank] = mean
+    parts += vectors(75, "a gradient of each rank's data", GRADIENTS, owned=False)
     parts += [
         arrow(258, 140, "reduce-"),
         text(293, 160, "scatter", text_anchor="middle", fill=DARK, font_size=12),
     ]
     parts += vectors(345, "each owner has its mean", shards, owned=True)
     parts += [arrow(528, 140, "all-gather")]
-    parts += vectors(615, "every rank has all means", whole, owned=True)
+    parts += vectors(615, "every rank has all means", [means] * RANKS, owned=True)
     notes = {
         75: "rank r sends element c to rank c",
         345: "(4 + 0 + 4 + 0) / 4 = 2, …",

@@ -378,7 +378,7 @@ def test_names_between_backticks_exist(file: Path) -> None:
 
 def test_the_course_says_how_long_its_files_are() -> None:
     text = (ROOT / "docs/engine.md").read_text()
-    rows = re.findall(r"^\| \d+ \| (`.*) \| (\d+) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| \d+ \| (\[`.*) \| (\d+) \|", text, re.MULTILINE)
     assert len(rows) == 7
     for named, lines in rows:
         first, *others = re.findall(r"`([\w./]+\.py)`", named)
