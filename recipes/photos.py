@@ -119,7 +119,7 @@ def image_folder(config: ImageFolder) -> DataSet:
         val=as_val if val is train else Pictures(val, centre),
         train_as_val=as_val,
         name=f"{config.name} {config.root}",
-        classes=len(train.classes),
+        classes=tuple(train.classes),
         channels=3,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,

@@ -86,7 +86,7 @@ def build(
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (share.micro_batch, images.channels)
     flops = {  # for every size, so that a size that the model refuses fails now, not after hours
-        side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
+        side: forward_flops(model, (*sample, side, side), len(images.classes)) / share.micro_batch
         for side in sorted(config.data.sides)
     }
     model = converted(model, config, device)
@@ -167,7 +167,7 @@ def completed(config: Config, images: data.DataSet) -> Config:
             raise UserError(f"{images.name}: {height}×{width} pixels; data.image_size=N makes them squares")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=width))
     decided = {
-        "num_classes": images.classes,
+        "num_classes": len(images.classes),
         "in_channels": images.channels,
         "image_size": config.data.image_size,
     }
@@ -202,7 +202,7 @@ def feeds(
             with reading("augment", f"choose another one for images of {shape}", REFUSALS):
                 change(images.train[[0]][0][0])
     if mixup or cutmix:
-        classes = config.model.get("num_classes", images.classes)
+        classes = config.model.get("num_classes", len(images.classes))
         mix = data.Mix(mixup, cutmix, classes, share, config.seed)
     train = data.TrainFeed(
         images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix

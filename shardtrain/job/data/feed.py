@@ -43,12 +43,17 @@ class DataSet(NamedTuple):
     train: Batches
     val: Batches
     name: str
-    classes: int
+    classes: tuple[str, ...]  # names, by label
     channels: int
     mean: tuple[float, ...]  # per channel, in stored pixel values
     std: tuple[float, ...]
     test: Batches | None = None
     train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """Return names for classes that have none: their labels."""
+    return tuple(map(str, range(count)))
 
 
 class Arrays(Batches):

@@ -12,7 +12,7 @@ import torch
 from numpy.lib.npyio import NpzFile
 
 from shardtrain.job.config import Cifar, Data, Digits, Fake, Npz, OwnData
-from shardtrain.job.data.feed import Arrays, Chosen, DataSet, Items, of_length
+from shardtrain.job.data.feed import Arrays, Chosen, DataSet, Items, numbered, of_length
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, path_of, plain_file, reading
@@ -116,7 +116,7 @@ def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
         train=train,
         val=train if parts[1] is None else Items(parts[1]),
         name=config._target_,
-        classes=1 + int(numbers.max()) if labels is None else len(labels),
+        classes=numbered(1 + int(numbers.max())) if labels is None else tuple(map(str, labels)),
         channels=len(mean),
         mean=tuple(mean.tolist()),
         std=tuple(value or 1.0 for value in std.tolist()),
@@ -147,7 +147,7 @@ def _arrays(file: IO[bytes], title: str) -> DataSet:
         train=train,
         val=parts[held_out[0]],
         name=title,
-        classes=classes,
+        classes=numbered(classes),
         channels=len(mean),
         mean=tuple(round(value, 2) for value in mean.tolist()),
         std=tuple(round(value, 2) or 1.0 for value in std.tolist()),
@@ -196,7 +196,8 @@ def _cifar(config: Cifar) -> DataSet:
         for part in parts
     )
     mean, std = STATISTICS[config.name]
-    return DataSet(train, val, config.name, len(parts[0].classes), channels=3, mean=mean, std=std)
+    classes = tuple(parts[0].classes)
+    return DataSet(train, val, config.name, classes, channels=3, mean=mean, std=std)
 
 
 def _fake(config: Fake) -> DataSet:
@@ -211,4 +212,4 @@ def _fake(config: Fake) -> DataSet:
     val = of_length(pool, max(1, config.train_images // 4))
     mean = (127.5,) * config.channels
     std = (73.9,) * config.channels
-    return DataSet(train, val, "fake", FAKE_CLASSES, config.channels, mean, std)
+    return DataSet(train, val, "fake", numbered(FAKE_CLASSES), config.channels, mean, std)
