@@ -27,7 +27,8 @@ from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
 from shardtrain.job.config import Images
 from shardtrain.job.data import DataSet, EvalFeed, TrainFeed, workers
-from shardtrain.job.data.feed import Arrays, Items, Mix, numbered
+from shardtrain.job.data.feed import Arrays, Mix, numbered
+from shardtrain.job.data.items import Items
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
 from shardtrain.recipes.augment import Photo
@@ -59,7 +60,15 @@ def train_feed(found: DataSet, size: int, share: Share = TWO_IMAGES, **options: 
     """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
     keys = {key: options.pop(key, usual) for key, usual in (("repeats", 1), ("workers", 0))}
     images = Images(
-        name="", image_size=size, eval_size=None, validation=0.0, limit=None, mean=None, std=None, **keys
+        name="",
+        image_size=size,
+        eval_size=None,
+        validation=0.0,
+        limit=None,
+        classes=None,
+        mean=None,
+        std=None,
+        **keys,
     )
     return TrainFeed(found, share, images, CPU, **{"seed": 0, "steps": range(2), **options})
 
@@ -423,7 +432,8 @@ def test_a_data_set_of_ones_own() -> None:
     ):
         with pytest.raises(UserError, match=message):
             loaded(*keys)
-    with pytest.raises(UserError, match=r"image 9 is torch.float32 \[2, 5, 6\], expected uint8"):
+    wrong = r"squares: the validation set: image 9 is torch.float32 \[2, 5, 6\], expected uint8 \[channels"
+    with pytest.raises(UserError, match=wrong):
         found.val[[9]]
 
 
@@ -559,8 +569,9 @@ def test_a_batch_that_never_arrives_is_an_error(kind: str, told: str) -> None:
 
 
 def test_loaders_have_a_time_out_and_queues_that_tell() -> None:
-    prepare = data.Prepare(DataSet(Items([]), Items([]), "", numbered(2), 1, (0.0,), (1.0,)), 8, CPU)
-    feed = EvalFeed(Items(range(4)), Share(4, 1, 0, 1), prepare, workers=2)
+    items = Items([*range(4)], "")
+    prepare = data.Prepare(DataSet(items, items, "", numbered(2), 1, (0.0,), (1.0,)), 8, CPU)
+    feed = EvalFeed(items, Share(4, 1, 0, 1), prepare, workers=2)
     assert feed.loader.timeout == workers.PATIENCE_S
     assert isinstance(feed.loader.multiprocessing_context.Queue(), workers._Batches)
 
