@@ -119,7 +119,7 @@ class Items(Batches):
             raise WrongItem(f"{found} {label!r}, expected the number of a class") from None
         classes = None if self.expected is None else self.expected.classes
         if number < 0 or (classes is not None and number >= classes):
-            last = "" if classes is None else f" to {classes - 1}"
+            last = " or more" if classes is None else f" to {classes - 1}"
             raise WrongItem(
                 f"{found} {number}, expected 0{last}; an attribute `classes` of the training set names all"
             )
