@@ -39,6 +39,7 @@ from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.inference import TIMM, Inference, call_of, program
 from shardtrain.job.model import load_weights, plain_model, read_weights
 from shardtrain.job.schema import at_least, checked, one_of, typed
+from shardtrain.job.target import RECIPES
 from shardtrain.optim import Ema
 from shardtrain.train.resume import open_named
 
@@ -139,6 +140,8 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
             data = facts["config"]["data"]
             if data["name"] == "own":
                 print(f"\n{data['_target_']} made the images; what it does to them comes before these lines")
+            if inference.model.target.startswith(f"{RECIPES}."):
+                print(f"\n{inference.model.target} is this package's, so these lines need it")
 
 
 def _opened(settings: ExportSettings) -> Opened:

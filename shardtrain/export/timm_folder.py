@@ -9,7 +9,7 @@ from torch import nn
 from shardtrain.job.inference import Inference
 
 # What timm knows of a model beside its weights: names of layers and sizes.
-OF_THE_MODEL = ("fixed_input_size", "pool_size", "first_conv", "classifier", "license")
+OF_THE_MODEL = ("fixed_input_size", "pool_size", "first_conv", "classifier")
 
 
 def timm_config(inference: Inference, model: nn.Module) -> dict[str, Any]:
