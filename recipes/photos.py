@@ -7,9 +7,10 @@ imported only when needed, since torchvision's transforms take a second to impor
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,17 +21,14 @@ from torchvision.transforms import v2
 
 from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
-from shardtrain.job.errors import UserError, path_of, plain_file, reading
+from shardtrain.job.errors import UserError, WorkerError, path_of, plain_file, reading
 
 IMAGENET_MEAN = (123.7, 116.3, 103.5)
 IMAGENET_STD = (58.4, 57.1, 57.4)
 
 
-class Unreadable(UserError):
-    """Report an image that cannot be read, without the traceback that a worker adds to the text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text.rpartition("Unreadable: ")[2].strip())
+class Unreadable(WorkerError):
+    """Report an image that cannot be read."""
 
 
 class Pictures(Batches):
@@ -39,6 +37,7 @@ class Pictures(Batches):
     def __init__(self, source: Files, crop: v2.Transform, random: bool = False) -> None:
         self.source = source
         self.random = random
+        self.labels: Tensor = torch.tensor(source.labels)
         self.transform = v2.Compose([crop, v2.PILToTensor()])
 
     def __len__(self) -> int:
@@ -50,7 +49,7 @@ class Pictures(Batches):
 
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
-            image: Image.Image = Image.open(io.BytesIO(self.source[index]))
+            image: Image.Image = Image.open(io.BytesIO(self.source.content(index)))
             # `convert` would cut grey values at 255.
             if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -59,7 +58,7 @@ class Pictures(Batches):
             image = image.convert("RGB")
         except Exception as error:  # decoders raise exceptions of many kinds
             reason = str(error).partition(" <")[0]  # Pillow adds the address of the bytes
-            raise Unreadable(f"cannot read the image {self.source.name(index)}: {reason}") from None
+            raise Unreadable(f"cannot read the image {self.source.paths[index]}: {reason}") from None
         return self.transform(image), self.source.labels[index]
 
 
@@ -79,52 +78,60 @@ def _is_image(root: Path, path: str) -> bool:
     return datasets.folder.is_image_file(path) and not is_hidden
 
 
-class Files:
-    """Read the images of `root/train` or `root/val`."""
+class Files(NamedTuple):
+    """Hold images by their paths, with their labels."""
 
-    def __init__(self, config: ImageFolder, part: str) -> None:
-        root = path_of("data.root", config.root)
-        inside = ", ".join(sorted(entry.name for entry in root.glob("*"))[:5]) or "nothing"
-        instead = ", or data.validation=0.2 to hold some of train out" if part == "val" else ""
-        expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
-        with reading(f"data.root={config.root}", expected):
-            found = _Folders(str(root / part), is_valid_file=partial(_is_image, root / part))
-        self.classes = found.classes
-        self.labels = found.targets
-        self.paths: list[str] = [path for path, _ in found.samples]
+    paths: Sequence[str]
+    labels: Sequence[int]
 
-    def __getitem__(self, index: int) -> bytes:
+    def content(self, index: int) -> bytes:
         return plain_file(Path(self.paths[index])).read_bytes()
-
-    def name(self, index: int) -> str:
-        return self.paths[index]
 
 
 def image_folder(config: ImageFolder) -> DataSet:
-    train = Files(config, "train")
-    val = train
+    """Open the images of `root/train` and `root/val`."""
+    train, classes = _in_folders(config, "train")
+    val = None
+    val_classes = classes
     if not config.validation or path_of("data.root", config.root).joinpath("val").exists():
-        val = Files(config, "val")
-    if train.classes != val.classes:
-        names = {"train": set(train.classes), "val": set(val.classes)}
+        val, val_classes = _in_folders(config, "val")
+    if classes != val_classes:
+        names = {"train": set(classes), "val": set(val_classes)}
         lacking = {part: sorted(set.union(*names.values()) - own)[:5] for part, own in names.items()}
         said = " and ".join(f"{part} has no {', '.join(lacks)}" for part, lacks in lacking.items() if lacks)
         raise UserError(f"data.root={config.root}: {said}; both need a folder of each class")
+    return photographs(config, classes, train, val)
+
+
+def _in_folders(config: ImageFolder, part: str) -> tuple[Files, list[str]]:
+    """Return the images of one part, and the names of its classes."""
+    root = path_of("data.root", config.root)
+    inside = ", ".join(sorted(entry.name for entry in root.glob("*"))[:5]) or "nothing"
+    instead = ", or data.validation=0.2 to hold some of train out" if part == "val" else ""
+    expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
+    with reading(f"data.root={config.root}", expected):
+        found = _Folders(str(root / part), is_valid_file=partial(_is_image, root / part))
+    return Files([path for path, _ in found.samples], found.targets), found.classes
+
+
+def photographs(
+    config: ImageFolder, classes: Sequence[str], train: Files, val: Files | None, test: Files | None = None
+) -> DataSet:
+    """Return the data set of images in files. Without ``val`` the training images take its place."""
     how = {"interpolation": v2.InterpolationMode(config.interpolation), "antialias": True}
     random = v2.RandomResizedCrop(config.image_size, scale=(config.crop_area, 1.0), **how)
-    centre = _centre_crop(config.resize, config.side_in_eval, **how)
+    resize = config.resize or round(config.side_in_eval * 256 / 224)
+    centre = v2.Compose([v2.Resize(resize, **how), v2.CenterCrop(config.side_in_eval)])
     as_val = Pictures(train, centre)
     return DataSet(
         train=Pictures(train, random, random=True),
-        val=as_val if val is train else Pictures(val, centre),
+        val=as_val if val is None else Pictures(val, centre),
         train_as_val=as_val,
         name=f"{config.name} {config.root}",
-        classes=len(train.classes),
+        test=None if test is None else Pictures(test, centre),
+        classes=tuple(classes),
         channels=3,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
+        resize=resize,
     )
-
-
-def _centre_crop(resize: int | None, side: int, **how: Any) -> v2.Transform:
-    return v2.Compose([v2.Resize(resize or round(side * 256 / 224), **how), v2.CenterCrop(side)])

@@ -27,7 +27,8 @@ from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
 from shardtrain.job.config import Images
 from shardtrain.job.data import DataSet, EvalFeed, TrainFeed, workers
-from shardtrain.job.data.feed import Arrays, Items, Mix
+from shardtrain.job.data.feed import Arrays, Mix, numbered
+from shardtrain.job.data.items import Items
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
 from shardtrain.recipes.augment import Photo
@@ -59,7 +60,15 @@ def train_feed(found: DataSet, size: int, share: Share = TWO_IMAGES, **options: 
     """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
     keys = {key: options.pop(key, usual) for key, usual in (("repeats", 1), ("workers", 0))}
     images = Images(
-        name="", image_size=size, eval_size=None, validation=0.0, limit=None, mean=None, std=None, **keys
+        name="",
+        image_size=size,
+        eval_size=None,
+        validation=0.0,
+        limit=None,
+        classes=None,
+        mean=None,
+        std=None,
+        **keys,
     )
     return TrainFeed(found, share, images, CPU, **{"seed": 0, "steps": range(2), **options})
 
@@ -105,7 +114,7 @@ def test_fake_images_repeat_and_are_the_same_every_time() -> None:
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
     first = data.load(config)
     second = data.load(config)
-    assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 75, 10, 2)
+    assert (len(first.train), len(first.val), len(first.classes), first.channels) == (300, 75, 10, 2)
     images, labels = first.train[[0, 256, 299]]
     assert images.shape == (3, 2, 5, 5)
     assert torch.equal(images[0], images[1])
@@ -124,7 +133,7 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
         data.load(files("cifar100", tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
     found = data.load(files("cifar10", tmp_path))
-    assert (len(found.train), len(found.val), found.classes, found.channels) == (30, 6, 10, 3)
+    assert (len(found.train), len(found.val), len(found.classes), found.channels) == (30, 6, 10, 3)
     images, labels = found.val[[5, 0]]
     assert labels.tolist() == [9, 0]
     assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
@@ -135,14 +144,14 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "fine_labels": [0, 1, 2, 3, 4, 99]}))
     (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(i) for i in range(100)]}))
     found = data.load(files("cifar100", tmp_path))
-    assert (found.classes, found.mean, found.std) == (100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4))
+    assert (len(found.classes), found.mean, found.std) == (100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4))
 
 
 def test_images_in_folders(tmp_path: Path) -> None:
     write_folders(tmp_path)
     config = folder(tmp_path)
     found = data.load(config)
-    assert (len(found.train), len(found.val), found.classes) == (4, 4, 2)
+    assert (len(found.train), len(found.val), found.classes) == (4, 4, ("class0", "class1"))
     for part in (found.train, found.val):
         images, labels = part[[0, 3]]
         assert images.shape == (2, 3, 8, 8)
@@ -186,7 +195,11 @@ def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
         held_out["test_images"] = train[:2]
         np.savez(tmp_path / f"{name}.npz", **{**MEDMNIST, "train_images": train, **held_out})
         found = data.load(files("arrays", tmp_path / f"{name}.npz"))
-        assert (len(found.train), len(found.val), found.classes) == (7, 3, 3)  # val goes before test
+        assert (len(found.train), len(found.val), found.classes) == (
+            7,
+            3,
+            ("0", "1", "2"),
+        )  # val goes before test
         images, labels = found.train[[6, 0]]
         assert labels.tolist() == [1, 0]
         assert np.array_equal(images.numpy(), first[[6, 0]] if found.channels == 3 else none[[6, 0]][:, None])
@@ -331,7 +344,7 @@ def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_tak
 def test_images_alternate_from_epoch_to_epoch() -> None:
     pixels = torch.arange(40, dtype=torch.uint8).view(10, 1, 1, 4)
     arrays = Arrays(pixels, torch.arange(10))
-    small = data.DataSet(arrays, arrays, "small", 10, 1, (0.0,), (1.0,))
+    small = data.DataSet(arrays, arrays, "small", numbered(10), 1, (0.0,), (1.0,))
     flipped: list[dict[int, bool]] = []
     for world in (1, 2):  # two epochs of five steps
         seen: list[dict[int, bool]] = [{}, {}]
@@ -359,7 +372,7 @@ def test_images_alternate_from_epoch_to_epoch() -> None:
 def test_global_batches_do_not_depend_on_ranks_and_micro_batches(options: dict[str, Any]) -> None:
     pixels = torch.randint(0, 256, (48, 3, 6, 6), dtype=torch.uint8, generator=generator("pixels"))
     arrays = Arrays(pixels, torch.arange(48) % 2)
-    data = DataSet(arrays, arrays, "small", 2, 3, (0.0,) * 3, (1.0,) * 3)
+    data = DataSet(arrays, arrays, "small", ("a", "b"), 3, (0.0,) * 3, (1.0,) * 3)
     state = torch.get_rng_state()
     first, second = global_batches(data, 6, 24, 1, 1, **options)
     assert not torch.equal(first[0].sum(), second[0].sum())
@@ -400,7 +413,7 @@ def test_a_data_set_of_ones_own() -> None:
         return data.load(config.data, config.allow)
 
     found = loaded()
-    assert (len(found.train), len(found.val), found.classes, found.channels) == (10, 10, 2, 2)
+    assert (len(found.train), len(found.val), found.classes, found.channels) == (10, 10, ("a", "b"), 2)
     first, second = (train_feed(loaded(), 5, steps=range(2)) for _ in range(2))
     for ours, again in zip(first, second, strict=True):  # random changes are those of the image's position
         assert torch.equal(ours.images, again.images)
@@ -419,7 +432,8 @@ def test_a_data_set_of_ones_own() -> None:
     ):
         with pytest.raises(UserError, match=message):
             loaded(*keys)
-    with pytest.raises(UserError, match=r"image 9 is torch.float32 \[2, 5, 6\], expected uint8"):
+    wrong = r"squares: the validation set: image 9 is torch.float32 \[2, 5, 6\], expected uint8 \[channels"
+    with pytest.raises(UserError, match=wrong):
         found.val[[9]]
 
 
@@ -457,7 +471,7 @@ def test_evaluation_counts_every_image_once(images: int, world_size: int, batch_
 def test_batches_are_normalised_and_the_last_one_is_filled_up() -> None:
     images = torch.randint(0, 256, (10, 3, 6, 6), dtype=torch.uint8, generator=generator("test"))
     arrays = Arrays(images, torch.arange(10))
-    small = data.DataSet(arrays, arrays, "small", 10, 3, (10.0, 20.0, 30.0), (2.0, 4.0, 8.0))
+    small = data.DataSet(arrays, arrays, "small", numbered(10), 3, (10.0, 20.0, 30.0), (2.0, 4.0, 8.0))
     with patch("shardtrain.job.data.feed.EVAL_BATCH", 4):
         batches = list(data.EvalFeed(small.val, Share(4, 1, 0, 1), data.Prepare(small, 6, CPU), workers=0))
     assert [batch.valid for batch in batches] == [4, 4, 2]
@@ -555,8 +569,9 @@ def test_a_batch_that_never_arrives_is_an_error(kind: str, told: str) -> None:
 
 
 def test_loaders_have_a_time_out_and_queues_that_tell() -> None:
-    prepare = data.Prepare(DataSet(Items([]), Items([]), "", 2, 1, (0.0,), (1.0,)), 8, CPU)
-    feed = EvalFeed(Items(range(4)), Share(4, 1, 0, 1), prepare, workers=2)
+    items = Items([*range(4)], "")
+    prepare = data.Prepare(DataSet(items, items, "", numbered(2), 1, (0.0,), (1.0,)), 8, CPU)
+    feed = EvalFeed(items, Share(4, 1, 0, 1), prepare, workers=2)
     assert feed.loader.timeout == workers.PATIENCE_S
     assert isinstance(feed.loader.multiprocessing_context.Queue(), workers._Batches)
 
@@ -570,5 +585,5 @@ def test_hidden_folders_and_files_are_no_classes_and_no_images(tmp_path: Path) -
     shutil.copy(tmp_path / "train/class0/0.png", tmp_path / "train/class0/._0.png")
     (tmp_path / "train/notes.txt").touch()
     found = data.load(folder(tmp_path))
-    assert (found.classes, len(found.train), len(found.val)) == (2, 4, 4)
+    assert (len(found.classes), len(found.train), len(found.val)) == (2, 4, 4)
     assert len(data.load(before).train) == 4

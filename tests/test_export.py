@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torchvision.models import mobilenet_v3_small
 
@@ -87,7 +88,16 @@ def test_the_stock_model_loads_an_export(
     state = load_file(out) if suffix == "safetensors" else torch.load(out, weights_only=True)
     mobilenet_v3_small(num_classes=10).load_state_dict(state)
     assert all(value.any() for name, value in state.items() if name.endswith("running_mean"))
-    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    assert {path.name for path in out.parent.iterdir()} == {out.name, f"{out.name}.json"}
+    inference = json.loads((out.parent / f"{out.name}.json").read_text())
+    manifest = json.loads((trained / "checkpoints/step-00000005/manifest.json").read_text())
+    assert inference == manifest["facts"]["inference"] == result_of(trained)["inference"]
+    assert inference["model"]["target"] == "torchvision.models.mobilenet_v3_small"
+    assert (inference["classes"], inference["image_size"]) == ([*"0123456789"], 8)
+    resolved = OmegaConf.load(trained / "config.yaml").data
+    assert (inference["classes"], inference["mean"]) == (resolved.classes, resolved.mean)
+    assert "these lines classify an image of noise, as " in said
+    assert said.splitlines()[-6].startswith("import json, pathlib, torch, PIL.Image, ")
 
 
 def test_a_file_that_answers_otherwise_is_not_left(
@@ -234,7 +244,7 @@ def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, exp
 
     def of_another_version(manifest: dict[str, Any]) -> None:
         facts = manifest["facts"]
-        del facts["channels"], facts["config"]["train"]
+        del facts["channels"], facts["inference"], facts["config"]["train"]
         facts["config"]["later"] = {"key": 1}
 
     run_dir = shutil.copytree(trained, tmp_path / "run")

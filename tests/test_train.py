@@ -16,7 +16,7 @@ from shardtrain import comm, shard
 from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
-from shardtrain.job.data.feed import Arrays, DataSet
+from shardtrain.job.data.feed import Arrays, DataSet, numbered
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
 from shardtrain.job.model import parameter_groups, plain_model
@@ -95,7 +95,7 @@ def _evaluation(*views: Any) -> Evaluation:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
-    small = DataSet(arrays, arrays, "small", 7, 1, (128.0,), (64.0,))
+    small = DataSet(arrays, arrays, "small", numbered(7), 1, (128.0,), (64.0,))
     model = shard(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7)), units=[nn.Linear])
     with torch.no_grad():  # a rank's own training batches
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2

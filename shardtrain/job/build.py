@@ -17,10 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardtrain
 from shardtrain import device as devices
 from shardtrain.job import data
-from shardtrain.job.config import Config, Parallel, Sched
+from shardtrain.job.config import Config, ImageFolder, Parallel, Sched
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, reading
+from shardtrain.job.inference import Inference, inference_of
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
 from shardtrain.job.schema import typed
 from shardtrain.job.target import REFUSALS, find_target, instantiate
@@ -50,6 +51,8 @@ class Job(NamedTuple):
     test: data.EvalFeed | None  # images evaluated once, at the end; they influence no decision
     device: torch.device  # of computation and batches; shards may lie in host memory
     channels: int  # per image
+    inference: Inference
+    class_counts: Mapping[str, Mapping[str, int]]  # images by part (train, val, test) and class, where known
     steps: int
     first_step: int  # steps that earlier processes have done
     steps_per_epoch: int
@@ -69,7 +72,7 @@ def build(
         devices.choose_deterministic_kernels()
     share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
-    images = together(lambda: data.load(config.data, config.allow))
+    images = together(lambda: data.load(config.data, config.allow, config.seed))
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
@@ -86,9 +89,10 @@ def build(
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (share.micro_batch, images.channels)
     flops = {  # for every size, so that a size that the model refuses fails now, not after hours
-        side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
+        side: forward_flops(model, (*sample, side, side), len(images.classes)) / share.micro_batch
         for side in sorted(config.data.sides)
     }
+    inference = inference_of(config, images, model)
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
     init_from_images = getattr(model, "init_from_images", None)
@@ -117,6 +121,8 @@ def build(
         test=test,
         device=device,
         channels=images.channels,
+        inference=inference,
+        class_counts=images.counts,
         steps=steps,
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
@@ -166,8 +172,16 @@ def completed(config: Config, images: data.DataSet) -> Config:
         if height != width:
             raise UserError(f"{images.name}: {height}×{width} pixels; data.image_size=N makes them squares")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=width))
+    known: dict[str, Any] = {
+        "classes": images.classes,
+        "mean": tuple(value / 255 for value in images.mean),
+        "std": tuple(value / 255 for value in images.std),
+    }
+    if isinstance(config.data, ImageFolder):
+        known["resize"] = images.resize
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **known))
     decided = {
-        "num_classes": images.classes,
+        "num_classes": len(images.classes),
         "in_channels": images.channels,
         "image_size": config.data.image_size,
     }
@@ -202,7 +216,7 @@ def feeds(
             with reading("augment", f"choose another one for images of {shape}", REFUSALS):
                 change(images.train[[0]][0][0])
     if mixup or cutmix:
-        classes = config.model.get("num_classes", images.classes)
+        classes = config.model.get("num_classes", len(images.classes))
         mix = data.Mix(mixup, cutmix, classes, share, config.seed)
     train = data.TrainFeed(
         images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix

@@ -87,6 +87,9 @@ class Images:
     repeats: int = at_least(1, mark=Mark.IMAGES)
     validation: float = at_least(0, mark=Mark.IMAGES)
     limit: int | None = at_least(1, mark=Mark.IMAGES)
+    classes: tuple[str, ...] | None = marked(
+        Mark.IMAGES | Mark.HIDDEN
+    )  # `completed` fills in what is open here
     mean: tuple[float, ...] | None = at_least(0, at_most=1)
     std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
@@ -139,6 +142,14 @@ class ImageFolder(Images):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Csv(ImageFolder):
+    """Hold the keys of photographs in a folder, with a table of their labels."""
+
+    name: str = data_set("csv")
+    table: str = marked(Mark.PER_HOST)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fake(Images):
     name: str = data_set("fake")
     train_images: int = at_least(1, at_most=10**8)
@@ -155,7 +166,7 @@ class OwnData(Images):
     keywords: dict[str, Any] = field(metadata={"others": True})
 
 
-Data = OwnData | Digits | Npz | Cifar | ImageFolder | Fake
+Data = OwnData | Digits | Npz | Cifar | ImageFolder | Csv | Fake
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,13 @@ MOST_REASON = 400  # characters of a parser's message
 MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all of a hundred models
 
 
+class WorkerError(UserError):
+    """Report what a loader's worker cannot give, without the traceback that torch adds to the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
 def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:
     """Return the error for a ``word`` that is not in ``valid``; ``what`` begins the message."""
     valid = list(valid)

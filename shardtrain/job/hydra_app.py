@@ -31,7 +31,7 @@ from shardtrain.job.schema import flat
 # Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
 CHOSEN = ("data", "optim", "sched")
 # Keys whose values are texts, also where Hydra would read a number: 1e3, 1_000, true.
-TEXTS = ("run.name", "run.dir", "resume", "data.root", "model.weights")
+TEXTS = ("run.name", "run.dir", "resume", "data.root", "data.table", "model.weights")
 NUMBER_LIKE = re.compile(r"[\w.+-]+")
 RESOLVER = re.compile(r"\$\{[^{}]*:")  # ${oc.env:HOME}, but not ${train.epochs}
 
@@ -64,7 +64,16 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     for file in (file for each in own_folders for file in sorted(each.rglob("*.yaml"))):
         _check_own_file(file, known=file.parent.name in ("model", *os.listdir(folder)))
     _register_resolvers(folders, choices)
-    section = overrides.pop(0) if flags.help and overrides and "=" not in overrides[0] else ""
+    words = [text for text in overrides if "=" not in text and not text.startswith("~")]
+    section = words[0] if flags.help and words else ""
+    if section:
+        overrides.remove(section)
+    elif words and words[0] in groups:
+        group = words[0]
+        raise UserError(
+            f"cannot read {group!r}: {group}=NAME chooses from this group, {group}.KEY=VALUE sets a key, "
+            f"--help {group} lists the keys"
+        )
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
     if keys.count("recipe") > 1:
         texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]

@@ -64,9 +64,7 @@ def initial_model(config: Config, *, deferred: bool = False, resumed: bool = Fal
 
 def plain_model(model: Mapping[str, Any], allow: Sequence[str] = ()) -> nn.Module:
     """Build the unsharded model that the config group names, with its own initial values."""
-    own = ("weights", "reset_head", "freeze")
-    node = {key: value for key, value in model.items() if key not in own}
-    built: nn.Module = instantiate(node, "model", nn.Module, allow)
+    built: nn.Module = instantiate(target_node(model), "model", nn.Module, allow)
     for name, part in built.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise UserError(
@@ -75,6 +73,11 @@ def plain_model(model: Mapping[str, Any], allow: Sequence[str] = ()) -> nn.Modul
             )
     freeze_parts(built, typed(tuple[str, ...], model.get("freeze", []), "model.freeze"))
     return built
+
+
+def target_node(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the config group that are the builder's, with its ``_target_``."""
+    return {key: value for key, value in model.items() if key not in ("weights", "reset_head", "freeze")}
 
 
 def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:

@@ -43,7 +43,19 @@ def instantiate(
     """
     path = str(node.get("_target_"))
     target = find_target(path, section, kind, allow)
-    valid = dict([*inspect.signature(target).parameters.items()][len(arguments) :])
+    keywords = keywords_of(node, section, target, len(arguments))
+    with reading(section, f"{path} does not take these values", REFUSALS):
+        made = target(*arguments, **keywords)
+    if not isinstance(made, kind):
+        raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {kind.__name__}")
+    return made
+
+
+def keywords_of(
+    node: Mapping[str, Any], section: str, target: Callable[..., Any], arguments: int = 0
+) -> dict[str, Any]:
+    """Return those keys of ``node`` that ``target`` takes after ``arguments`` others, with values checked."""
+    valid = dict([*inspect.signature(target).parameters.items()][arguments:])
     takes_any = any(each.kind is each.VAR_KEYWORD for each in valid.values())
     # What the data set decides is passed only to callables with such a parameter.
     left_out = ["_target_", "in_channels", "image_size", *([] if takes_any else ["num_classes"])]
@@ -56,11 +68,7 @@ def instantiate(
         name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations
         if name in ANNOTATIONS:
             keywords[key] = typed(ANNOTATIONS[name], value, f"{section}.{key}")
-    with reading(section, f"{path} does not take these values", REFUSALS):
-        made = target(*arguments, **keywords)
-    if not isinstance(made, kind):
-        raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {kind.__name__}")
-    return made
+    return keywords
 
 
 def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:

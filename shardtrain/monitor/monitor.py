@@ -31,6 +31,7 @@ from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
 SAMPLES = 32  # images of a batch in the picture
+MOST_CLASSES = 6  # whose images are counted one by one in the first lines
 
 
 class Monitor:
@@ -125,6 +126,8 @@ def open_monitor(
         "device": context.device.type,
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
         "classes": config.model["num_classes"],
+        "class_counts": job.class_counts,
+        "inference": dataclasses.asdict(job.inference),
         "command": shlex.join(sys.argv),
         "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -189,7 +192,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     lines = [
         ("model", f"{_model_name(config.model)}, {size}, {flops} per image forward"),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
-        ("data", f"{job.data_name}, {side}×{side} pixels"),
+        ("data", f"{job.data_name}, {side}×{side} pixels{_counts_in_words(job.class_counts)}"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
         ("update", f"{optim.name}, {rate}, weight decay {optim.weight_decay:g}"),
@@ -197,6 +200,20 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
     return _labelled(lines)
+
+
+def _counts_in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the images of each class, of training + validation + test; of many classes their range."""
+    train = counts.get("train")
+    if train is None:
+        return ""
+    if len(train) > MOST_CLASSES:
+        return f"; {len(train)} classes of {min(train.values()):,} to {max(train.values()):,}"
+    texts = []
+    for name in train:
+        numbers = " + ".join(str(part[name]) for part in counts.values())
+        texts.append(f"{name}: {numbers}")
+    return f"; {', '.join(texts)}"
 
 
 def _model_name(model: Mapping[str, Any]) -> str:

@@ -173,7 +173,8 @@ class TensorBoard(Writer):
             column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
         plugin.content = columns.SerializeToString()
         text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
-        for each in (experiment, session, text):
+        classes = summary.text("classes", _class_table(facts.get("class_counts", {})))
+        for each in (experiment, session, text, classes):
             self._keep(first_step, summary=each)
 
     def _keep(self, step: int, **content: Any) -> None:
@@ -203,6 +204,14 @@ class TensorBoard(Writer):
         if facts.get("status") == "finished":  # otherwise TensorBoard shows the run as running
             self._keep(facts["step"], summary=self._end)
         self._write()
+
+
+def _class_table(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a table of the images of each class, by part, in Markdown."""
+    rows = [["class", *counts], ["---"] * (1 + len(counts))]
+    for name in counts.get("train", ()):
+        rows.append([name, *(str(part.get(name, 0)) for part in counts.values())])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _number(directory: Path) -> int:

@@ -13,7 +13,7 @@ from shardtrain import device
 from shardtrain.job import data, launch
 from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config
-from shardtrain.job.data.feed import Arrays
+from shardtrain.job.data.feed import Arrays, numbered
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.job.read import Beside, read_beside
@@ -63,7 +63,8 @@ def _data_set(config: Config, classes: int | None) -> data.DataSet:
         if classes is None or config.data.image_size == 0:
             raise UserError(f"{error}; or plan without the data set: model.num_classes=N") from None
     nothing = Arrays(torch.empty(0, 3, 1, 1, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
-    return data.DataSet(nothing, nothing, config.data.name, classes, 3, (0.0,) * 3, (1.0,) * 3)
+    names = numbered(classes)
+    return data.DataSet(nothing, nothing, config.data.name, names, 3, (0.0,) * 3, (1.0,) * 3)
 
 
 def _question(keys: PlanKeys, config: Config, channels: int) -> Question:

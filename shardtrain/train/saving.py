@@ -242,6 +242,7 @@ class Saver:
         facts = {  # with the step they determine which images have been used
             "position": {"images": job.train.sampler.images},
             "channels": job.channels,
+            "inference": asdict(job.inference),
             "machine": machine(job.device),
             "config": asdict(self._config),
             "best": best,

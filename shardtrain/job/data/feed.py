@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -22,7 +21,6 @@ from shardtrain.device import is_accelerator
 from shardtrain.job.config import Images
 from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
 from shardtrain.job.data.workers import PATIENCE_S, arriving, context
-from shardtrain.job.errors import UserError, reading
 from shardtrain.job.signals import end_with_parent
 
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -34,6 +32,9 @@ class Batches(Protocol):
     random: bool = False
     """Whether loading an image draws from torch's random numbers, as for a random crop."""
 
+    labels: Tensor | None = None
+    """int64 [count], where labels are known before images are loaded."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
@@ -43,12 +44,31 @@ class DataSet(NamedTuple):
     train: Batches
     val: Batches
     name: str
-    classes: int
+    classes: tuple[str, ...]  # names, by label
     channels: int
     mean: tuple[float, ...]  # per channel, in stored pixel values
     std: tuple[float, ...]
     test: Batches | None = None
     train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
+    resize: int | None = (
+        None  # pixels of the shorter side before a centre crop; None: squares of whole images
+    )
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """The number of images per part and class, where labels are known before images are loaded."""
+        parts = {"train": self.train, "val": self.val, "test": self.test}
+        counts = {}
+        for name, part in parts.items():
+            if part is not None and part.labels is not None:
+                by_label = part.labels.bincount(minlength=len(self.classes)).tolist()
+                counts[name] = dict(zip(self.classes, by_label, strict=True))
+        return counts
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """Return names for classes that have none: their labels."""
+    return tuple(map(str, range(count)))
 
 
 class Arrays(Batches):
@@ -57,46 +77,13 @@ class Arrays(Batches):
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
         self.images = images
-        self.labels = labels
+        self.labels: Tensor = labels
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.images[indices], self.labels[indices]
-
-
-class Items(Batches):
-    """Hold a data set of the user's: ``items[i]`` are an image and its label.
-
-    An image is uint8 [channels, height, width], or of Pillow. It may be drawn from torch's random numbers.
-    """
-
-    random = True
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images, labels = zip(*map(self._read, indices), strict=True)
-        with reading("data._target_", "expected images of one size", RuntimeError):
-            return torch.stack(images), torch.tensor(labels)
-
-    def _read(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.items[index]
-        if isinstance(image, Image.Image):
-            image = torch.from_numpy(np.atleast_3d(np.array(image))).permute(2, 0, 1)
-        if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.ndim != 3:
-            found = (
-                f"{image.dtype} {list(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-            )
-            raise UserError(
-                f"data._target_: image {index} is {found}, expected uint8 [channels, height, width]"
-            )
-        return image, int(label)
 
 
 class Chosen(Batches):
@@ -106,6 +93,7 @@ class Chosen(Batches):
         self.source = source
         self.indices = indices
         self.random = source.random
+        self.labels = None if source.labels is None else source.labels[indices]
 
     def __len__(self) -> int:
         return len(self.indices)

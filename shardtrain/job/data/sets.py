@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import inspect
 import io
 from collections.abc import Sequence
 from typing import IO, Any
@@ -10,15 +11,18 @@ from typing import IO, Any
 import numpy as np
 import torch
 from numpy.lib.npyio import NpzFile
+from torch import Tensor
 
-from shardtrain.job.config import Cifar, Data, Digits, Fake, Npz, OwnData
-from shardtrain.job.data.feed import Arrays, Chosen, DataSet, Items, of_length
+from shardtrain.job.config import Cifar, Csv, Data, Digits, Fake, Npz, OwnData
+from shardtrain.job.data.feed import Arrays, Chosen, DataSet, numbered, of_length
+from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, path_of, plain_file, reading
 from shardtrain.job.target import find_target, instantiate
 
 FAKE_CLASSES = 10  # of random labels
+SAMPLE = 256  # images of a user's data set that give mean and standard deviation
 # Mean and standard deviation of the training images, per channel.
 STATISTICS = {
     "cifar10": ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
@@ -26,14 +30,17 @@ STATISTICS = {
 }
 
 
-def load(config: Data, allow: Sequence[str] = ()) -> DataSet:
-    """Return the data set that the configuration names. ``allow``: packages of `data._target_`."""
+def load(config: Data, allow: Sequence[str] = (), seed: int = 0) -> DataSet:
+    """Return the data set that the configuration names. ``allow``: packages of `data._target_`.
+
+    ``seed`` decides which images of a table are held out; those of other data sets are always the same.
+    """
     data = _read(config, allow)
     limit = config.limit
     mean, std = (_per_channel(key, getattr(config, key), data) for key in ("mean", "std"))
-    data = data._replace(mean=mean, std=std)
+    data = data._replace(mean=mean, std=std, classes=_names(config.classes, data))
     if config.validation:
-        data = with_validation(data, config.validation)
+        data = with_validation(data, config.validation, seed if isinstance(config, Csv) else None)
     if limit is None:
         return data
     parts = {name: getattr(data, name) for name in ("train", "train_as_val", "val", "test")}
@@ -52,10 +59,36 @@ def _per_channel(key: str, values: tuple[float, ...] | None, data: DataSet) -> t
     return tuple(255 * value for value in values) * (data.channels // len(values))
 
 
-def with_validation(data: DataSet, amount: float) -> DataSet:
+def _names(given: tuple[str, ...] | None, data: DataSet) -> tuple[str, ...]:
+    """Return `data.classes`, or without it the names that the data set has. Raises UserError for others."""
+    if given is None:
+        return data.classes
+    key = f"data.classes=[{','.join(given)}]"
+    if len(given) != len(data.classes) or len(set(given)) < len(given):
+        raise UserError(f"{key}: expected {len(data.classes)} different names, one for each class")
+    if given != data.classes != numbered(len(given)):
+        raise UserError(f"{key}: the classes of {data.name} have names: {', '.join(data.classes)}")
+    return given
+
+
+def stratified(labels: Tensor, seed: int) -> Tensor:
+    """Return a random order of images whose every beginning has about the same fraction of each class.
+
+    Image i of the n images of a class, in random order, is at the fraction (i + 1/2) / n of the whole order.
+    """
+    order = torch.randperm(len(labels), generator=generator("validation", seed))
+    fractions = torch.empty(len(labels), dtype=torch.float64)
+    for label in labels.unique():
+        own = order[labels[order] == label]
+        fractions[own] = (torch.arange(len(own), dtype=torch.float64) + 0.5) / len(own)
+    return order[fractions[order].argsort(stable=True)]
+
+
+def with_validation(data: DataSet, amount: float, seed: int | None = None) -> DataSet:
     """Use ``amount`` (fraction or number) of the training images for validation, and ``data.val`` to test.
 
-    A fixed permutation chooses them, the same for every seed of a run. Raises UserError for another amount.
+    A fixed permutation chooses them. With a ``seed`` it chooses about the same fraction of each class. Raises
+    UserError for another amount.
     """
     images = len(data.train)
     count = round(amount if amount >= 1 else amount * images)
@@ -63,7 +96,10 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
         raise UserError(f"data.validation={amount:g}: {data.name} has a validation part; set it to 0")
     if not 0 < count < images or (amount > 1 and count != amount):
         raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
-    order = torch.randperm(images, generator=generator("validation"))
+    if seed is None or data.train.labels is None:
+        order = torch.randperm(images, generator=generator("validation"))
+    else:
+        order = stratified(data.train.labels, seed)
     chosen = order[:count].sort().values
     rest = order[count:].sort().values
     as_val = data.train_as_val or data.train
@@ -96,31 +132,70 @@ def _read(config: Data, allow: Sequence[str]) -> DataSet:
 
 def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
     """Call the user's function, which returns a `DataSet`, or two of torch's; the second may be None."""
-    node = {"_target_": config._target_, **config.keywords, "image_size": config.image_size}
-    parts = instantiate(node, "data", tuple, allow)
+    found = f"data._target_={config._target_}"
+    parts = _returned(config, allow)
     if isinstance(parts, DataSet):
+        if not isinstance(parts.classes, tuple):
+            raise UserError(f"{found}: classes is {parts.classes!r}, expected a tuple of names, by label")
         return parts
     if len(parts) != 2 or (parts[1] is None and not config.validation):
         raise UserError(
-            f"data._target_={config._target_}: expected a training set and a validation set; None for the "
-            "second needs data.validation=FRACTION"
+            f"{found}: expected a training set and a validation set; None for the second needs "
+            "data.validation=FRACTION"
         )
-    train = Items(parts[0])
-    some = of_length(train, min(len(train), 256))
-    labels = getattr(parts[0], "classes", None)
+    names = f"{found}: the training set", f"{found}: the validation set"
+    classes = getattr(parts[0], "classes", None)
+    if not isinstance(classes, list | tuple | None):
+        raise UserError(f"{names[0]} has classes={classes!r}, expected a list of names, by label")
+    side = config.image_size
     with torch.random.fork_rng(devices=[]):  # the same random changes on every rank
         torch.default_generator.manual_seed(0)
-        images, numbers = some[[*range(len(some))]]
-    std, mean = torch.std_mean(images.float(), (0, 2, 3), correction=0)
+        image, _ = Items(parts[0], names[0], side).read(0)
+        expected = Expected(tuple(image.shape), None if classes is None else len(classes))
+        train = Items(parts[0], names[0], side, expected)
+        some = of_length(train, min(len(train), SAMPLE))
+        images, labels = some[[*range(len(some))]]
+    if classes is None:
+        classes = numbered(1 + int(labels.max()))
+        train = Items(parts[0], names[0], side, expected._replace(classes=len(classes)))
+    mean, std = statistics(images)
     return DataSet(
         train=train,
-        val=train if parts[1] is None else Items(parts[1]),
+        val=train if parts[1] is None else Items(parts[1], names[1], side, train.expected),
         name=config._target_,
-        classes=1 + int(numbers.max()) if labels is None else len(labels),
+        classes=tuple(map(str, classes)),
         channels=len(mean),
-        mean=tuple(mean.tolist()),
-        std=tuple(value or 1.0 for value in std.tolist()),
+        mean=mean,
+        std=std,
+        resize=side or None,
     )
+
+
+def _returned(config: OwnData, allow: Sequence[str]) -> Any:
+    """Call the user's function, with `data.image_size` if that is set and the function takes it."""
+    target = find_target(config._target_, "data", tuple, allow)
+    size = inspect.signature(target).parameters.get("image_size")
+    sized = {"image_size": config.image_size} if config.image_size else {}
+    if size is not None and size.default is size.empty and not sized:
+        raise UserError(f"data._target_={config._target_} takes image_size: add data.image_size=N (pixels)")
+    node = {"_target_": config._target_, **config.keywords, **sized}
+    return instantiate(node, "data", tuple, allow)
+
+
+def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation per channel of uint8 images [count, channels, height, width].
+
+    Sums of whole numbers, so neither threads nor machines change them. A standard deviation of 0 becomes 1.
+    """
+    values = images.transpose(0, 1).flatten(1).long()
+    count = values.shape[1]
+    mean = values.sum(1).double() / count
+    variance = (values.square().sum(1).double() / count - mean.square()).clamp(min=0)
+    return _rounded(mean), tuple(value or 1.0 for value in _rounded(variance.sqrt()))
+
+
+def _rounded(values: Tensor) -> tuple[float, ...]:
+    return tuple(round(value, 2) for value in values.tolist())
 
 
 def _arrays(file: IO[bytes], title: str) -> DataSet:
@@ -141,16 +216,15 @@ def _arrays(file: IO[bytes], title: str) -> DataSet:
             raise ValueError(f"{name}_labels are from {low} to {high}, not 0 to {bound - 1}")
         if part.images.shape[1:] != train.images.shape[1:]:
             raise ValueError(f"{name}_images have another size or other channels than train_images")
-    some = train.images[:: 1 + len(train) // 2048].float()
-    std, mean = torch.std_mean(some, (0, 2, 3), correction=0)
+    mean, std = statistics(train.images[:: 1 + len(train) // 2048])
     return DataSet(
         train=train,
         val=parts[held_out[0]],
         name=title,
-        classes=classes,
+        classes=numbered(classes),
         channels=len(mean),
-        mean=tuple(round(value, 2) for value in mean.tolist()),
-        std=tuple(round(value, 2) or 1.0 for value in std.tolist()),
+        mean=mean,
+        std=std,
         test=parts["test"] if len(held_out) > 1 else None,
     )
 
@@ -196,7 +270,8 @@ def _cifar(config: Cifar) -> DataSet:
         for part in parts
     )
     mean, std = STATISTICS[config.name]
-    return DataSet(train, val, config.name, len(parts[0].classes), channels=3, mean=mean, std=std)
+    classes = tuple(parts[0].classes)
+    return DataSet(train, val, config.name, classes, channels=3, mean=mean, std=std)
 
 
 def _fake(config: Fake) -> DataSet:
@@ -211,4 +286,4 @@ def _fake(config: Fake) -> DataSet:
     val = of_length(pool, max(1, config.train_images // 4))
     mean = (127.5,) * config.channels
     std = (73.9,) * config.channels
-    return DataSet(train, val, "fake", FAKE_CLASSES, config.channels, mean, std)
+    return DataSet(train, val, "fake", numbered(FAKE_CLASSES), config.channels, mean, std)

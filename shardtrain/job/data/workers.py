@@ -19,17 +19,14 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
 from shardtrain.job.dist_env import START_UP
-from shardtrain.job.errors import UserError
+from shardtrain.job.errors import UserError, WorkerError
 
 PATIENCE_S = START_UP.total_seconds()  # for a single batch; a cold network disk takes minutes
 WAY_OUT = "make /dev/shm larger (docker run --shm-size=…), or data.workers=0 loads without workers"
 
 
-class LostBatch(UserError):
-    """Report a batch that a worker could not hand over, without the traceback that torch adds."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text.rpartition("LostBatch: ")[2].strip())
+class LostBatch(WorkerError):
+    """Report a batch that a worker could not hand over."""
 
 
 class _Batches(Queue):  # type: ignore[type-arg]  # not subscriptable before Python 3.12

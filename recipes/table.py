@@ -1,0 +1,107 @@
+"""Read photographs of one folder whose labels are in a table: a CSV file of `image`, `label` and `split`."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shardtrain.job.config import Csv
+from shardtrain.job.data.feed import DataSet
+from shardtrain.job.errors import UserError, not_valid, path_of, plain_file, reading
+from shardtrain.job.format import first_of
+from shardtrain.recipes.photos import Files, photographs
+
+COLUMNS = ("image", "label", "split")
+PARTS = ("train", "val", "test")
+EXPECTED = "expected a CSV file with the columns image, label and perhaps split"
+
+
+class Row(NamedTuple):
+    """Hold a line of the table."""
+
+    image: str
+    label: str
+    split: str
+
+
+def image_table(config: Csv) -> DataSet:
+    """Open the images of a folder that a table names.
+
+    Without a column `split` all are training images, of which `data.validation` holds some out.
+    """
+    where = f"data.table={config.table}"
+    rows = _read(path_of("data.table", config.table), where)
+    root = path_of("data.root", config.root)
+    missing = [row.image for row in rows if not (root / row.image).is_file()]
+    if missing:
+        raise UserError(
+            f"{where}: {len(missing)} of {len(rows)} images are not in data.root={root}: {first_of(missing)}"
+        )
+    classes = _in_order({row.label for row in rows})
+    labels = {label: number for number, label in enumerate(classes)}
+    parts = {}
+    for part in PARTS:
+        own = [row for row in rows if row.split == part]
+        if own:
+            parts[part] = Files([str(root / row.image) for row in own], [labels[row.label] for row in own])
+    _require_parts(parts, classes, where, held_out=config.validation > 0)
+    val = parts.get("val", parts.get("test"))
+    test = parts.get("test") if "val" in parts else None
+    return photographs(config, classes, parts["train"], val, test)
+
+
+def _read(path: Path, where: str) -> list[Row]:
+    """Return the lines of the table. Raises UserError for lines that lack a cell or name an image again."""
+    with reading(where, EXPECTED), plain_file(path).open(encoding="utf-8-sig", newline="") as file:
+        table = csv.DictReader(file, skipinitialspace=True, strict=True)
+        columns = [column.strip() for column in table.fieldnames or ()]
+        if not {"image", "label"} <= {*columns}:
+            raise ValueError(f"its first line has {', '.join(columns) or 'nothing'}")
+        table.fieldnames = columns
+        rows = []
+        for line in table:
+            rows.append(_row(line, f"{where}: line {table.line_num}"))
+    if not rows:
+        raise UserError(f"{where}: no line follows the first; {EXPECTED}")
+    image, times = Counter(row.image for row in rows).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"{where}: {image} is in {times} lines; expected each image once")
+    return rows
+
+
+def _row(line: Mapping[str | None, str | None], where: str) -> Row:
+    if None in line:
+        raise UserError(f"{where} has more cells than the first line; a text with a comma goes in quotes")
+    cells = {"split": "train"} | {str(name): (cell or "").strip() for name, cell in line.items()}
+    row = Row(*[cells[name] for name in COLUMNS])
+    for name, cell in zip(COLUMNS, row, strict=True):
+        if not cell:
+            raise UserError(f"{where} has no {name}")
+    if row.split not in PARTS:
+        raise not_valid(f"{where} has split={row.split}", row.split, PARTS)
+    return row
+
+
+def _in_order(labels: Iterable[str]) -> list[str]:
+    """Return names of classes in alphabetical order, numbers by their values."""
+    by_name = sorted(labels)
+    try:
+        return sorted(by_name, key=float)
+    except ValueError:
+        return by_name
+
+
+def _require_parts(parts: Mapping[str, Files], classes: Sequence[str], where: str, held_out: bool) -> None:
+    """Raise UserError unless there are images to train on, of every class, and others to evaluate by."""
+    seen = set(parts["train"].labels) if "train" in parts else set()
+    lacking = [name for number, name in enumerate(classes) if number not in seen]
+    if lacking:
+        raise UserError(f"{where}: no training image of {first_of(lacking)}; each class needs some")
+    if parts.keys() == {"train"} and not held_out:
+        raise UserError(
+            f"{where}: no image to evaluate by; data.validation=0.2 holds out a fifth of each class, or a "
+            "column split has train, val and test"
+        )

@@ -1,0 +1,140 @@
+"""Read data sets of users: check each item, and bring images of any size to squares.
+
+A data set is not read before training, so a wrong item may come at any step, in a loader's worker. Each
+message names the item, what it is and what was expected.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from shardtrain.job.data.feed import Batches
+from shardtrain.job.errors import UserError, WorkerError
+
+MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # of Pillow's images, with 8 bits per channel
+
+
+class WrongItem(WorkerError):
+    """Report an item that is not as documented."""
+
+
+class Expected(NamedTuple):
+    """Hold what all items of a data set have in common."""
+
+    shape: tuple[int, ...]  # channels, height, width
+    classes: int | None = None  # None: not known yet
+
+
+class Items(Batches):
+    """Hold a data set of the user's: ``items[i]`` are an image and its label.
+
+    An image is uint8 [channels, height, width], or of Pillow. It may be drawn from torch's random numbers.
+    """
+
+    random = True
+
+    def __init__(self, items: Any, name: str, side: int = 0, expected: Expected | None = None) -> None:
+        """Raise UserError unless ``items`` can be indexed and have a length above 0.
+
+        name: what messages begin with. side: pixels of the squares that images are cropped to, after their
+        shorter side is resized to it; 0: they stay as they are. expected: None at the first look.
+        """
+        indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
+        if not indexed or isinstance(items, Mapping | str):
+            kind = type(items).__name__
+            raise UserError(f"{name} is a {kind}, expected a data set with items[i] and len(items)")
+        if len(items) == 0:
+            raise UserError(f"{name} is empty")
+        self.items = items
+        self.name = name
+        self.side = side
+        self.expected = expected
+        self.labels = _known_labels(items, expected)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images = []
+        labels = []
+        for index in indices:
+            image, label = self.read(index)
+            images.append(image)
+            labels.append(label)
+        return torch.stack(images), torch.tensor(labels)
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        """Return an image, uint8 [channels, height, width], and its label. Raises WrongItem."""
+        item = self.items[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise WrongItem(f"{self.name}: item {index} is a {type(item).__name__}, expected (image, label)")
+        image = self._pixels(item[0], f"{self.name}: image {index} is")
+        label = self._label(item[1], f"{self.name}: the label of image {index} is")
+        return image, label
+
+    def _pixels(self, image: Any, found: str) -> Tensor:
+        """Return an image, uint8 [channels, height, width]."""
+        pixels: Tensor
+        if isinstance(image, Image.Image):
+            if image.mode not in MODES:
+                raise WrongItem(
+                    f'{found} of mode {image.mode}; image.convert("RGB") gives 8 bits per channel'
+                )
+            pixels = torch.from_numpy(np.atleast_3d(np.array(self._square(image)))).permute(2, 0, 1)
+        elif isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3:
+            pixels = self._square(image)
+        else:
+            kind = type(image).__name__
+            if hasattr(image, "dtype"):
+                kind = f"{image.dtype} {list(image.shape)}"
+            raise WrongItem(f"{found} {kind}, expected uint8 [channels, height, width] or an image of Pillow")
+        shape = tuple(pixels.shape)
+        if self.expected is not None and shape != self.expected.shape:
+            usual = self.expected.shape
+            way_out = 'image.convert("RGB") gives three channels'
+            if shape[0] == usual[0]:
+                way_out = "data.image_size=N resizes and crops all to N×N"
+            raise WrongItem(f"{found} {list(shape)}, image 0 of the training set is {list(usual)}; {way_out}")
+        return pixels
+
+    def _square(self, image: Any) -> Any:
+        """Resize the shorter side of an image and crop its centre, as of a file in a folder."""
+        if not self.side:
+            return image
+        from torchvision.transforms import v2  # here, since it takes a second to import
+
+        return v2.functional.center_crop(v2.functional.resize(image, [self.side]), [self.side])
+
+    def _label(self, label: Any, found: str) -> int:
+        try:
+            number = operator.index(label)
+        except TypeError:
+            raise WrongItem(f"{found} {label!r}, expected the number of a class") from None
+        classes = None if self.expected is None else self.expected.classes
+        if number < 0 or (classes is not None and number >= classes):
+            last = " or more" if classes is None else f" to {classes - 1}"
+            raise WrongItem(
+                f"{found} {number}, expected 0{last}; an attribute `classes` of the training set names all"
+            )
+        return number
+
+
+def _known_labels(items: Any, expected: Expected | None) -> Tensor | None:
+    """Return the labels in an attribute ``targets``, as torchvision's data sets have; None without it."""
+    targets = getattr(items, "targets", None)
+    if isinstance(targets, Tensor | np.ndarray):
+        targets = targets.tolist()
+    changed = getattr(items, "target_transform", None) is not None
+    if expected is None or expected.classes is None or changed or not isinstance(targets, list):
+        return None
+    valid = range(expected.classes)
+    if len(targets) != len(items) or not all(type(label) is int and label in valid for label in targets):
+        return None
+    return torch.tensor(targets)

@@ -1,0 +1,143 @@
+"""Say what an answer needs beside the weights, and write it as a program without this package.
+
+An `Inference` is made once, when data and model are known. It goes into each checkpoint's manifest, into
+result.json and, by `shardtrain.export`, into a file beside the exported weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision import models
+
+from shardtrain.job.config import Config
+from shardtrain.job.data import DataSet
+from shardtrain.job.model import target_node
+from shardtrain.job.schema import one_of
+from shardtrain.job.target import RECIPES, find_target, keywords_of
+
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
+TIMM = "timm.create_model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Hold the call that builds the model: torchvision's own for its models, which needs no other package."""
+
+    target: str
+    keywords: dict[str, Any]
+    changes: dict[str, str]  # submodules that are replaced afterwards, by name: calls as Python writes them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inference:
+    """Hold what turns an image into the name of a class, beside the weights."""
+
+    model: Call
+    classes: tuple[str, ...]  # names, one per output of the model
+    channels: int
+    mean: tuple[float, ...]  # per channel, of pixels from 0 to 1
+    std: tuple[float, ...]
+    image_size: int  # pixels per side of what the model gets
+    resize: int | None  # pixels of the shorter side before the crop; None: the whole image becomes a square
+    crop: int | None  # pixels per side of the centre that is cut out; None: nothing is cut off
+    interpolation: str = one_of("bilinear", "bicubic")
+
+
+def inference_of(config: Config, images: DataSet, model: nn.Module) -> Inference:
+    """Return what answers of ``model``, unsharded, need. ``config``: completed from the data set."""
+    keys = config.data
+    outputs = int(config.model.get("num_classes") or len(images.classes))
+    numbers = range(len(images.classes), outputs)  # outputs for classes that the data set does not have
+    return Inference(
+        model=call_of(config.model, model, config.allow),
+        classes=(*images.classes, *map(str, numbers)),
+        channels=images.channels,
+        mean=tuple(value / 255 for value in images.mean),
+        std=tuple(value / 255 for value in images.std),
+        image_size=keys.side_in_eval,
+        resize=images.resize,
+        crop=None if images.resize is None else keys.side_in_eval,
+        interpolation=getattr(keys, "interpolation", "bilinear"),
+    )
+
+
+def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> Call:
+    """Return the call that builds ``model``, of the config group ``keys``."""
+    target = str(keys["_target_"])
+    name = str(keys.get("name"))
+    ours = target.startswith(f"{RECIPES}.")
+    if ours and type(model).__module__.startswith(f"{models.__name__}.") and name in models.list_models():
+        return _torchvision_call(name, model, int(keys["num_classes"]))
+    function = find_target(target, "model", nn.Module, allow)
+    keywords = keywords_of(target_node(keys), "model", function)
+    if target == TIMM:  # weights of others are not needed under those of the run
+        keywords.pop("pretrained", None)
+    return Call(target=target, keywords=keywords, changes={})
+
+
+def _torchvision_call(name: str, model: nn.Module, classes: int) -> Call:
+    """Return torchvision's own call, with the layers in which ``model`` differs from its result."""
+    keywords: dict[str, Any] = {"num_classes": classes}
+    if isinstance(model, models.VisionTransformer):
+        keywords["image_size"] = model.image_size
+    if isinstance(model, models.GoogLeNet | models.Inception3):
+        keywords |= {"aux_logits": False, "init_weights": False}
+    with torch.device("meta"):
+        usual = dict(models.get_model(name, weights=None, **keywords).named_modules())
+    changes = {}
+    for place, part in model.named_modules():
+        is_layer = type(part).__module__.startswith("torch.nn.modules.") and not [*part.children()]
+        if is_layer and repr(part) != repr(usual.get(place)):
+            changes[place] = f"torch.nn.{part!r}"
+    return Call(target=f"torchvision.models.{name}", keywords=keywords, changes=changes)
+
+
+def program(inference: Inference, weights: Path, card: Path, image: str = "image.png") -> list[str]:
+    """Return six lines of Python that print the class of ``image``, without this package.
+
+    weights: a file of an export, or a folder that timm loads. card: this `Inference` as JSON. Without lines
+    if Pillow has no images of that number of channels.
+    """
+    mode = MODES.get(inference.channels)
+    if mode is None:
+        return []
+    call = inference.model
+    packages = ["json", "pathlib", "torch", "PIL.Image", "torchvision.transforms.v2 as v2"]
+    packages.append(call.target.rpartition(".")[0])
+    keywords = ", ".join(f"{key}={value!r}" for key, value in call.keywords.items())
+    model = f"model = {call.target}({keywords})"
+    for place, layer in call.changes.items():
+        model += f"; model.set_submodule({place!r}, {layer})"
+    state = f"torch.load({str(weights)!r}, weights_only=True)"
+    if weights.suffix == ".safetensors":
+        packages.append("safetensors.torch")
+        state = f"safetensors.torch.load_file({str(weights)!r})"
+    load = f"model.eval().load_state_dict({state})"
+    if weights.is_dir():
+        model = f"model = {TIMM}({f'local-dir:{weights}'!r}, pretrained=True)"
+        load = "model.eval()"
+    return [
+        f"import {', '.join(packages)}",
+        model,
+        load,
+        f"prepare = v2.Compose([{', '.join(_transforms(inference))}])",
+        f"pixels = prepare(PIL.Image.open({image!r}).convert({mode!r}))[None]",
+        f'print(json.loads(pathlib.Path({str(card)!r}).read_text())["classes"][int(model(pixels).argmax())])',
+    ]
+
+
+def _transforms(inference: Inference) -> list[str]:
+    """Return the calls of torchvision's transforms that turn an image of Pillow into the model's input."""
+    side = inference.image_size
+    how = f"interpolation=v2.InterpolationMode.{inference.interpolation.upper()}"
+    pixels = ["v2.PILToTensor()", "v2.ToDtype(torch.float32, scale=True)"]
+    normal = f"v2.Normalize({[*inference.mean]}, {[*inference.std]})"
+    if inference.resize is None:
+        return [*pixels, normal, f"v2.Resize([{side}, {side}], {how})"]
+    return [f"v2.Resize({inference.resize}, {how})", f"v2.CenterCrop({inference.crop})", *pixels, normal]
