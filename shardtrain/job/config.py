@@ -66,7 +66,7 @@ class Train:
         if "_target_" not in self.loss:
             key = next(iter(self.loss), "_target_")
             raise UserError(
-                f"train.loss.{key}: only a loss of your own, train.loss._target_=PACKAGE.CLASS, has keywords; "
+                f"train.loss.{key}: only a loss of your own has keywords, train.loss._target_=PACKAGE.CLASS; "
                 "train.class_weights=[…] weights cross-entropy by classes"
             )
         if self.class_weights is not None:

@@ -89,8 +89,8 @@ def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
     if len(weight) < len(classes):
         raise UserError(f"train.loss.weight: {len(weight)} weights, and the data has {len(classes)} classes")
     return [
-        f"warning: {type(loss).__name__} divides by the weights of each micro-batch's images, so the loss of a "
-        "step depends on how ranks and train.accumulate divide it; train.class_weights=[…] with "
+        f"warning: {type(loss).__name__} divides by the weights of each micro-batch's images, so a step's "
+        "loss depends on how ranks and train.accumulate divide it; train.class_weights=[…] with "
         "train.loss=cross_entropy does not"
     ]
 

@@ -28,8 +28,8 @@ class Writer:
     """Ignore every event; subclasses override the events that they write.
 
     ``say``: lines for people. ``log``: scalars by TensorBoard tag. ``facts``: what has no curve; the first
-    event, and at the end with the last ``step`` and the ``status``: ``finished``, ``interrupted`` or
-    ``failed``. Constructors write nothing, and no file stays open between events: an event that raised
+    event, with each best score, and at the end with the last ``step`` and the ``status``: ``finished``,
+    ``interrupted`` or ``failed``. Constructors write nothing, and no file stays open between events: an event that raised
     OSError disturbs no later one.
     """
 
