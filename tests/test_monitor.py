@@ -434,7 +434,7 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
 
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
-    assert events.Tags()["images"] == ["samples/augmented"]
+    assert {*events.Tags()["images"]} == {"samples/augmented", "val/confusion"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
     assert first == {"model", "optim.lr", "train.batch_size"}
 

@@ -83,6 +83,24 @@ def test_scores_do_not_depend_on_larger_numbers_of_ranks(on_ranks: Any) -> None:
     require_equal_scores(on_ranks, [(3, 0), (4, 0), (1, 4), (4, 4), (2, 8)])
 
 
+def whole_run(folder: str) -> dict[str, Any]:
+    """Train with class weights, replays and virtual ranks; return all that is scored, the picture included."""
+    same = ("parallel.virtual_ranks=4", "train.replay_every=2", "train.eval_every=1", "ema.decay=0.5")
+    result = run(folder, *same, "train.class_weights=balanced", "train.best=val/balanced")
+    found = {tag: value for tag, value in result.items() if tag.startswith(("val", "best", "train/"))}
+    events = events_of(Path(folder)).Images("val/confusion")
+    return {**found, "pictures": [event.encoded_image_string for event in events]}
+
+
+@pytest.mark.long
+def test_runs_of_1_2_and_4_ranks_have_the_same_scores_and_pictures(on_ranks: Any, tmp_path: Path) -> None:
+    (alone,) = on_ranks(1, whole_run, str(tmp_path / "1"))
+    assert {"val/balanced", "val_recall/1", "best_val/balanced"} <= alone.keys()
+    assert len(alone["pictures"]) == 2
+    for world in (2, 4):
+        assert on_ranks(world, whole_run, str(tmp_path / str(world)))[0] == alone
+
+
 def test_recall_of_known_logits() -> None:
     answers = torch.tensor([0, 0, 1, 1, 1, 5])
     labels = torch.tensor([0, 0, 0, 0, 1, 1])

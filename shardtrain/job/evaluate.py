@@ -41,7 +41,8 @@ class Evaluation(NamedTuple):
     def ranking(self, part: str = "val") -> dict[str, float]:
         """Return the scores of the weights that are judged, by the tags that `train.best` takes."""
         numbers = {**self.own, **self.results.numbers}
-        scalars = dict(zip((tags.score(part, name) for name in Scores._fields), self.judged, strict=True))
+        names = tags.VAL if part == "val" else tags.TEST
+        scalars = dict(zip(names, self.judged, strict=True))
         return scalars | {tags.score(part, name): value for name, value in numbers.items()}
 
     def scalars(self) -> dict[str, float]:

@@ -125,25 +125,7 @@ def open_monitor(
     if config.dry_run or config.eval_only:
         yield Monitor(Console(job))
         return
-    facts = {
-        "run_dir": str(context.run_dir),
-        "model": config.model_name,
-        "data": config.data.name,
-        "seed": config.seed,
-        "reference": None if config.reference is None else dataclasses.asdict(config.reference),
-        "steps": job.steps,
-        "batch_size": job.train.share.batch_size,
-        "world_size": context.rank_info.world_size,
-        "device": context.device.type,
-        "parameters": sum(unit.parameters for unit in introspect(job.model).units),
-        "classes": config.model["num_classes"],
-        "command": shlex.join(sys.argv),
-        "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        tags.BEST_BY: config.train.best,
-        **({} if best is None else {tags.BEST_STEP: best[0], tags.best(best[2]): best[1]}),
-    }
+    facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
     console = Console(job, facts["classes"])
     writers: list[Writer] = [result, console, LogFile(context.run_dir)]
@@ -169,6 +151,31 @@ def open_monitor(
         monitor.facts({"status": status, "step": monitor.latest, **spent})
         if status != "failed":  # after a failure only the exception is reported
             monitor.say("\n".join([*monitor.texts.values(), end_table(result.result)]))
+
+
+def facts_of(
+    config: Config, context: Context, job: Job, best: tuple[int, float, str] | None
+) -> dict[str, Any]:
+    """Return what a run knows about itself at its start."""
+    return {
+        "run_dir": str(context.run_dir),
+        "model": config.model_name,
+        "data": config.data.name,
+        "seed": config.seed,
+        "reference": None if config.reference is None else dataclasses.asdict(config.reference),
+        "steps": job.steps,
+        "batch_size": job.train.share.batch_size,
+        "world_size": context.rank_info.world_size,
+        "device": context.device.type,
+        "parameters": sum(unit.parameters for unit in introspect(job.model).units),
+        "classes": config.model["num_classes"],
+        "command": shlex.join(sys.argv),
+        "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        tags.BEST_BY: config.train.best,
+        **({} if best is None else {tags.BEST_STEP: best[0], tags.best(best[2]): best[1]}),
+    }
 
 
 def commit() -> str | None:

@@ -29,8 +29,8 @@ class Writer:
 
     ``say``: lines for people. ``log``: scalars by TensorBoard tag. ``facts``: what has no curve; the first
     event, with each best score, and at the end with the last ``step`` and the ``status``: ``finished``,
-    ``interrupted`` or ``failed``. Constructors write nothing, and no file stays open between events: an event that raised
-    OSError disturbs no later one.
+    ``interrupted`` or ``failed``. Constructors write nothing, and no file stays open between events: an
+    event that raised OSError disturbs no later one.
     """
 
     def say(self, text: str) -> None: ...
