@@ -84,7 +84,7 @@ def test_scores_do_not_depend_on_larger_numbers_of_ranks(on_ranks: Any) -> None:
 
 
 def whole_run(folder: str) -> dict[str, Any]:
-    """Train with class weights, replays and virtual ranks; return all that is scored, the picture included."""
+    """Train with class weights, replays and virtual ranks; return all that is scored, pictures included."""
     same = ("parallel.virtual_ranks=4", "train.replay_every=2", "train.eval_every=1", "ema.decay=0.5")
     result = run(folder, *same, "train.class_weights=balanced", "train.best=val/balanced")
     found = {tag: value for tag, value in result.items() if tag.startswith(("val", "best", "train/"))}
@@ -148,6 +148,11 @@ def test_what_functions_may_return() -> None:
     assert math.isnan(returned.numbers["x"])
     with pytest.raises(UserError, match=r"mine.score\]: TypeError: score is a list, expected a number, a pi"):
         called(lambda logits, labels: [1, 2])
+    with pytest.raises(UserError, match=r"ValueError: there is another score named acc1: choose"):
+        called(lambda *_: {"acc1": 2.0})
+    both = {"mine.again": lambda *_: 1.0, "mine.f": lambda *_: {"again": 2.0}}
+    with pytest.raises(UserError, match=r"mine.f\]: ValueError: there is another score named again"):
+        scores.results_of(both, logits, labels, NAMES)
     with pytest.raises(UserError, match=r"mine.score\]: ZeroDivisionError: .*\(.*test_scores.py, line \d+\)"):
         called(lambda logits, labels: 1 / 0)
 
@@ -161,6 +166,10 @@ def test_a_function_that_fails_on_rank_0_fails_on_all() -> None:
 def test_what_is_computed_by_default() -> None:
     assert [*scores.chosen_scores(["per_class"], 50, ())] == ["per_class"]
     assert scores.chosen_scores(["per_class"], 51, ()) == {}
+    with pytest.raises(
+        UserError, match=r"scores=\[per_clas\]: expected PACKAGE.FUNCTION; did you mean per_class"
+    ):
+        scores.chosen_scores(["per_clas"], 5, ())
     job, _ = build(composed(*TINY), 0, 1, CPU)
     assert [*job.scoring.functions] == ["per_class"]
 
@@ -200,7 +209,9 @@ def judged(score: float, best: Best | None, *words: str) -> Any:
     saver._config = composed("+recipe=resnet", *TINY, *words)
     saver.best = best
     saver.evaluation = lambda feed: MagicMock(ranking=lambda: {saver._config.train.best: score})
-    return saver._evaluate(7), saver.best
+    better = saver._evaluate(7)
+    assert saver._monitor.say.called == math.isnan(score)
+    return better, saver.best
 
 
 def test_directions() -> None:

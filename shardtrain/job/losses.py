@@ -52,9 +52,11 @@ class WeightedCrossEntropy(nn.Module):
         return (labels @ columns).double().sum()
 
     def total(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weighted sum over the images, 0-dim."""
-        weight = self._of_width(logits.shape[1]).to(logits.dtype)
-        return F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=self.smoothing)
+        """Return the weighted sum over the images, float32, 0-dim."""
+        weight = self._of_width(logits.shape[1])
+        return F.cross_entropy(
+            logits.float(), labels, weight, reduction="sum", label_smoothing=self.smoothing
+        )
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted mean over the images of one batch, as torch's."""
@@ -62,7 +64,7 @@ class WeightedCrossEntropy(nn.Module):
 
     def over(self, weight: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted sum over the images, divided by ``weight``, 0-dim."""
-        return self.total(logits, labels) / weight.to(logits.dtype)
+        return self.total(logits, labels) / weight.float()
 
     def _of_width(self, columns: int) -> Tensor:
         return F.pad(self.weight, (0, columns - len(self.weight)), value=1.0)

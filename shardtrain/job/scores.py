@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.job import pictures
-from shardtrain.job.errors import UserError
+from shardtrain.job.errors import UserError, not_valid
 from shardtrain.job.format import aligned
 from shardtrain.job.pictures import Picture
 from shardtrain.job.target import find_target
@@ -30,6 +30,7 @@ Score = Callable[..., Any]
 
 PER_CLASS = "per_class"
 MOST_CLASSES = 50  # of which each one has its recall
+TAKEN = ("loss", "acc1", "acc5")  # names of what every evaluation has
 MOST_PRINTED = 10  # classes whose matrix fits a console
 
 
@@ -63,8 +64,10 @@ def chosen_scores(names: Sequence[str], classes: int, allow: Sequence[str]) -> d
     """Return the functions that `monitor.scores` names, by these names."""
     functions: dict[str, Score] = {}
     for name in names:
-        if name != PER_CLASS:
+        if "." in name:
             functions[name] = find_target(name, "monitor.scores", type(None), allow)
+        elif name != PER_CLASS:
+            raise not_valid(f"monitor.scores=[{name}]: expected PACKAGE.FUNCTION", name, [PER_CLASS])
         elif classes <= MOST_CLASSES:
             functions[name] = per_class
     return functions
@@ -139,6 +142,8 @@ def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Resul
         returned = function(*arguments[: max(2, taken)])
     named = returned if isinstance(returned, Mapping) else {path.rpartition(".")[2]: returned}
     for name, value in named.items():
+        if name in (*TAKEN, *results.numbers, *results.pictures, *results.texts):
+            raise ValueError(f"there is another score named {name}: choose another name")
         try:
             results.add(name, value)
         except (TypeError, ValueError):

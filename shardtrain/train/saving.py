@@ -181,6 +181,8 @@ class Saver:
         self.pending_evaluation = False
         tag = self._config.train.best
         score = self.ranked(evaluation)
+        if math.isnan(score):  # a class without images here has no recall
+            self._monitor.say(f"warning: {tag} is not a number after step {step}, which is not the best then")
         if not self._config.train.is_better(score, None if self.best is None else self.best.score):
             return False
         self.best = Best(step, score, tag)
