@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 import os
 import re
 import signal
@@ -157,6 +158,7 @@ def test_ranks_leave_with_torchrun(tmp_path: Path, number: signal.Signals) -> No
 
 # A model and an optimizer of the user's own, in the working directory.
 MINE = """
+import numpy as np
 import torch
 from torch import nn
 
@@ -185,6 +187,9 @@ class Twice(nn.CrossEntropyLoss):
 def seven(logits, labels):
     return torch.full(labels.shape, 7.0)
 
+def spread(logits, labels, classes):
+    return {"spread": logits.std(), "shown": np.zeros((len(classes), 3, 3), np.uint8)}
+
 class Lines(Writer):
     def __init__(self, directory, config):
         self.path = directory / "lines"
@@ -197,6 +202,7 @@ OWN = (
     *("model._target_=mine.Net", "model.width=7", "optim._target_=mine.Slow", "optim.momentum=0.5"),
     *("train.loss._target_=mine.Twice", "train.loss.factor=2", "train.label_smoothing=0"),
     *("monitor.metrics=[mine.seven]", "monitor.writers=[mine.Lines]"),
+    *("monitor.scores=[mine.spread,per_class]", "train.best=val/spread"),
 )
 
 
@@ -214,7 +220,9 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     result = result_of(tmp_path / "outputs/own")
     assert result["parameters"] == 7 * 9 + 7 + 7 * 10 + 10
     assert result["val/seven"] == 7
-    assert result["train/loss"] == pytest.approx(2 * result["val/loss"], rel=0.2)  # about twice log 10
+    assert result["val/loss"] == pytest.approx(2 * math.log(10), rel=0.2)  # of the loss that is trained
+    assert result["train/loss"] == pytest.approx(result["val/loss"], rel=0.2)
+    assert result["best_val/spread"] == result["val/spread"] > 0
     assert "2 7.0\n" in (tmp_path / "outputs/own/lines").read_text()
     for refused, arguments in (
         ("error: model._target_=mine.Net: only builders in shardtrain.recipes and torchv", train),

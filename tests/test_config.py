@@ -360,7 +360,8 @@ def test_ctrl_c_ends_the_whole_sweep(tmp_path: Path) -> None:
 
 def test_the_ranking() -> None:
     done = [Outcome(["seed=0"], 0.0, ""), Outcome(["seed=1"], None, "why"), Outcome(["seed=2"], 99.5, "")]
-    assert sweep.table([*done, Outcome(["dry_run=true"], None, "")]).splitlines()[1:] == [
+    ranked = sweep.table([*done, Outcome(["dry_run=true"], None, "")], composed().train)
+    assert ranked.splitlines()[1:] == [
         "      99.50 %     2  seed=2",
         "       0.00 %     0  seed=0",
         "            –     3  dry_run=true",

@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,10 +20,8 @@ from shardtrain import comm, introspect
 from shardtrain.job import build
 from shardtrain.job.config import Config, Reference
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
-from shardtrain.job.evaluate import Evaluation, Scores
-from shardtrain.monitor import Monitor, writers
+from shardtrain.monitor import Monitor
 from shardtrain.train import loop
-from shardtrain.train.saving import Best, Saver
 
 from pool import each_rank
 from tiny import CPU, VIT, composed, context
@@ -43,6 +41,7 @@ ACTS = """
 losses   seed=1
 losses   train.batch_size=6
 losses   train.label_smoothing=0.1
+losses   train.class_weights=balanced
 losses   train.mixup=1
 losses   train.cutmix=1
 losses   train.clip_grad_norm=0.01
@@ -109,8 +108,9 @@ ELSEWHERE = {
     "test_recipes.py::test_a_recipe_says_what_it_is": "reference",
     "test_recipes.py::test_an_optimizer_by_name_takes_its_keywords": ("optim._target_"),
     "test_cli.py::test_a_model_of_ones_own_runs_where_the_command_allows_it": (
-        "allow train.loss monitor.metrics monitor.writers"
+        "allow train.loss monitor.metrics monitor.scores monitor.writers"
     ),
+    "test_scores.py::test_a_run_by_another_score": "train.best train.best_mode",
     "test_data.py::test_a_data_set_of_ones_own": "data._target_",
     "test_data.py::test_photographs_as_a_fine_tuner_wants_them": "train.eval_batch_size",
     "test_train.py::test_channels_last_reaches_the_activations": "train.channels_last",
@@ -151,7 +151,7 @@ def test_every_key_is_in_the_table() -> None:
     shown = set(" ".join(ELSEWHERE.values()).split())
     assert changed.isdisjoint(shown)
     assert changed | shown == keys
-    assert len(keys) <= 88
+    assert len(keys) <= 92
     for place in ELSEWHERE:
         file, _, name = place.partition("::")
         assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), place
@@ -271,17 +271,3 @@ def test_the_time_out_is_shorter_after_the_first_step(tmp_path: Path) -> None:
     with patch.object(loop.comm, "set_time_out") as set_to:
         evidence(tmp_path)
     assert [call.args for call in set_to.call_args_list] == [(START_UP,), (AFTERWARDS,)]
-
-
-def test_an_equal_score_is_not_better(tmp_path: Path) -> None:
-    job: Any = type("Job", (), {"first_step": 0, "steps_per_epoch": 2})
-    result = writers.ResultFile(tmp_path, job)
-    for step, acc1 in ((1, 50.0), (2, 50.0), (3, 40.0)):
-        result.log(step, {"val/acc1": acc1})
-    assert (result.result["best_val/step"], result.result["best_val/acc1"]) == (1, 50.0)
-    saver: Any = Saver.__new__(Saver)
-    saver._metrics, saver._monitor, saver._job = (MagicMock() for _ in range(3))
-    saver.best = Best(1, 50.0)
-    for acc1, better in ((50.0, False), (60.0, True)):
-        saver.evaluation = lambda feed, acc1=acc1: Evaluation(Scores(1.0, acc1, 100.0))
-        assert saver._evaluate(2) == better

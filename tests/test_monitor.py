@@ -64,6 +64,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
         monitor.evaluated(1, Evaluation(Scores(0.25, 98.5, 100.0)))
+        monitor.facts({tags.BEST_STEP: 1, tags.best(tags.VAL_ACC1): 98.5})
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
@@ -173,7 +174,7 @@ def test_scores_of_the_average_are_printed_beside_the_best(capsys: pytest.Captur
     evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0, 90.0))
     writers.Console(FOUR).log(4, evaluation.scalars())
     assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
-    best = {tags.BEST_ACC1: 20.0, tags.BEST_STEP: 4, "classes": 10, "run_dir": "here"}
+    best = {tags.best(tags.VAL_ACC1): 20.0, tags.BEST_STEP: 4, "classes": 10, "run_dir": "here"}
     table = end_table({"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best})
     assert "average   loss 1.0000, acc1 20.00 %, best acc1 20.00 % at step 4" in table
 
@@ -433,7 +434,7 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
 
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
-    assert events.Tags()["images"] == ["samples/augmented"]
+    assert {*events.Tags()["images"]} == {"samples/augmented", "val/confusion"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
     assert first == {"model", "optim.lr", "train.batch_size"}
 

@@ -20,20 +20,18 @@ from shardtrain.job import data
 from shardtrain.job.config import Config, ImageFolder, Parallel, Sched
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
-from shardtrain.job.errors import UserError, reading
+from shardtrain.job.errors import UserError, not_valid, reading
+from shardtrain.job.evaluate import Evaluation, Scores, Scoring
 from shardtrain.job.inference import Inference, inference_of
+from shardtrain.job.losses import Loss, WeightedCrossEntropy, weights_of
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
 from shardtrain.job.schema import typed
+from shardtrain.job.scores import chosen_scores, rehearse
 from shardtrain.job.target import REFUSALS, find_target, instantiate
 from shardtrain.optim import Ema, GradScaler
 
 # Training images that a model with a method `init_from_images` is given, to set what depends on the data.
 SHOWN = 5000
-
-# Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
-# int64 [batch], or what `data.Mix` makes of them: soft, float32 [batch, classes].
-Loss = Callable[[Tensor, Tensor], Tensor]
-Metric = Callable[[Tensor, Tensor], Tensor]  # the same → a number for each image, [batch]
 
 
 class Job(NamedTuple):
@@ -45,7 +43,7 @@ class Job(NamedTuple):
     schedule: LambdaLR
     scaler: GradScaler  # of the loss; it does nothing unless the model computes in fp16
     ema: Ema | None
-    metrics: Mapping[str, Metric]  # of each image evaluated, beside loss and accuracies
+    scoring: Scoring  # of images to evaluate
     train: data.TrainFeed
     val: data.EvalFeed
     test: data.EvalFeed | None  # images evaluated once, at the end; they influence no decision
@@ -105,17 +103,22 @@ def build(
         group["initial_lr"] = group["lr"]
     factor = lr_factor(config.sched, steps, steps_per_epoch)
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
+    loss = loss_of(
+        config.train.loss,
+        config.train.label_smoothing,
+        config.allow,
+        weights_of(config.train.class_weights, images),
+    )
+    if isinstance(loss, nn.Module):  # it may have weights
+        loss.to(device)
     job = Job(
         model=model,
-        loss=loss_of(config.train.loss, config.train.label_smoothing, config.allow),
+        loss=loss,
         optimizer=optimizer,
         schedule=LambdaLR(optimizer, factor, last_epoch=first_step - 1),
         scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
         ema=ema_of(model, config, steps_per_epoch),
-        metrics={
-            path.rpartition(".")[2]: find_target(path, "monitor.metrics", type(None), config.allow)
-            for path in config.monitor.metrics
-        },
+        scoring=scoring_of(config, images, loss),
         train=train,
         val=val,
         test=test,
@@ -232,13 +235,40 @@ def feeds(
     return train, evaluated(images.val), evaluated(images.test) if images.test else None
 
 
-def loss_of(name: str | Mapping[str, Any], smoothing: float, allow: Sequence[str] = ()) -> Loss:
-    """Return cross-entropy, or what the keys of `train.loss` describe."""
+def loss_of(
+    name: str | Mapping[str, Any],
+    smoothing: float,
+    allow: Sequence[str] = (),
+    class_weights: Tensor | None = None,
+) -> Loss:
+    """Return cross-entropy, weighted by classes or not, or what the keys of `train.loss` describe."""
     if isinstance(name, Mapping):
         smoothed = {"label_smoothing": smoothing} if smoothing else {}  # refused where it has none
         loss: Loss = instantiate({**smoothed, **name}, "train.loss", Callable, allow)  # type: ignore[arg-type]
         return loss
+    if class_weights is not None:
+        return WeightedCrossEntropy(class_weights, smoothing)
     return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+
+def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
+    """Return what an evaluation computes. Collective.
+
+    Raises UserError if it has no score that `train.best` names, or if a function of `monitor.scores` fails.
+    """
+    metrics = {
+        path.rpartition(".")[2]: find_target(path, "monitor.metrics", type(None), config.allow)
+        for path in config.monitor.metrics
+    }
+    classes = images.classes
+    functions = chosen_scores(config.monitor.scores, len(classes), config.allow)
+    mixed = bool(config.train.mixup or config.train.cutmix)
+    known = Evaluation(
+        Scores(0.0, 0.0, 0.0), own=dict.fromkeys(metrics, 0.0), results=rehearse(functions, classes)
+    ).ranking()
+    if config.train.best not in known:
+        raise not_valid(f"train.best={config.train.best}: no such score", config.train.best, known)
+    return Scoring(loss, mixed, metrics, functions, classes)
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:

@@ -46,6 +46,7 @@ class Train:
     accumulate: int = at_least(1, mark=Mark.CHANGES)
     channels_last: bool = marked(Mark.CHANGES)
     loss: str | dict[str, Any] = one_of("cross_entropy")
+    class_weights: str | tuple[float, ...] | None = one_of("balanced", above=0)
     label_smoothing: float = at_least(0, below=1)
     mixup: float = at_least(0)
     cutmix: float = at_least(0)
@@ -54,8 +55,35 @@ class Train:
     log_every: int = at_least(1, mark=REPORTED)
     eval_every: int = at_least(1, mark=REPORTED)
     eval_batch_size: int | None = at_least(1, mark=REPORTED)
+    best: str = marked(REPORTED | Mark.SHARED)
+    best_mode: str | None = one_of("max", "min", mark=REPORTED | Mark.SHARED)
     patience: int | None = at_least(1, mark=REPORTED)
     tta: int = at_least(0, at_most=2)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss, str):
+            return
+        if "_target_" not in self.loss:
+            key = next(iter(self.loss), "_target_")
+            raise UserError(
+                f"train.loss.{key}: only a loss of your own has keywords, train.loss._target_=PACKAGE.CLASS; "
+                "train.class_weights=[…] weights cross-entropy by classes"
+            )
+        if self.class_weights is not None:
+            raise UserError(
+                "train.class_weights is for train.loss=cross_entropy; your own loss weights classes itself"
+            )
+
+    @property
+    def is_minimised(self) -> bool:
+        """Whether a smaller value of the score `best` is better: by default of losses alone."""
+        return "loss" in self.best if self.best_mode is None else self.best_mode == "min"
+
+    def is_better(self, score: float, best: float | None) -> bool:
+        """Return whether ``score`` is better than the ``best`` so far; what is not a number is not."""
+        if best is None:
+            return not math.isnan(score)
+        return score < best if self.is_minimised else score > best
 
 
 @dataclass(frozen=True)
@@ -304,6 +332,7 @@ class MonitorConfig:
     tensorboard: bool
     profile_at: int | None = at_least(2)
     metrics: tuple[str, ...]
+    scores: tuple[str, ...]
     writers: tuple[str, ...]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from shardtrain import average_buffers, comm, introspect
 from shardtrain.job import tags
-from shardtrain.job.build import Metric
 from shardtrain.job.data import Batch
 from shardtrain.job.errors import UserError
+from shardtrain.job.losses import Loss, sum_and_weight
+from shardtrain.job.scores import Gathering, Results, Score, results_of
 from shardtrain.optim.ema import Ema
+
+Metric = Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes] and labels → a number for each image
 
 
 class Scores(NamedTuple):
-    loss: float  # mean cross-entropy, without label smoothing
+    loss: float  # the mean of the loss that is trained
     acc1: float  # percent
     acc5: float  # percent; with fewer than five classes 100; reported for more than ten classes
 
@@ -28,17 +31,34 @@ class Evaluation(NamedTuple):
     scores: Scores
     ema: Scores | None = None  # of the weights' moving average
     own: Mapping[str, float] = MappingProxyType({})  # the user's metrics, of the weights that are judged
+    results: Results = Results.nothing()  # of functions of the whole evaluation, of these weights
 
     @property
     def judged(self) -> Scores:
         """The scores by which checkpoints are ranked: the moving average's if there is one."""
         return self.ema or self.scores
 
+    def ranking(self, part: str = "val") -> dict[str, float]:
+        """Return the scores of the weights that are judged, by the tags that `train.best` takes."""
+        numbers = {**self.own, **self.results.numbers}
+        names = tags.VAL if part == "val" else tags.TEST
+        scalars = dict(zip(names, self.judged, strict=True))
+        return scalars | {tags.score(part, name): value for name, value in numbers.items()}
+
     def scalars(self) -> dict[str, float]:
         """Return the scores by TensorBoard tag."""
-        scalars = dict(zip(tags.VAL, self.scores, strict=True))
-        own = {tags.own_metric(name): value for name, value in self.own.items()}
-        return scalars | dict(zip(tags.VAL_EMA, self.ema or (), strict=False)) | own
+        averages = dict(zip(tags.VAL_EMA, self.ema or (), strict=False))
+        return {**self.ranking(), **dict(zip(tags.VAL, self.scores, strict=True)), **averages}
+
+
+class Scoring(NamedTuple):
+    """Say what an evaluation computes."""
+
+    loss: Loss = nn.CrossEntropyLoss()
+    mixed: bool = False  # labels are soft, as the loss has them in training
+    metrics: Mapping[str, Metric] = MappingProxyType({})  # of each image; their means are scores
+    functions: Mapping[str, Score] = MappingProxyType({})  # of all logits and labels
+    classes: Sequence[str] = ()  # names, by label
 
 
 class Views(NamedTuple):
@@ -66,14 +86,15 @@ class Views(NamedTuple):
 
 
 ONE_VIEW = Views()
+CROSS_ENTROPY = Scoring()
 
 
 def evaluate(
     model: nn.Module,
     feed: Iterable[Batch],
+    scoring: Scoring = CROSS_ENTROPY,
     *,
     ema: Ema | None = None,
-    metrics: Mapping[str, Metric] = MappingProxyType({}),
     views: Views = ONE_VIEW,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
@@ -84,7 +105,7 @@ def evaluate(
     """
     ranks = table_rows(model)
 
-    def scores() -> tuple[Scores, dict[str, float]]:
+    def scores(gathering: Gathering | None) -> tuple[Scores, dict[str, float], Results]:
         average_buffers(model)  # BatchNorm's running statistics differ between ranks before
         model.eval()
         sums = []
@@ -92,20 +113,30 @@ def evaluate(
             with torch.no_grad():
                 for batch in feed:
                     before_batch()
-                    sums.append(_sums(model, batch, views, metrics))
+                    logits = _logits(model, batch, views)
+                    sums.append(_sums(logits[: batch.valid], batch.labels[: batch.valid], scoring))
+                    if gathering is not None:
+                        gathering.add(logits, batch.labels)
         finally:
             model.train()
         each = len(sums) // len(ranks)
         parts = [torch.stack(sums[at : at + each]).sum(0) for at in range(0, len(sums), each)]
-        loss, first, fifth, count, *own = table_of(torch.stack(parts), ranks).sum(0).tolist()
-        means = {name: total / count for name, total in zip(metrics, own, strict=True)}
-        return Scores(loss / count, 100 * first / count, 100 * fifth / count), means
+        table = table_of(torch.stack(parts), ranks)
+        loss, weight, first, fifth, count, *own = table.sum(0).tolist()
+        means = {name: total / count for name, total in zip(scoring.metrics, own, strict=True)}
+        results = Results.nothing()
+        if gathering is not None:
+            logits, labels = gathering.in_order(int(count), len(ranks))
+            results = results_of(scoring.functions, logits, labels, scoring.classes)
+        return Scores(loss / weight, 100 * first / count, 100 * fifth / count), means, results
 
-    plain, own = scores()
+    gathering = Gathering() if scoring.functions else None
     if ema is None:
-        return Evaluation(plain, None, own)
+        plain, own, results = scores(gathering)
+        return Evaluation(plain, None, own, results)
+    plain, *_ = scores(None)
     with ema.swapped():
-        return Evaluation(plain, *scores())
+        return Evaluation(plain, *scores(gathering))
 
 
 def table_rows(model: nn.Module) -> range:
@@ -124,23 +155,26 @@ def table_of(own: Tensor, rows: range) -> Tensor:
     return table
 
 
-def _sums(
-    model: nn.Module, batch: Batch, views: Views, metrics: Mapping[str, Metric] = MappingProxyType({})
-) -> Tensor:
-    """Return sums over the images, float64 [4 + metrics].
+def _logits(model: nn.Module, batch: Batch, views: Views) -> Tensor:
+    """Return the mean of the logits for an image's views, padding included: float32 [batch, classes]."""
+    weighted = [model(view).float() * weight for view, weight in views.of(batch.images)]
+    return torch.stack(weighted).sum(0)
 
-    They are the loss, images right in the first guess, in the first five, all images, and each metric.
+
+def _sums(logits: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
+    """Return sums over the images, float64 [5 + metrics].
+
+    They are the loss, what divides it, images right in the first guess, in the first five, all images, and
+    each metric.
     """
-    logits = torch.stack([model(view).float() * weight for view, weight in views.of(batch.images)]).sum(0)
-    logits = logits[: batch.valid]
-    labels = batch.labels[: batch.valid]
-    losses = F.cross_entropy(logits, labels, reduction="none")
+    targets = F.one_hot(labels, logits.shape[1]).float() if scoring.mixed else labels
     right = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    own = [metric(logits, labels) for metric in metrics.values()]
-    for name, values in zip(metrics, own, strict=True):
+    own = [metric(logits, labels) for metric in scoring.metrics.values()]
+    for name, values in zip(scoring.metrics, own, strict=True):
         if values.shape != labels.shape:
             found = f"returned {list(values.shape)} for {len(labels)} images"
             raise UserError(f"monitor.metrics: {name} {found}, expected a number for each")
-    parts = [losses.double().sum(), right[:, 0].sum(), right.sum(), torch.tensor(len(labels))]
+    parts = [*sum_and_weight(scoring.loss, logits, targets)]
+    parts += [right[:, 0].sum(), right.sum(), torch.tensor(len(labels))]
     parts += [values.double().sum() for values in own]
     return torch.stack([part.to(logits.device, torch.float64) for part in parts])

@@ -230,6 +230,9 @@ def _explain(error: Exception) -> UserError:
     if isinstance(error, MissingConfigException):
         group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
         require_current(f"{group}={choice}" if group else choice)
+        meant = hints("groups").get(group.partition("/")[0])
+        if meant is not None:
+            return UserError(f"unknown {group} {choice!r}: {meant}")
     if isinstance(error, MissingConfigException) and error.options is not None:
         return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
     hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")

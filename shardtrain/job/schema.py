@@ -128,8 +128,8 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     kind = kinds[0]
     if all(is_dataclass(each) for each in kinds[1:]):
         kind = kind if len(kinds) == 1 else _variant(kinds, value, key)
-    elif isinstance(value, dict):
-        kind = kinds[-1]  # a text, or a group of keys
+    elif isinstance(value, dict | list | tuple):
+        kind = kinds[-1]  # a text, or a group of keys or a list
     if is_dataclass(kind) and isinstance(value, dict):
         return _section(kind, value, key)
     found = f"{key}={_show(value)}"
@@ -149,7 +149,7 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{found}: expected a finite number")
     for name, (holds, words) in BOUNDS.items():
-        if name in demands and not holds(value, demands[name]):
+        if name in demands and not isinstance(value, str) and not holds(value, demands[name]):
             raise UserError(f"{key}={value}: expected {words} {demands[name]}")
     if isinstance(value, str) and value not in demands.get("choices", [value]):
         raise not_valid(_not_chosen(key, value) if "chosen" in demands else found, value, demands["choices"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import clip_grad_norm_, introspect, no_sync, replay, virtual_rank
-from shardtrain.job.build import Job, Loss
+from shardtrain.job.build import Job
+from shardtrain.job.evaluate import table_of, table_rows
+from shardtrain.job.losses import Loss, WeightedCrossEntropy
 from shardtrain.optim import Ema, GradScaler
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -114,11 +117,15 @@ class Step(NamedTuple):
         """
         ranks = introspect(self.model).virtual_ranks
         scale = self.scaler.scale
+        loss = self.loss
+        if isinstance(loss, WeightedCrossEntropy):
+            with phase("data"):
+                loaded = list(itertools.islice(batches, count))
+            batches = iter(loaded)
+            loss = partial(loss.over, self._mean_weight(loss, loaded))
         if not ranks:
             synced = partial(no_sync, self.model)
-            accumulate(
-                self.model, self.loss, batches, count, synced, scale=scale, phase=phase, observe=observe
-            )
+            accumulate(self.model, loss, batches, count, synced, scale=scale, phase=phase, observe=observe)
             return
         unseen = {*ranks}
         replays = first or again is not None
@@ -134,7 +141,7 @@ class Step(NamedTuple):
             unseen.discard(number)
             with virtual_rank(self.model, number):
                 seed(number)
-                return forward_backward(self.model, self.loss, feed, scale, phase, sees)
+                return forward_backward(self.model, loss, feed, scale, phase, sees)
 
         if replays:
             with phase("data"):
@@ -143,6 +150,17 @@ class Step(NamedTuple):
         else:
             for number in ranks:
                 compute(number)
+
+    def _mean_weight(self, loss: WeightedCrossEntropy, batches: Sequence[Sequence[Any]]) -> Tensor:
+        """Return the weight of all images of the step, over the number of micro-batches of all ranks.
+
+        Collective, with the same bits on any number of ranks that compute the same virtual ranks. The mean
+        over micro-batches of their sums divided by this is the weighted mean over all images.
+        """
+        rows = table_rows(self.model)
+        weights = torch.stack([loss.weight_of(labels) for _, labels, *_ in batches])
+        table = table_of(weights.view(len(rows), -1), rows)
+        return table.sum() / table.numel()
 
     def update(self, step: int | None = None) -> None:
         """Update the parameters, and the moving average as after step number ``step``."""

@@ -5,6 +5,8 @@ Memory is rank 0's. Speed is that of all ranks, unless the tag says per rank.
 
 from __future__ import annotations
 
+import re
+
 TRAIN_LOSS = "train/loss"
 TRAIN_ACC1 = "train/acc1"  # percent, like all accuracies
 GRAD_NORM = "grad_norm"  # before clipping
@@ -23,8 +25,8 @@ TEST_LOSS = "test/loss"
 TEST_ACC1 = "test/acc1"
 TEST_ACC5 = "test/acc5"
 TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5)
-# In result.json only.
-BEST_ACC1 = "best_val/acc1"
+# In result.json only; the best score itself has the tag ``best(tag)``.
+BEST_BY = "best_by"  # the tag by which the best step is chosen
 BEST_STEP = "best_val/step"
 
 IMG_PER_S = "perf/img_per_s"
@@ -42,6 +44,28 @@ SAMPLES = "samples/augmented"  # a picture
 
 # Tags with a parameter: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # by the optimizer's group
-own_metric = "val/{}".format  # by its function's name
+best = "best_{}".format  # by the tag of `train.best`: "best_val/acc1"
 phase_pct = "time/{}_pct".format  # by phase (data, forward, …): its share of the time
 sent_mib = "comm/{}_mib_per_step".format  # by kind of collective (all_gather, …): sent per rank
+
+
+def score(part: str, name: str) -> str:
+    """Return the tag of a score of ``part``, such as ``val``; names with a slash are a group of their own.
+
+    ``val`` has "val/balanced" of the name "balanced", and "val_recall/cat" of "recall/cat".
+    """
+    return f"{part}_{name}" if "/" in name else f"{part}/{name}"
+
+
+def name(tag: str) -> str:
+    """Return a score's name without its part: "recall/cat" of "val_recall/cat"."""
+    return re.sub("^[a-z]+[/_]", "", tag)
+
+
+PERCENT = ("/acc1", "/acc5", "/balanced")
+
+
+def in_words(tag: str, value: float) -> str:
+    """Return a score as text: those of the program are percent, but for losses."""
+    is_percent = tag.endswith(PERCENT) or "recall/" in tag
+    return f"{value:.2f} %" if is_percent else f"{value:.4f}"

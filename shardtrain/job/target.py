@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shardtrain.job.errors import UserError, not_valid, reading
 from shardtrain.job.hydra_app import require_current
 from shardtrain.job.schema import typed
@@ -25,6 +27,7 @@ PACKAGES = {
     "train.loss": (RECIPES, "torch.nn"),
     "data": (RECIPES,),
     "monitor.metrics": (RECIPES,),
+    "monitor.scores": (RECIPES,),
     "monitor.writers": (RECIPES,),
 }
 
@@ -68,6 +71,8 @@ def keywords_of(
         name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations
         if name in ANNOTATIONS:
             keywords[key] = typed(ANNOTATIONS[name], value, f"{section}.{key}")
+        elif isinstance(value, list) and "Tensor" in str(annotation):  # such as a loss's weights of classes
+            keywords[key] = torch.tensor(typed(tuple[float, ...], value, f"{section}.{key}"))
     return keywords
 
 

@@ -93,13 +93,21 @@ def judge(spent: Spent) -> dict[str, Any]:
 
 
 def scores_in_words(scalars: Mapping[str, Any], classes: int) -> dict[str, str]:
-    """Return what was scored, and its scores in words; acc5 where there are more than ten classes."""
+    """Return what was scored, and its scores in words; acc5 where there are more than ten classes.
+
+    What the user's functions returned is of the average, if there is one.
+    """
     scores = {}
     for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
         if names[0] in scalars:
             loss, acc1, acc5 = (scalars[tag] for tag in names)
             fifth = f", acc5 {acc5:.2f} %" if classes > 10 else ""
             scores[name] = f"loss {loss:.4f}, acc1 {acc1:.2f} %{fifth}"
+    for tag, value in scalars.items():
+        part, _, name = tag.partition("/")
+        if part in scores and tag not in (*tags.VAL, *tags.VAL_EMA, *tags.TEST):
+            judged = "average" if part == "val" and "average" in scores else part
+            scores[judged] += f", {name} {tags.in_words(tag, value)}"
     return scores
 
 

@@ -43,6 +43,7 @@ class Monitor:
     def __init__(self, *writers: Writer, first_step: int = 0) -> None:
         self.writers = writers
         self.latest = first_step
+        self.texts: dict[str, str] = {}  # of the latest evaluation of each part, for the end
         self._warned: set[object] = set()
 
     def say(self, text: str) -> None:
@@ -72,10 +73,17 @@ class Monitor:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self.log(step, evaluation.scalars())
+        self._show("val", evaluation)
 
     def tested(self, step: int, evaluation: Evaluation) -> None:
         """Log the scores of the test images, which decide nothing."""
-        self.log(step, dict(zip(tags.TEST, evaluation.judged, strict=True)))
+        self.log(step, evaluation.ranking("test"))
+        self._show("test", evaluation)
+
+    def _show(self, part: str, evaluation: Evaluation) -> None:
+        for name, picture in evaluation.results.pictures.items():
+            self.picture(tags.score(part, name), picture)
+        self.texts |= titled(part, evaluation)
 
     def showing(self, feed: TrainFeed) -> Iterator[Batch]:
         """Yield the feed's batches, with a picture of the first one as the model gets it."""
@@ -102,11 +110,15 @@ class Monitor:
 
 @contextlib.contextmanager
 def open_monitor(
-    config: Config, context: Context, job: Job, metrics: StepMetrics, best: tuple[int, float] | None = None
+    config: Config,
+    context: Context,
+    job: Job,
+    metrics: StepMetrics,
+    best: tuple[int, float, str] | None = None,
 ) -> Iterator[Monitor]:
     """Open the run's monitor. Its files are complete after the block, also after an exception.
 
-    ``best``: step and accuracy of the resumed run's best evaluation, if it has one.
+    ``best``: step, score and its tag of the resumed run's best evaluation, if it has one.
     """
     if context.rank_info.rank > 0:
         yield Monitor()
@@ -114,26 +126,7 @@ def open_monitor(
     if config.dry_run or config.eval_only:
         yield Monitor(Console(job))
         return
-    facts = {
-        "run_dir": str(context.run_dir),
-        "model": config.model_name,
-        "data": config.data.name,
-        "seed": config.seed,
-        "reference": None if config.reference is None else dataclasses.asdict(config.reference),
-        "steps": job.steps,
-        "batch_size": job.train.share.batch_size,
-        "world_size": context.rank_info.world_size,
-        "device": context.device.type,
-        "parameters": sum(unit.parameters for unit in introspect(job.model).units),
-        "classes": config.model["num_classes"],
-        "class_counts": job.class_counts,
-        "inference": dataclasses.asdict(job.inference),
-        "command": shlex.join(sys.argv),
-        "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        **({} if best is None else {tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]}),
-    }
+    facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
     console = Console(job, facts["classes"])
     writers: list[Writer] = [result, console, LogFile(context.run_dir)]
@@ -158,7 +151,34 @@ def open_monitor(
         spent = judge(metrics.spent) if metrics.spent.steps else {}
         monitor.facts({"status": status, "step": monitor.latest, **spent})
         if status != "failed":  # after a failure only the exception is reported
-            monitor.say(end_table(result.result))
+            monitor.say("\n".join([*monitor.texts.values(), end_table(result.result)]))
+
+
+def facts_of(
+    config: Config, context: Context, job: Job, best: tuple[int, float, str] | None
+) -> dict[str, Any]:
+    """Return what a run knows about itself at its start."""
+    return {
+        "run_dir": str(context.run_dir),
+        "model": config.model_name,
+        "data": config.data.name,
+        "seed": config.seed,
+        "reference": None if config.reference is None else dataclasses.asdict(config.reference),
+        "steps": job.steps,
+        "batch_size": job.train.share.batch_size,
+        "world_size": context.rank_info.world_size,
+        "device": context.device.type,
+        "parameters": sum(unit.parameters for unit in introspect(job.model).units),
+        "classes": config.model["num_classes"],
+        "class_counts": job.class_counts,
+        "inference": dataclasses.asdict(job.inference),
+        "command": shlex.join(sys.argv),
+        "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        tags.BEST_BY: config.train.best,
+        **({} if best is None else {tags.BEST_STEP: best[0], tags.best(best[2]): best[1]}),
+    }
 
 
 def commit() -> str | None:
@@ -230,8 +250,12 @@ def end_table(result: Mapping[str, Any]) -> str:
         loss, acc1, speed = (result[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
         lines.append(("train", f"loss {loss:.4f}, acc1 {acc1:.2f} %, {speed:.0f} img/s at the end"))
     if tags.VAL_LOSS in result:
-        at = f" at step {result[tags.BEST_STEP]}" if tags.BEST_STEP in result else ""  # older ones lack it
-        lines += _score_rows(result, f", best acc1 {result[tags.BEST_ACC1]:.2f} %{at}")
+        tag = result.get(tags.BEST_BY, tags.VAL_ACC1)
+        best = ""
+        if tags.best(tag) in result:
+            score = tags.in_words(tag, result[tags.best(tag)])
+            best = f", best {tags.name(tag)} {score} at step {result[tags.BEST_STEP]}"
+        lines += _score_rows(result, best)
     if "time" in result:
         lines.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
         lines.append(("time", result["time"]))
@@ -242,8 +266,15 @@ def score_table(scored: Sequence[Evaluation], reference: Reference | None, class
     """Return a table of evaluations without a run: of the validation images, then of test images if any."""
     facts = {"reference": None if reference is None else dataclasses.asdict(reference), "classes": classes}
     val, *tests = scored
-    test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
-    return _labelled(_score_rows(val.scalars() | test | facts, ""))
+    test = tests[0].ranking("test") if tests else {}
+    texts = titled("val", val) | (titled("test", tests[0]) if tests else {})
+    return "\n".join([*texts.values(), _labelled(_score_rows(val.scalars() | test | facts, ""))])
+
+
+def titled(part: str, evaluation: Evaluation) -> dict[str, str]:
+    """Return the texts of an evaluation of ``part``, by their titles, which are their first lines."""
+    titles = {name: f"{part}, {name}" for name in evaluation.results.texts}
+    return {titles[name]: f"{titles[name]}:\n{text}" for name, text in evaluation.results.texts.items()}
 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:

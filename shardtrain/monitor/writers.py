@@ -28,9 +28,9 @@ class Writer:
     """Ignore every event; subclasses override the events that they write.
 
     ``say``: lines for people. ``log``: scalars by TensorBoard tag. ``facts``: what has no curve; the first
-    event, and at the end with the last ``step`` and the ``status``: ``finished``, ``interrupted`` or
-    ``failed``. Constructors write nothing, and no file stays open between events: an event that raised
-    OSError disturbs no later one.
+    event, with each best score, and at the end with the last ``step`` and the ``status``: ``finished``,
+    ``interrupted`` or ``failed``. Constructors write nothing, and no file stays open between events: an
+    event that raised OSError disturbs no later one.
     """
 
     def say(self, text: str) -> None: ...
@@ -103,11 +103,7 @@ class ResultFile(Writer):
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self.result.update(scalars, step=step)
-        if tags.VAL_ACC1 in scalars:
-            judged = scalars.get(tags.VAL_EMA_ACC1, scalars[tags.VAL_ACC1])
-            best = judged > self.result.get(tags.BEST_ACC1, -1.0)
-            self.facts({tags.BEST_ACC1: judged, tags.BEST_STEP: step} if best else {})
-        elif time.perf_counter() > self.due:
+        if tags.VAL_ACC1 in scalars or time.perf_counter() > self.due:
             self.facts({})
 
     def facts(self, facts: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from shardtrain import comm, introspect, recording
 from shardtrain.checkpoint.store import Store
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
-from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
@@ -25,6 +24,7 @@ from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0, virtual_thr
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
+from shardtrain.job.losses import loss_notes
 from shardtrain.job.saved import as_saved
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
@@ -56,7 +56,9 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     metrics.start()
     for step in range(job.first_step + 1, job.steps + 1):
         if saver.is_stale(step - 1):
-            monitor.say(f"stopped after step {step - 1}: no better score in {train.patience} evaluations")
+            monitor.say(
+                f"stopped after step {step - 1}: no better {train.best} in {train.patience} evaluations"
+            )
             break
         seed = seeding(training, step)
         with metrics.step():
@@ -104,7 +106,7 @@ def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
 def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
     """Return the scores of an evaluation alone as one line of JSON, by their TensorBoard tags."""
     val, *tests = scored
-    test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
+    test = tests[0].ranking("test") if tests else {}
     return json.dumps({"step": step, **val.scalars(), **test})
 
 
@@ -169,7 +171,7 @@ class Finiteness:
 
 
 def train(config: Config, context: Context) -> float | None:
-    """Run one job; return its best accuracy in percent, or None without an evaluation."""
+    """Run one job; return its best score, of `train.best`, or None without an evaluation."""
     with memory_of(config, context) as memory:
         return _train(config, context, memory)
 
@@ -192,19 +194,20 @@ def _train(config: Config, context: Context, memory: Store | None) -> float | No
         StopSignals() as signals,
     ):
         table = [start_table(config, context, job)] if context.first else []
-        monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
+        notes = [*messages, *loss_notes(job.loss, job.scoring.classes), *start_messages(start, job, config)]
+        monitor.say("\n".join([*table, *notes]))
         training = Training(config, job, metrics, monitor)
         saver = Saver(training, store, state, signals, memory)
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
             monitor.say(scores_as_json(start.step, scored))
-            return scored[0].judged.acc1
+            return saver.ranked(scored[0])
         if config.dry_run:
             plan = plan_of(config, job)
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
             on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
-            return state.best.acc1 if state.best else None
+            return saver.best.score if saver.best else None
         with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)
-        return saver.best.acc1 if saver.best else None
+        return saver.best.score if saver.best else None

@@ -7,6 +7,7 @@ moving averages, optimizer state, every rank's buffers, the sums of the next rep
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.device import HostCopy
+from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.data import EvalFeed
@@ -42,10 +44,11 @@ class Training(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Hold the best evaluation so far."""
+    """Hold the best evaluation so far, by the score with this TensorBoard tag."""
 
     step: int
-    acc1: float
+    score: float
+    tag: str = tags.VAL_ACC1
 
 
 class RunState(NamedTuple):
@@ -98,7 +101,9 @@ class Saver:
         self._signals = signals
         self._memory = memory
         self._config, self._job, self._metrics, self._monitor = training
-        self.best, self.pending_evaluation = state
+        best, self.pending_evaluation = state
+        # Another score than the one that the run began with begins anew.
+        self.best = best if best is not None and best.tag == self._config.train.best else None
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
         self.before_save: Callable[[], object] = lambda: None
         self._copies_fail = False  # in memory, and a warning has said so
@@ -174,17 +179,26 @@ class Saver:
                 return False
             self._monitor.evaluated(step, evaluation)
         self.pending_evaluation = False
-        if self.best is not None and evaluation.judged.acc1 <= self.best.acc1:
+        tag = self._config.train.best
+        score = self.ranked(evaluation)
+        if math.isnan(score):  # a class without images here has no recall
+            self._monitor.say(f"warning: {tag} is not a number after step {step}, which is not the best then")
+        if not self._config.train.is_better(score, None if self.best is None else self.best.score):
             return False
-        self.best = Best(step, evaluation.judged.acc1)
+        self.best = Best(step, score, tag)
+        self._monitor.facts({tags.BEST_STEP: step, tags.best(tag): score})
         return True
+
+    def ranked(self, evaluation: Evaluation) -> float:
+        """Return the score that `train.best` names; not a number if these images have none."""
+        return evaluation.ranking().get(self._config.train.best, math.nan)
 
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         views = Views.of_level(self._config.train.tta)
         job = self._job
         end = self._raise_signal
-        return evaluate(job.model, feed, ema=job.ema, metrics=job.metrics, views=views, before_batch=end)
+        return evaluate(job.model, feed, job.scoring, ema=job.ema, views=views, before_batch=end)
 
     def _raise_signal(self) -> None:
         signal, _ = self._exchange()

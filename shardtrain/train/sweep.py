@@ -3,7 +3,7 @@
     python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 seed=range(3)
 
 All jobs share the ranks and their process group. Each job has a numbered folder in one directory. A job's
-objective is its best accuracy on the validation images. If a job fails for the same reason on every rank, the
+objective is its best score of `train.best`. If a job fails for the same reason on every rank, the
 next one starts. If ranks leave it for different reasons, the sweep ends.
 """
 
@@ -13,6 +13,7 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import random
 import sys
 import traceback
@@ -29,8 +30,8 @@ from hydra.errors import HydraException, OverrideParseException
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import synchronize
 
-from shardtrain.job import launch
-from shardtrain.job.config import Config
+from shardtrain.job import launch, tags
+from shardtrain.job.config import Config, Train
 from shardtrain.job.dist_env import START_UP, RankInfo, meet
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import program_configs, split, unreadable
@@ -107,12 +108,13 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
                 directory.mkdir(parents=True, exist_ok=True)
                 (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
     if rank == 0:
-        print(table(done), flush=True)
+        print(table(done, sweep.first.train), flush=True)
     if failed := [number for number, outcome in enumerate(done) if outcome.problem]:
         count = f"{len(failed)} of {len(done)} jobs have failed"
         first = failed[0]
         raise UserError(f"{count}, the first, job {first}, with: {done[first].problem}")
-    return max((outcome.objective for outcome in done if outcome.objective is not None), default=None)
+    best = min if sweep.first.train.is_minimised else max
+    return best((outcome.objective for outcome in done if outcome.objective is not None), default=None)
 
 
 def _require_same_reason(endings: Sequence[tuple[str, str]], job: int) -> None:
@@ -131,15 +133,22 @@ def _require_same_reason(endings: Sequence[tuple[str, str]], job: int) -> None:
     )
 
 
-def table(done: Sequence[Outcome]) -> str:
+def table(done: Sequence[Outcome], train: Train) -> str:
     """Return a table of the jobs, best first; failed ones come last, with their reasons."""
-    rank = [(bool(each.problem), 1.0 if each.objective is None else -each.objective) for each in done]
-    lines = ["best val/acc1   job  overrides"]
-    for number in sorted(range(len(done)), key=rank.__getitem__):
+    sign = 1.0 if train.is_minimised else -1.0
+    ranks = []
+    for each in done:
+        last = math.inf if each.objective is None or math.isnan(each.objective) else sign * each.objective
+        ranks.append((bool(each.problem), last))
+    title = f"best {train.best}"
+    lines = [f"{title}   job  overrides"]
+    for number in sorted(range(len(done)), key=ranks.__getitem__):
         overrides, objective, problem = done[number]
-        score = "failed" if problem else "–" if objective is None else f"{objective:.2f} %"
-        lines.append(f"{score:>13}  {number:>4}  {' '.join(overrides)}")
-        lines += [f"{'':>21}{problem}"] if problem else []
+        score = "failed" if problem else "–"
+        if objective is not None and not problem:
+            score = tags.in_words(train.best, objective)
+        lines.append(f"{score:>{len(title)}}  {number:>4}  {' '.join(overrides)}")
+        lines += [f"{'':>{len(title) + 8}}{problem}"] if problem else []
     return "\n".join(lines)
 
 

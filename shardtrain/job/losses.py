@@ -1,0 +1,137 @@
+"""Weight the images of a step by their classes.
+
+torch's weighted cross-entropy divides by the weights of the images that it gets. So the loss of a step, the
+mean over ranks and micro-batches, depends on how the step is divided. Two classes, of weights 1 and 3, and
+losses 1 and 3 of their images::
+
+    one batch of [a a a b]            (1 + 1 + 1 + 3 · 3) / (1 + 1 + 1 + 3) = 2.00
+    two micro-batches [a a] [a b]     ((1 + 1) / (1 + 1) + (1 + 3 · 3) / (1 + 3)) / 2 = 1.75
+
+Here the sum over each micro-batch is divided by the weights of all the step's images, so both are 2.00.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardtrain import comm
+from shardtrain.job.data.feed import Batches, DataSet
+from shardtrain.job.dist_env import together
+from shardtrain.job.errors import UserError
+
+# Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
+# int64 [batch], or what `data.Mix` makes of them: soft, float32 [batch, classes].
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+CHUNK = 256  # images that are read at once for their labels
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Compute cross-entropy in which each image counts by the weight of its class.
+
+    A soft label has the mean weight of its classes. Outputs of the model beyond the data set's classes have
+    weight 1; they matter to label smoothing alone.
+    """
+
+    weight: Tensor  # float32 [classes]
+
+    def __init__(self, weight: Tensor, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.smoothing = smoothing
+
+    def weight_of(self, labels: Tensor) -> Tensor:
+        """Return the sum of the images' weights: float64, 0-dim."""
+        if labels.ndim == 1:
+            return self.weight[labels].double().sum()
+        columns = self._of_width(labels.shape[1])
+        return (labels @ columns).double().sum()
+
+    def total(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the weighted sum over the images, float32, 0-dim."""
+        weight = self._of_width(logits.shape[1])
+        return F.cross_entropy(
+            logits.float(), labels, weight, reduction="sum", label_smoothing=self.smoothing
+        )
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the weighted mean over the images of one batch, as torch's."""
+        return self.over(self.weight_of(labels), logits, labels)
+
+    def over(self, weight: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the weighted sum over the images, divided by ``weight``, 0-dim."""
+        return self.total(logits, labels) / weight.float()
+
+    def _of_width(self, columns: int) -> Tensor:
+        return F.pad(self.weight, (0, columns - len(self.weight)), value=1.0)
+
+
+def sum_and_weight(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of ``loss`` over the images, none at all included, and what divides it for the mean."""
+    if isinstance(loss, WeightedCrossEntropy):
+        return loss.total(logits, labels), loss.weight_of(labels)
+    images = torch.tensor(float(len(labels)))
+    if not len(labels):  # the mean over no image is not a number
+        return images, images
+    return loss(logits, labels) * len(labels), images
+
+
+def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
+    """Return the lines that a run prints about its loss. Raises UserError for too few weights."""
+    if isinstance(loss, WeightedCrossEntropy):
+        weights = zip(classes, loss.weight.tolist(), strict=True)
+        return ["class weights  " + ", ".join(f"{name} {weight:.4g}" for name, weight in weights)]
+    weight = loss.weight if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
+    if weight is None:
+        return []
+    if len(weight) < len(classes):
+        raise UserError(f"train.loss.weight: {len(weight)} weights, and the data has {len(classes)} classes")
+    return [
+        f"warning: {type(loss).__name__} divides by the weights of each micro-batch's images, so a step's "
+        "loss depends on how ranks and train.accumulate divide it; train.class_weights=[…] with "
+        "train.loss=cross_entropy does not"
+    ]
+
+
+def weights_of(asked: str | Sequence[float] | None, images: DataSet) -> Tensor | None:
+    """Return the weight of each class, float32 [classes], as `train.class_weights` says. Collective.
+
+    Balanced, a class of n of all N images has weight N / (n · classes), so that the mean over all images is
+    1, and all classes weigh alike. Classes without images have weight 1.
+    """
+    if asked is None:
+        return None
+    classes = len(images.classes)
+    if not isinstance(asked, str):
+        if len(asked) != classes:
+            raise UserError(
+                f"train.class_weights={[*asked]}: expected {classes} weights, one per class: "
+                + ", ".join(images.classes[:20])
+            )
+        return torch.tensor(asked)
+    counts = class_counts(images.train, classes)
+    present = counts > 0
+    balanced = counts.sum() / (counts * present.sum())
+    return torch.where(present, balanced, 1.0).float()
+
+
+def class_counts(images: Batches, classes: int) -> Tensor:
+    """Return the number of images of each class: float64 [classes]. Collective.
+
+    A data set that does not have its labels in a list is read once, its images shared over the ranks.
+    """
+    if images.labels is not None:
+        return images.labels.bincount(minlength=classes).double()
+    counts = torch.zeros(classes, dtype=torch.int64)
+
+    def read() -> None:
+        for part in torch.arange(comm.rank(), len(images), comm.world_size()).split(CHUNK):
+            counts.add_(torch.bincount(images[part.tolist()][1], minlength=classes))
+
+    together(read)
+    total: Tensor = comm.all_reduce(counts)
+    return total.double()

@@ -1,0 +1,205 @@
+"""Compute scores of a whole evaluation: functions of all logits and labels, on rank 0.
+
+Rank 0 gathers each batch, and puts the images in their order: the same scores on any number of ranks, as far
+as their logits have the same bits. All ranks get the numbers, by which they decide alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardtrain import comm
+from shardtrain.job import pictures
+from shardtrain.job.errors import UserError, not_valid
+from shardtrain.job.format import aligned
+from shardtrain.job.pictures import Picture
+from shardtrain.job.target import find_target
+
+# Logits [images, classes], labels [images] and, if it takes three arguments, names of classes → a number, or
+# numbers, pictures and texts by name.
+Score = Callable[..., Any]
+
+PER_CLASS = "per_class"
+MOST_CLASSES = 50  # of which each one has its recall
+TAKEN = ("loss", "acc1", "acc5")  # names of what every evaluation has
+MOST_PRINTED = 10  # classes whose matrix fits a console
+
+
+class Results(NamedTuple):
+    """Hold what functions returned, by name. Ranks other than 0 have the numbers alone."""
+
+    numbers: dict[str, float]
+    pictures: dict[str, Picture]
+    texts: dict[str, str]
+
+    @classmethod
+    def nothing(cls) -> Results:
+        """Return no results."""
+        return cls({}, {}, {})
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a result of one of the kinds; raise TypeError for another kind."""
+        if isinstance(value, str):
+            self.texts[name] = value
+        elif hasattr(value, "canvas"):
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+            self.pictures[name] = pictures.pixels_of(FigureCanvasAgg(value))
+        elif np.ndim(value) == 3 and np.shape(value)[2] == 3 and np.asarray(value).dtype == np.uint8:
+            self.pictures[name] = np.asarray(value)
+        else:
+            self.numbers[name] = float(value)
+
+
+def chosen_scores(names: Sequence[str], classes: int, allow: Sequence[str]) -> dict[str, Score]:
+    """Return the functions that `monitor.scores` names, by these names."""
+    functions: dict[str, Score] = {}
+    for name in names:
+        if "." in name:
+            functions[name] = find_target(name, "monitor.scores", type(None), allow)
+        elif name != PER_CLASS:
+            raise not_valid(f"monitor.scores=[{name}]: expected PACKAGE.FUNCTION", name, [PER_CLASS])
+        elif classes <= MOST_CLASSES:
+            functions[name] = per_class
+    return functions
+
+
+def per_class(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the recall of each class that has images, in percent, their mean, and the confusion matrix.
+
+    The matrix is a picture, and for few classes a text.
+    """
+    known = len(classes)
+    width = known + 1  # a model may have outputs for other classes
+    answers = logits.argmax(1).clamp(max=known)
+    counts = torch.bincount(labels * width + answers, minlength=width * width).view(width, width)
+    names = [*classes, "other"]
+    if not counts[:, known].any():
+        counts = counts[:known, :known]
+        names.pop()
+    images = counts.sum(1)
+    recalls = 100 * counts.diagonal().double() / images
+    results: dict[str, Any] = {"balanced": float(recalls[images > 0].mean())}
+    for name, recall, count in zip(names, recalls.tolist(), images.tolist(), strict=True):
+        if count:
+            results[f"recall/{name}"] = recall
+    results["confusion"] = pictures.confusion(counts, names)
+    if len(names) <= MOST_PRINTED:
+        results["by class"] = confusion_table(counts, names)
+    return results
+
+
+def confusion_table(counts: Tensor, names: Sequence[str]) -> str:
+    """Return a confusion matrix as lines of text: a row per label, a column per answer."""
+    short = [name if len(name) <= 12 else f"{name[:11]}…" for name in names]
+    table = [["label", "images", "recall", *(f"as {name}" for name in short)]]
+    for name, row in zip(short, counts.tolist(), strict=True):
+        right = row[len(table) - 1]
+        recall = f"{100 * right / sum(row):.2f} %" if sum(row) else "–"
+        table.append([name, str(sum(row)), recall, *map(str, row)])
+    return "\n".join(aligned(table))
+
+
+def results_of(
+    functions: Mapping[str, Score], logits: Tensor, labels: Tensor, classes: Sequence[str]
+) -> Results:
+    """Call the ``functions``, on rank 0, and give their numbers to all ranks. Collective.
+
+    Raises UserError on every rank if a function fails, or returns something else.
+    """
+    results = Results.nothing()
+    problem = ""
+    for name, function in functions.items() if comm.rank() == 0 else ():
+        try:
+            _call(name, function, (logits, labels, classes), results)
+        except Exception as error:  # a user's function raises anything
+            *_, frame = traceback.extract_tb(error.__traceback__)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = f"monitor.scores=[{name}]: {reason} ({frame.filename}, line {frame.lineno})"
+            break
+    text = json.dumps([problem, results.numbers]) if comm.rank() == 0 else ""
+    problem, numbers = json.loads(comm.gather_texts(text, comm.plain_transport())[0])
+    if problem:
+        raise UserError(problem)
+    return results._replace(numbers=numbers)
+
+
+def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Results) -> None:
+    """Add to ``results`` what a function returns."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    taken = sum(each.kind in positional for each in parameters)
+    with torch.no_grad():
+        returned = function(*arguments[: max(2, taken)])
+    named = returned if isinstance(returned, Mapping) else {path.rpartition(".")[2]: returned}
+    for name, value in named.items():
+        if name in (*TAKEN, *results.numbers, *results.pictures, *results.texts):
+            raise ValueError(f"there is another score named {name}: choose another name")
+        try:
+            results.add(name, value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}, expected a number, a picture (Matplotlib's Figure, or "
+                "uint8 [height, width, 3]) or a text"
+            ) from None
+
+
+def rehearse(functions: Mapping[str, Score], classes: Sequence[str]) -> Results:
+    """Call the functions on random logits of two images per class, to learn their names early. Collective."""
+    labels = torch.arange(2 * len(classes)) % len(classes)
+    noise = torch.randn(len(labels), len(classes), generator=torch.Generator().manual_seed(0))
+    return results_of(functions, noise + F.one_hot(labels, len(classes)), labels, classes)
+
+
+class Gathering:
+    """Gather the logits and labels of all ranks on rank 0, batch by batch, in host memory."""
+
+    def __init__(self) -> None:
+        self._logits: list[Tensor] = []  # of rank 0: [ranks, batch, classes] each
+        self._labels: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Gather a batch, padding included, of the same size on all ranks. Collective."""
+        for own, parts in ((logits, self._logits), (labels, self._labels)):
+            whole = _gathered(own.contiguous())
+            if whole is not None:
+                parts.append(whole)
+
+    def in_order(self, images: int, virtual_ranks: int) -> tuple[Tensor, Tensor]:
+        """Return logits and labels of rank 0 in the order of the images, without padding; others' are empty.
+
+        Each rank evaluated its ``virtual_ranks`` one after the other, of V virtual ranks in all. Virtual
+        rank v had the images v, v + V, v + 2 V, ….
+        """
+        if not self._logits:
+            return torch.empty(0, 0), torch.empty(0, dtype=torch.int64)
+        ordered = [_in_order(parts, virtual_ranks)[:images] for parts in (self._logits, self._labels)]
+        return ordered[0], ordered[1]
+
+
+def _gathered(own: Tensor) -> Tensor | None:
+    """Return all ranks' tensors on rank 0, stacked in host memory; None on others. Collective."""
+    world = comm.world_size()
+    parts = [torch.empty_like(own) for _ in range(world)] if comm.rank() == 0 else None
+    if world > 1:
+        comm.gather(own, parts)
+    else:
+        parts = [own]
+    return None if parts is None else torch.stack([part.cpu() for part in parts])
+
+
+def _in_order(parts: Sequence[Tensor], virtual_ranks: int) -> Tensor:
+    """Return [ranks, batch, …] of each batch as one tensor in the order of the images."""
+    table = torch.stack([*parts]).unflatten(0, (virtual_ranks, -1))  # [virtual, batches, ranks, batch, …]
+    # Image number j · V + v is the j-th of virtual rank v; those of one rank are consecutive.
+    ordered: Tensor = table.movedim((1, 3, 2, 0), (0, 1, 2, 3)).flatten(0, 3)
+    return ordered

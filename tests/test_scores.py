@@ -1,0 +1,425 @@
+"""Scores of a whole evaluation, the score that decides, and the loss that classes weight."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardtrain
+from shardtrain import comm, shard
+from shardtrain.checkpoint.store import step_name
+from shardtrain.job import losses, pictures, scores
+from shardtrain.job.build import build
+from shardtrain.job.data import EvalFeed, Prepare, Share
+from shardtrain.job.data.feed import Arrays, DataSet, numbered
+from shardtrain.job.data.items import Expected, Items
+from shardtrain.job.errors import UserError
+from shardtrain.job.evaluate import Scoring, evaluate
+from shardtrain.job.step import Step
+from shardtrain.train import sweep
+from shardtrain.train.loop import train
+from shardtrain.train.saving import Best, RunState, Saver
+from shardtrain.train.sweep import Outcome
+
+from pool import each_rank
+from small import Parts
+from tiny import CPU, TINY, composed, context, events_of, result_of, run
+
+IMAGES = 23  # divided by no number of ranks or batches here
+NAMES = ("cat", "dog", "bird", "fish", "none")
+
+
+def small_data() -> DataSet:
+    """Return images whose pixels are logits of four of five classes."""
+    images = torch.randint(0, 256, (IMAGES, 1, 2, 2), generator=torch.Generator().manual_seed(0))
+    arrays = Arrays(images.to(torch.uint8), torch.arange(IMAGES) ** 2 % 4)
+    return DataSet(arrays, arrays, "small", NAMES, 1, (0.0,), (1.0,))
+
+
+def everything(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+    """Return all that a function gets as a text, which rank 0 alone keeps, and a number for all ranks."""
+    return {"seen": repr((logits.tolist(), labels.tolist())), "sum": logits.sum()}
+
+
+def scored(virtual: int = 0) -> Any:
+    data = small_data()
+    world = comm.world_size()
+    share = Share(1, max(1, virtual // world), comm.rank(), world, virtual)
+    model = Parts(
+        lambda self, images: F.pad(images.flatten(1), (0, 1)) * self.scale, scale=nn.Parameter(torch.ones(()))
+    )
+    options = {"virtual_ranks": virtual} if virtual else {}
+    feed = EvalFeed(data.val, share, Prepare(data, 2, CPU), workers=0, batch_size=3)
+    functions = {"per_class": scores.per_class, "mine.everything": everything}
+    return evaluate(shard(model, **options), feed, Scoring(functions=functions, classes=NAMES)).results
+
+
+def require_equal_scores(on_ranks: Any, splits: list[tuple[int, int]]) -> None:
+    data = small_data()
+    logits = F.pad(data.val.images.flatten(1).float(), (0, 1))
+    seen = repr((logits.tolist(), data.val.labels.tolist()))
+    (alone,) = on_ranks(1, scored)
+    assert alone.texts["seen"] == seen
+    for world, virtual in splits:
+        first, *others = on_ranks(world, scored, virtual)
+        assert (first.numbers, first.texts) == (alone.numbers, alone.texts)
+        assert np.array_equal(first.pictures["confusion"], alone.pictures["confusion"])
+        for other in others:
+            assert other.numbers == alone.numbers
+            assert (other.pictures, other.texts) == ({}, {})
+
+
+def test_scores_do_not_depend_on_the_number_of_ranks(on_ranks: Any) -> None:
+    require_equal_scores(on_ranks, [(2, 0), (2, 4)])
+
+
+@pytest.mark.long
+def test_scores_do_not_depend_on_larger_numbers_of_ranks(on_ranks: Any) -> None:
+    require_equal_scores(on_ranks, [(3, 0), (4, 0), (1, 4), (4, 4), (2, 8)])
+
+
+def whole_run(folder: str) -> dict[str, Any]:
+    """Train with class weights, replays and virtual ranks; return all that is scored, pictures included."""
+    same = ("parallel.virtual_ranks=4", "train.replay_every=2", "train.eval_every=1", "ema.decay=0.5")
+    result = run(folder, *same, "train.class_weights=balanced", "train.best=val/balanced")
+    found = {tag: value for tag, value in result.items() if tag.startswith(("val", "best", "train/"))}
+    events = events_of(Path(folder)).Images("val/confusion")
+    return {**found, "pictures": [event.encoded_image_string for event in events]}
+
+
+@pytest.mark.long
+def test_runs_of_1_2_and_4_ranks_have_the_same_scores_and_pictures(on_ranks: Any, tmp_path: Path) -> None:
+    (alone,) = on_ranks(1, whole_run, str(tmp_path / "1"))
+    assert {"val/balanced", "val_recall/1", "best_val/balanced"} <= alone.keys()
+    assert len(alone["pictures"]) == 2
+    for world in (2, 4):
+        assert on_ranks(world, whole_run, str(tmp_path / str(world)))[0] == alone
+
+
+def test_recall_of_known_logits() -> None:
+    answers = torch.tensor([0, 0, 1, 1, 1, 5])
+    labels = torch.tensor([0, 0, 0, 0, 1, 1])
+    results = scores.per_class(F.one_hot(answers, 7).float(), labels, ("cat", "dog", "bird"))
+    assert results["recall/cat"] == results["recall/dog"] == results["balanced"] == 50
+    assert "recall/bird" not in results  # there is no image of one
+    assert results["by class"].splitlines() == [
+        "label  images   recall  as cat  as dog  as bird  as other",
+        "cat         4  50.00 %       2       2        0         0",
+        "dog         2  50.00 %       0       1        0         1",
+        "bird        0        –       0       0        0         0",
+        "other       0        –       0       0        0         0",
+    ]
+
+
+def test_a_confusion_matrix_is_readable() -> None:
+    """Rows are labels: the darker a cell, the larger its part; names and numbers are drawn."""
+    counts = torch.tensor([[9, 1], [0, 1000]])
+    page = pictures.confusion(counts, ["cat", "a name that is far too long to be drawn as it is"])
+    assert (page.dtype, page.shape[2], page.shape[0]) == (np.uint8, 3, page.shape[1])
+    side = page.shape[0]
+    corner = [side - 8 - 56 * (2 - number) + 4 for number in range(2)]
+    cells = np.array([[page[row, column, 0] for column in corner] for row in corner])
+    assert (cells == [[round(255 + part * (8 - 255)) for part in row] for row in ([0.9, 0.1], [0, 1])]).all()
+    named = pictures.confusion(counts, ["cat", "dog"])
+    other = pictures.confusion(counts, ["bat", "dog"])
+    assert named.shape == other.shape
+    assert (named != other).any(2).sum() > 10  # in a row's and in a column's name
+
+
+def test_what_functions_may_return() -> None:
+    from matplotlib.figure import Figure
+
+    logits = torch.zeros(4, 2)
+    labels = torch.zeros(4, dtype=torch.int64)
+
+    def called(function: Any) -> scores.Results:
+        return scores.results_of({"mine.score": function}, logits, labels, NAMES)
+
+    assert called(lambda logits, labels: torch.tensor(2.0)).numbers == {"score": 2.0}
+    assert called(lambda logits, labels, names: {"n": len(names)}).numbers == {"n": 5.0}
+    returned = called(lambda *_: {"text": "lines", "plot": Figure((1, 1), dpi=50), "x": math.nan})
+    assert returned.texts == {"text": "lines"}
+    assert returned.pictures["plot"].shape == (50, 50, 3)
+    assert math.isnan(returned.numbers["x"])
+    with pytest.raises(UserError, match=r"mine.score\]: TypeError: score is a list, expected a number, a pi"):
+        called(lambda logits, labels: [1, 2])
+    with pytest.raises(UserError, match=r"ValueError: there is another score named acc1: choose"):
+        called(lambda *_: {"acc1": 2.0})
+    both = {"mine.again": lambda *_: 1.0, "mine.f": lambda *_: {"again": 2.0}}
+    with pytest.raises(UserError, match=r"mine.f\]: ValueError: there is another score named again"):
+        scores.results_of(both, logits, labels, NAMES)
+    with pytest.raises(UserError, match=r"mine.score\]: ZeroDivisionError: .*\(.*test_scores.py, line \d+\)"):
+        called(lambda logits, labels: 1 / 0)
+
+
+@each_rank(2, transport="auto")
+def test_a_function_that_fails_on_rank_0_fails_on_all() -> None:
+    with pytest.raises(UserError, match=r"mine.f\]: ZeroDivisionError"):
+        scores.results_of({"mine.f": lambda logits, labels: 1 / 0}, torch.ones(1, 1), torch.ones(1), NAMES)
+
+
+def test_what_is_computed_by_default() -> None:
+    assert [*scores.chosen_scores(["per_class"], 50, ())] == ["per_class"]
+    assert scores.chosen_scores(["per_class"], 51, ()) == {}
+    with pytest.raises(
+        UserError, match=r"scores=\[per_clas\]: expected PACKAGE.FUNCTION; did you mean per_class"
+    ):
+        scores.chosen_scores(["per_clas"], 5, ())
+    job, _ = build(composed(*TINY), 0, 1, CPU)
+    assert [*job.scoring.functions] == ["per_class"]
+
+
+# the score that decides
+
+
+def test_a_run_by_another_score(tmp_path: Path) -> None:
+    """The best step, patience, result.json and what a sweep ranks follow `train.best`."""
+    falling = iter([0.0, 5.0, 3.0, 4.0, 6.0])  # the first is the rehearsal's
+
+    def mine(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        return {"mine": next(falling), "shown": np.zeros((2, 3, 3), np.uint8), "lines": "of text"}
+
+    words = ("monitor.scores=[mine.mine,per_class]", "train.best=val/mine", "train.best_mode=min")
+    words += ("train.epochs=9", "train.eval_every=1", "train.patience=2", "allow=[mine]")
+    with patch.object(scores, "find_target", lambda *_: mine):
+        assert train(composed("+recipe=resnet", *TINY, *words), context(tmp_path)) == 3.0
+    result = result_of(tmp_path)
+    assert (result["best_val/mine"], result["best_val/step"], result["step"]) == (3.0, 10, 20)
+    assert result["best_by"] == "val/mine"
+    log = (tmp_path / "log.txt").read_text()
+    assert "stopped after step 20: no better val/mine in 2 evaluations" in log
+    assert ", mine 6.0000" in log
+    assert "best mine 3.0000 at step 10" in log
+    assert "val, lines:" in log
+    assert (tmp_path / "checkpoints" / step_name(10)).exists()  # the best is kept
+    tags = events_of(tmp_path).Tags()
+    assert {"val/shown", "val/confusion"} <= {*tags["images"]}
+    assert {"val/mine", "val/balanced", "val_recall/3"} <= {*tags["scalars"]}
+
+
+def judged(score: float, best: Best | None, *words: str) -> Any:
+    """Return whether an evaluation with this score is better, and the best after it."""
+    saver: Any = Saver.__new__(Saver)
+    saver._metrics, saver._monitor, saver._job = (MagicMock() for _ in range(3))
+    saver._config = composed("+recipe=resnet", *TINY, *words)
+    saver.best = best
+    saver.evaluation = lambda feed: MagicMock(ranking=lambda: {saver._config.train.best: score})
+    better = saver._evaluate(7)
+    assert saver._monitor.say.called == math.isnan(score)
+    return better, saver.best
+
+
+def test_directions() -> None:
+    best = Best(1, 50.0, "val/acc1")
+    assert judged(50.0, best) == (False, best)
+    assert judged(60.0, best) == (True, Best(7, 60.0, "val/acc1"))
+    assert judged(40.0, best, "train.best=val/loss") == (True, Best(7, 40.0, "val/loss"))
+    assert judged(40.0, best, "train.best=val/loss", "train.best_mode=max") == (False, best)
+    assert judged(40.0, best, "train.best_mode=min")[0]
+    assert judged(math.nan, None) == (False, None)
+    assert judged(-5.0, None)[0]
+
+
+def test_another_score_begins_anew() -> None:
+    training: Any = (
+        composed("+recipe=resnet", *TINY, "train.best=val/loss"),
+        *(MagicMock() for _ in range(3)),
+    )
+    for tag, kept in (("val/acc1", False), ("val/loss", True)):
+        best = Best(1, 50.0, tag)
+        saver = Saver(training, MagicMock(), RunState(best), MagicMock())
+        assert saver.best == (best if kept else None)
+
+
+def test_a_sweep_ranks_by_it() -> None:
+    done = [Outcome(["seed=0"], 0.5, ""), Outcome(["seed=1"], 0.25, ""), Outcome(["seed=2"], None, "why")]
+    keys = composed("train.best=val/loss").train
+    assert sweep.table(done, keys).splitlines() == [
+        "best val/loss   job  overrides",
+        "       0.2500     1  seed=1",
+        "       0.5000     0  seed=0",
+        "       failed     2  seed=2",
+        "                     why",
+    ]
+
+
+def test_unknown_scores_are_refused_before_the_first_step() -> None:
+    known = "val/loss, val/acc1, val/acc5, val/balanced, val_recall/0"
+    with pytest.raises(UserError, match=rf"train.best=balanced: no such score; did you mean .*: {known}"):
+        build(composed(*TINY, "train.best=balanced"), 0, 1, CPU)
+    with pytest.raises(UserError, match=r"train.best=val/balanced: no such score"):
+        build(composed(*TINY, "train.best=val/balanced", "monitor.scores=[]"), 0, 1, CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("monitor=val/balanced", "train.best=val/balanced names the score"),
+        ("monitor=val_loss", "train.best=val/balanced names the score"),
+        ("monitor.metric=val/loss", "did you mean train.best=val/balanced"),
+        ("train.metric_for_best_model=accuracy", "did you mean train.best=val/balanced"),
+        ("early_stopping=true", "train.patience=5 ends training after five"),
+        ("greater_is_better=false", "did you mean train.best_mode=min"),
+        ("train.class_weight=balanced", "did you mean train.class_weights=balanced"),
+        ("train.loss.weight=[1,2]", "train.class_weights=.* weights cross-entropy by classes"),
+        ("train.class_weights=[1,0]", "class_weights=0.0: expected more than 0"),
+        ("train.class_weights=inverse", "valid: balanced"),
+    ],
+)
+def test_what_others_call_it_leads_there(words: str, advice: str) -> None:
+    with pytest.raises(UserError, match=advice):
+        composed(words)
+
+
+# weights of classes
+
+WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0, 1.0, 3.0, 0.1, 1.0, 7.0, 1.0])
+FOUR = ("data=fake", "data.train_images=24", "data.channels=1", "data.image_size=8", "train.batch_size=16")
+
+
+class Computed(NamedTuple):
+    loss: float  # of the step
+    gradients: dict[str, torch.Tensor]
+    batch: tuple[torch.Tensor, torch.Tensor]  # of this rank
+
+
+def weighted_step(*words: str) -> Computed:
+    config = composed(*TINY, *FOUR, f"train.class_weights={WEIGHTS.tolist()}", *words)
+    job, _ = build(config, comm.rank(), comm.world_size(), CPU)
+    batches = [*zip(range(job.train.share.accumulate), job.train, strict=False)]
+    seen: list[torch.Tensor] = []
+    feed = iter([batch for _, batch in batches])
+    Step.of(job, None).backward(
+        feed, len(batches), observe=lambda images, loss, *_: seen.append(loss.detach())
+    )
+    mean = torch.stack(seen).double().mean()
+    comm.all_reduce(mean)
+    with shardtrain.unsharded(job.model, grads=True):
+        gradients = {name: param.grad.clone() for name, param in job.model.named_parameters()}
+    images, labels = (torch.cat([batch[part] for _, batch in batches]) for part in range(2))
+    return Computed(mean.item() / comm.world_size(), gradients, (images, labels))
+
+
+def torchs_own() -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients of torch's own weighted loss over the whole batch."""
+    job, _ = build(composed(*TINY, *FOUR), 0, 1, CPU)
+    images, labels, _ = next(iter(job.train))
+    loss = nn.CrossEntropyLoss(weight=WEIGHTS)(job.model(images), labels)
+    loss.backward()
+    with shardtrain.unsharded(job.model, grads=True):
+        return loss.item(), {name: param.grad.clone() for name, param in job.model.named_parameters()}
+
+
+def require_equal_losses(on_ranks: Any, splits: list[tuple[int, str]]) -> None:
+    loss, gradients = torchs_own()
+    same_bits: list[dict[str, torch.Tensor]] = []
+    for world, word in splits:
+        for computed in on_ranks(world, weighted_step, word):
+            assert computed.loss == pytest.approx(loss, rel=1e-6), (world, word)
+            for name, gradient in computed.gradients.items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
+            if "virtual" in word:
+                same_bits.append(computed.gradients)
+    for other in same_bits[1:]:
+        assert all(torch.equal(other[name], gradient) for name, gradient in same_bits[0].items())
+
+
+def test_the_weighted_loss_does_not_depend_on_the_split(on_ranks: Any) -> None:
+    splits = ["train.accumulate=1", "train.accumulate=4", "parallel.virtual_ranks=4"]
+    require_equal_losses(on_ranks, [(2, split) for split in splits] + [(1, splits[2])])
+
+
+@pytest.mark.long
+def test_the_weighted_loss_does_not_depend_on_other_splits(on_ranks: Any) -> None:
+    splits = ["train.accumulate=1", "train.accumulate=2", "train.accumulate=4", "parallel.virtual_ranks=4"]
+    require_equal_losses(on_ranks, [(world, split) for world in (1, 2, 4) for split in splits])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", ["train.mixup=1", "train.label_smoothing=0.2"])
+def test_soft_labels_too(on_ranks: Any, words: str) -> None:
+    whole = on_ranks(1, weighted_step, words)[0].loss
+    for world, split in ((1, "train.accumulate=4"), (2, "train.accumulate=2"), (4, "train.accumulate=1")):
+        for computed in on_ranks(world, weighted_step, words, split):
+            assert computed.loss == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_example_of_the_docstring() -> None:
+    """Two classes of weights 1 and 3, losses 1 and 3: 2.00 in one batch, 1.75 as torch divides two."""
+    own = losses.WeightedCrossEntropy(torch.tensor([1.0, 3.0]))
+    shared = math.log(math.e - 1)  # a margin whose loss is 1
+    far = math.log(math.e**3 - 1)
+    logits = torch.tensor([[0.0, shared]] * 3 + [[far, 0.0]], dtype=torch.float64)
+    labels = torch.tensor([0, 0, 0, 1])
+    assert own(logits, labels).item() == pytest.approx(2.0, rel=1e-6)
+    halves = [own(logits[part], labels[part]).item() for part in (slice(2), slice(2, 4))]
+    assert sum(halves) / 2 == pytest.approx(1.75, rel=1e-6)
+    divided = [
+        own.over(torch.tensor(3.0), logits[part], labels[part]).item() for part in (slice(2), slice(2, 4))
+    ]
+    assert sum(divided) / 2 == pytest.approx(2.0, rel=1e-6)
+
+
+def test_balanced_weights() -> None:
+    labels = torch.tensor([0] * 6 + [1] * 2)
+    arrays = Arrays(torch.zeros(8, 1, 2, 2, dtype=torch.uint8), labels)
+    data = DataSet(arrays, arrays, "small", ("cat", "dog", "none"), 1, (0.0,), (1.0,))
+    assert losses.weights_of("balanced", data).tolist() == pytest.approx([8 / 12, 8 / 4, 1.0])
+    assert losses.weights_of(None, data) is None
+    with pytest.raises(
+        UserError, match=r"class_weights=\[1.0\]: expected 3 weights, one per class: cat, dog"
+    ):
+        losses.weights_of([1.0], data)
+    pairs: Any = [(arrays.images[number], int(label)) for number, label in enumerate(labels)]
+    assert losses.class_counts(Items(pairs, "own", 0, Expected((1, 2, 2), 3)), 3).tolist() == [6, 2, 0]
+
+
+def test_the_validation_loss_is_the_one_that_is_trained() -> None:
+    """Weighted over all images, smoothed, and of a loss of one's own."""
+    data = small_data()
+    logits = F.pad(data.val.images.flatten(1).float() / 64, (0, 1))
+    labels = data.val.labels
+    model = shard(
+        Parts(
+            lambda self, images: F.pad(images.flatten(1) / 64, (0, 1)) * self.scale,
+            scale=nn.Parameter(torch.ones(())),
+        )
+    )
+    weights = torch.tensor([1.0, 9.0, 0.5, 2.0, 1.0])
+    for loss, expected in (
+        (losses.WeightedCrossEntropy(weights, 0.1), nn.CrossEntropyLoss(weights, label_smoothing=0.1)),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(label_smoothing=0.1)),
+        (
+            lambda logits, labels: 7 * F.cross_entropy(logits, labels),
+            lambda *args: 7 * F.cross_entropy(*args),
+        ),
+    ):
+        feed = EvalFeed(data.val, Share(1, 1, 0, 1), Prepare(data, 2, CPU), workers=0, batch_size=3)
+        found = evaluate(model, feed, Scoring(loss)).scores.loss
+        assert found == pytest.approx(expected(logits, labels).item(), rel=1e-6)
+        one_hot = evaluate(model, feed, Scoring(loss, mixed=True)).scores.loss
+        assert one_hot == pytest.approx(found, rel=1e-5)
+
+
+def test_a_weighted_loss_of_ones_own_is_warned_of(tmp_path: Path) -> None:
+    words = ("train.loss._target_=torch.nn.CrossEntropyLoss", f"train.loss.weight={WEIGHTS.tolist()}")
+    job, _ = build(composed(*TINY, *words), 0, 1, CPU)
+    assert torch.equal(job.loss.weight, WEIGHTS)
+    (warning,) = losses.loss_notes(job.loss, job.scoring.classes)
+    assert "warning: CrossEntropyLoss divides by the weights of each micro-batch's images" in warning
+    with pytest.raises(UserError, match=r"train.loss.weight: 10 weights, and the data has 11 classes"):
+        losses.loss_notes(job.loss, numbered(11))
+    assert losses.loss_notes(nn.CrossEntropyLoss(), NAMES) == []
+    with pytest.raises(UserError, match=r"train.class_weights is for train.loss=cross_entropy"):
+        composed(*TINY, *words, "train.class_weights=balanced")
+
+
+def test_a_run_says_its_weights(tmp_path: Path) -> None:
+    run(str(tmp_path), "train.class_weights=balanced", "train.max_steps=1", "monitor.tensorboard=false")
+    assert "class weights  0 1.5, 1 0.75" in (tmp_path / "log.txt").read_text()
