@@ -17,6 +17,7 @@ from shardtrain.job.errors import UserError
 
 from tiny import CPU, composed
 
+
 LABELS = ["dog"] * 10 + ["cat"] * 6 + ["bird"] * 4
 
 
