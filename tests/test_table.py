@@ -17,7 +17,6 @@ from shardtrain.job.errors import UserError
 
 from tiny import CPU, composed
 
-
 LABELS = ["dog"] * 10 + ["cat"] * 6 + ["bird"] * 4
 
 
