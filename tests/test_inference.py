@@ -21,8 +21,7 @@ from shardtrain.job.inference import Inference, inference_of, program
 from shardtrain.job.model import plain_model
 from shardtrain.job.schema import typed
 
-from test_table import write_table
-from tiny import CPU, composed
+from tiny import CPU, composed, write_folders
 
 
 def trained(config: Any) -> tuple[Any, data.DataSet, torch.nn.Module, Inference]:
@@ -49,24 +48,22 @@ def answers(inference: Inference, model: torch.nn.Module, image: Path, folder: P
 
 @torch.no_grad()
 def test_the_program_answers_as_the_evaluation_does(tmp_path: Path) -> None:
-    table = replace(write_table(tmp_path), validation=0.5, interpolation="bicubic", eval_size=40)
-    config, images, model, inference = trained(
-        replace(composed("model=resnet18", "data=csv", *WHERE), data=table)
-    )
-    assert (config.data.classes, config.data.resize) == (("bird", "cat", "dog"), 46)
+    write_folders(tmp_path)
+    file = tmp_path / "val/class1/0.png"
+    noise = torch.randint(0, 256, (70, 50, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    Image.fromarray(noise.numpy()).save(file)
+    composition = composed("model=resnet18", "data=imagefolder", "data.root=.", "data.image_size=8")
+    sizes: dict[str, Any] = {"eval_size": 40, "interpolation": "bicubic"}
+    photos: Any = replace(composition.data, root=str(tmp_path), **sizes)
+    config, images, model, inference = trained(replace(composition, data=photos))
+    assert (config.data.classes, config.data.resize) == (("class0", "class1"), 46)
     assert (inference.resize, inference.crop, inference.image_size) == (46, 40, 40)
     assert inference.mean == config.data.mean == pytest.approx((0.485, 0.456, 0.406), abs=1e-3)
-    prepare = data.Prepare(images, config.data.side_in_eval, CPU)
-    for place in (0, 9):
-        pixels, _ = images.val[[place]]
-        expected = model(prepare(pixels))
-        file = tmp_path / f"{images.val.indices[place]}.png"  # type: ignore[attr-defined]
-        name, logits = answers(inference, model, file, tmp_path)
-        assert torch.allclose(logits, expected, atol=1e-5)
-        assert name == inference.classes[int(expected.argmax())]
-
-
-WHERE = ("data.root=.", "data.table=.", "data.image_size=8")
+    pixels, _ = images.val[[2]]
+    expected = model(data.Prepare(images, config.data.side_in_eval, CPU)(pixels))
+    name, logits = answers(inference, model, file, tmp_path)
+    assert torch.allclose(logits, expected, atol=1e-5)
+    assert name == inference.classes[int(expected.argmax())]
 
 
 @torch.no_grad()

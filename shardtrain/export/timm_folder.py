@@ -1,4 +1,7 @@
-"""Describe an exported model as timm does, so that ``timm.create_model("local-dir:FOLDER")`` builds it."""
+"""Describe an exported model as timm does, so that ``timm.create_model("local-dir:FOLDER")`` builds it.
+
+Its own file, since the format is another package's.
+"""
 
 from __future__ import annotations
 

@@ -64,16 +64,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     for file in (file for each in own_folders for file in sorted(each.rglob("*.yaml"))):
         _check_own_file(file, known=file.parent.name in ("model", *os.listdir(folder)))
     _register_resolvers(folders, choices)
-    words = [text for text in overrides if "=" not in text and not text.startswith("~")]
-    section = words[0] if flags.help and words else ""
-    if section:
-        overrides.remove(section)
-    elif words and words[0] in groups:
-        group = words[0]
-        raise UserError(
-            f"cannot read {group!r}: {group}=NAME chooses from this group, {group}.KEY=VALUE sets a key, "
-            f"--help {group} lists the keys"
-        )
+    section = _take_section(overrides, groups, flags.help)
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
     if keys.count("recipe") > 1:
         texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]
@@ -113,6 +104,23 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     if flags.printing and speak:
         print(text)
     return None if flags.printing else config
+
+
+def _take_section(overrides: list[str], groups: Collection[str], asks_for_help: bool) -> str:
+    """Remove the group of `--help GROUP` from ``overrides``, and return it; "" without one."""
+    words = [text for text in overrides if "=" not in text and not text.startswith("~")]
+    if not words:
+        return ""
+    word = words[0]
+    if asks_for_help:
+        overrides.remove(word)
+        return word
+    if word in groups:
+        raise UserError(
+            f"cannot read {word!r}: {word}=NAME chooses from this group, {word}.KEY=VALUE sets a key, "
+            f"--help {word} lists the keys"
+        )
+    return ""
 
 
 def _require_short(warmup: Any, epochs: Any) -> None:
