@@ -322,8 +322,8 @@ def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
     best = results[0]["objective"]
     assert results[0] == {"overrides": overrides, "objective": best, "problem": ""}
     assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in said
-    assert result_of(tmp_path / "sweep/0")["best_val/acc1"] == best
-    assert result_of(tmp_path / "sweep/2")["status"] == "failed"
+    assert result_of(tmp_path / "sweep/0-lr-0.001-batch_size-12")["best_val/acc1"] == best
+    assert result_of(tmp_path / "sweep/2-lr-1e+30-batch_size-12")["status"] == "failed"
 
 
 @each_rank(2, transport="auto")
@@ -346,7 +346,7 @@ def test_a_sweep_without_a_working_job_is_a_mistake_and_keeps_tracebacks(tmp_pat
 
     result, _ = run(str(tmp_path), fails, "seed=1,2")
     assert result == "UserError: 2 of 2 jobs have failed, the first, job 0, with: no such thing"
-    for kept in (capsys.readouterr().err, (tmp_path / "1/traceback-00000.txt").read_text()):
+    for kept in (capsys.readouterr().err, (tmp_path / "1-seed-2/traceback-00000.txt").read_text()):
         assert 'raise ZeroDivisionError("of nothing")' in kept
 
 

@@ -21,7 +21,7 @@ from shardtrain.job import build
 from shardtrain.job.config import Config, Reference
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
 from shardtrain.job.evaluate import Evaluation, Scores
-from shardtrain.monitor import Monitor, writers
+from shardtrain.monitor import Monitor
 from shardtrain.train import loop
 from shardtrain.train.saving import Best, Saver
 
@@ -273,15 +273,12 @@ def test_the_time_out_is_shorter_after_the_first_step(tmp_path: Path) -> None:
     assert [call.args for call in set_to.call_args_list] == [(START_UP,), (AFTERWARDS,)]
 
 
-def test_an_equal_score_is_not_better(tmp_path: Path) -> None:
-    job: Any = type("Job", (), {"first_step": 0, "steps_per_epoch": 2})
-    result = writers.ResultFile(tmp_path, job)
-    for step, acc1 in ((1, 50.0), (2, 50.0), (3, 40.0)):
-        result.log(step, {"val/acc1": acc1})
-    assert (result.result["best_val/step"], result.result["best_val/acc1"]) == (1, 50.0)
+def test_an_equal_score_is_not_better() -> None:
     saver: Any = Saver.__new__(Saver)
     saver._metrics, saver._monitor, saver._job = (MagicMock() for _ in range(3))
     saver.best = Best(1, 50.0)
-    for acc1, better in ((50.0, False), (60.0, True)):
-        saver.evaluation = lambda feed, acc1=acc1: Evaluation(Scores(1.0, acc1, 100.0))
-        assert saver._evaluate(2) == better
+    for acc1, best in ((50.0, (1, 50.0)), (60.0, (2, 60.0))):
+        evaluation = Evaluation(Scores(1.0, acc1))
+        saver.evaluation = lambda feed, evaluation=evaluation: evaluation
+        assert saver._evaluate(2) == (acc1 == 60.0)
+        saver._monitor.evaluated.assert_called_with(2, evaluation, best)

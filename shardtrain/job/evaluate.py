@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,11 +18,13 @@ from shardtrain.job.data import Batch
 from shardtrain.job.errors import UserError
 from shardtrain.optim.ema import Ema
 
+FEW_CLASSES = 10  # five guesses among them are right half of the time by chance
+
 
 class Scores(NamedTuple):
     loss: float  # mean cross-entropy, without label smoothing
     acc1: float  # percent
-    acc5: float  # percent; with fewer than five classes 100; reported for more than ten classes
+    acc5: float | None = None  # percent; None up to ten classes
 
 
 class Evaluation(NamedTuple):
@@ -36,9 +39,15 @@ class Evaluation(NamedTuple):
 
     def scalars(self) -> dict[str, float]:
         """Return the scores by TensorBoard tag."""
-        scalars = dict(zip(tags.VAL, self.scores, strict=True))
-        own = {tags.own_metric(name): value for name, value in self.own.items()}
-        return scalars | dict(zip(tags.VAL_EMA, self.ema or (), strict=False)) | own
+        scalars = by_tag(tags.VAL, self.scores)
+        if self.ema is not None:
+            scalars |= by_tag(tags.VAL_EMA, self.ema)
+        return scalars | {tags.own_metric(name): value for name, value in self.own.items()}
+
+
+def by_tag(names: Iterable[str], scores: Scores) -> dict[str, float]:
+    """Return ``scores`` under ``names``, such as `tags.VAL`; without acc5 up to ten classes."""
+    return {tag: score for tag, score in zip(names, scores, strict=True) if score is not None}
 
 
 class Views(NamedTuple):
@@ -99,7 +108,8 @@ def evaluate(
         parts = [torch.stack(sums[at : at + each]).sum(0) for at in range(0, len(sums), each)]
         loss, first, fifth, count, *own = table_of(torch.stack(parts), ranks).sum(0).tolist()
         means = {name: total / count for name, total in zip(metrics, own, strict=True)}
-        return Scores(loss / count, 100 * first / count, 100 * fifth / count), means
+        acc5 = None if math.isnan(fifth) else 100 * fifth / count
+        return Scores(loss / count, 100 * first / count, acc5), means
 
     plain, own = scores()
     if ema is None:
@@ -129,7 +139,8 @@ def _sums(
 ) -> Tensor:
     """Return sums over the images, float64 [4 + metrics].
 
-    They are the loss, images right in the first guess, in the first five, all images, and each metric.
+    They are the loss, images right in the first guess, in the first five (NaN up to ten classes), all images,
+    and each metric.
     """
     logits = torch.stack([model(view).float() * weight for view, weight in views.of(batch.images)]).sum(0)
     logits = logits[: batch.valid]
@@ -141,6 +152,7 @@ def _sums(
         if values.shape != labels.shape:
             found = f"returned {list(values.shape)} for {len(labels)} images"
             raise UserError(f"monitor.metrics: {name} {found}, expected a number for each")
-    parts = [losses.double().sum(), right[:, 0].sum(), right.sum(), torch.tensor(len(labels))]
+    fifth = right.sum() if logits.shape[1] > FEW_CLASSES else torch.tensor(math.nan)
+    parts = [losses.double().sum(), right[:, 0].sum(), fifth, torch.tensor(len(labels))]
     parts += [values.double().sum() for values in own]
     return torch.stack([part.to(logits.device, torch.float64) for part in parts])

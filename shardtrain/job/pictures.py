@@ -5,22 +5,23 @@ Plots need Matplotlib, which is optional: without it functions return a text tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-from torchvision.utils import make_grid
 
 Picture = np.ndarray[Any, Any]
 
 MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
 
-TILE = 64  # pixels; smaller images are enlarged to at least this size
+TILE = 96  # pixels; smaller images are enlarged to at least this size
 GAP = 4
-COLUMNS = 8
+COLUMNS = 4
+LINE = 1 / 6  # height of a line of text below an image, in heights of the image
 
 
 def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 110) -> Picture | str:
@@ -37,14 +38,54 @@ def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 11
     return np.array(canvas.buffer_rgba())[:, :, :3]
 
 
-def grid(images: Tensor, mean: Tensor, std: Tensor) -> Picture:
-    """Return one picture of all images, `COLUMNS` per row.
+def caption(label: Tensor, classes: Sequence[str]) -> str:
+    """Return the name of an image's class; of mixed images two lines, each a name and its percentage.
+
+    ``label``: a class number, int64 [], or what `data.Mix` makes of it: float32 [classes].
+    """
+    if label.ndim == 0:
+        return classes[int(label)]
+    most = label.sort(descending=True)
+    names = [classes[int(number)] for number in most.indices[:2]]
+    percentages = [f"{share:.0%}" for share in most.values[:2].tolist()]
+    if percentages[0] == "100%":
+        return names[0]
+    return "\n".join(map(" ".join, zip(percentages, names, strict=True)))
+
+
+def grid(images: Tensor, mean: Tensor, std: Tensor, captions: Sequence[str]) -> Picture:
+    """Return one picture of all images, each above its caption, `COLUMNS` per row.
 
     ``images``: float [n, channels, height, width], normalised by ``mean`` and ``std`` [channels, 1, 1]. The
     brightest value becomes white, since data sets differ in range.
     """
-    pixels = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)[:, :3]
-    pixels = pixels / pixels.max().clamp(min=1)
+    pixels = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)
+    pixels = pixels[:, : 3 if pixels.shape[1] >= 3 else 1].expand(-1, 3, -1, -1)
+    pixels = (255 * pixels / pixels.max().clamp(min=1)).round().to(torch.uint8)
     tiles = F.interpolate(pixels, scale_factor=max(1, -(-TILE // pixels.shape[-1])))
-    page = make_grid(tiles, COLUMNS, GAP, pad_value=1.0)
-    return np.asarray((255 * page).round().to(torch.uint8).permute(1, 2, 0))
+    height, width = tiles.shape[2:]
+    line = round(LINE * height)
+    below = line * (1 + max(text.count("\n") for text in captions))
+    rows = -(-len(tiles) // COLUMNS)
+    size = (GAP + COLUMNS * (width + GAP), GAP + rows * (height + below + GAP))
+    page = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(page)
+    font = ImageFont.load_default(0.75 * line)
+    for number, (tile, text) in enumerate(zip(tiles, captions, strict=True)):
+        row, column = divmod(number, COLUMNS)
+        left = GAP + column * (width + GAP)
+        top = GAP + row * (height + below + GAP)
+        page.paste(Image.fromarray(np.asarray(tile.permute(1, 2, 0))), (left, top))
+        top += height
+        for part in text.split("\n"):
+            pen.text((left, top), _fitting(part, width, font), "black", font)
+            top += line
+    return np.array(page)
+
+
+def _fitting(text: str, width: int, font: Any) -> str:
+    """Return ``text``, shortened to ``width`` pixels."""
+    short = text
+    while short and font.getlength(short) > width:
+        short = short[:-2] + "…"
+    return short

@@ -22,7 +22,7 @@ from shardtrain.job.build import Job
 from shardtrain.job.config import Config, Reference
 from shardtrain.job.data import Batch, TrainFeed
 from shardtrain.job.dist_env import versions
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.evaluate import Evaluation, by_tag
 from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
@@ -30,7 +30,7 @@ from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
-SAMPLES = 32  # images of a batch in the picture
+SAMPLES = 16  # images of a batch in the picture
 
 
 class Monitor:
@@ -69,18 +69,21 @@ class Monitor:
             return False
         return True
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self.log(step, evaluation.scalars())
+    def evaluated(self, step: int, evaluation: Evaluation, best: tuple[int, float]) -> None:
+        """Log an evaluation, and step and accuracy of the best one so far."""
+        self.log(step, {**evaluation.scalars(), tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]})
 
     def tested(self, step: int, evaluation: Evaluation) -> None:
         """Log the scores of the test images, which decide nothing."""
-        self.log(step, dict(zip(tags.TEST, evaluation.judged, strict=True)))
+        self.log(step, by_tag(tags.TEST, evaluation.judged))
 
     def showing(self, feed: TrainFeed) -> Iterator[Batch]:
         """Yield the feed's batches, with a picture of the first one as the model gets it."""
         for index, batch in enumerate(feed):
             if index == 0 and self.writers:
-                sample = pictures.grid(batch.images[:SAMPLES], feed.prepare.mean, feed.prepare.std)
+                images = batch.images[:SAMPLES]
+                captions = [pictures.caption(label, feed.classes) for label in batch.labels[:SAMPLES]]
+                sample = pictures.grid(images, feed.prepare.mean, feed.prepare.std, captions)
                 self.picture(tags.SAMPLES, sample)
             yield batch
 
@@ -120,6 +123,7 @@ def open_monitor(
         "seed": config.seed,
         "reference": None if config.reference is None else dataclasses.asdict(config.reference),
         "steps": job.steps,
+        "steps_per_epoch": job.steps_per_epoch,
         "batch_size": job.train.share.batch_size,
         "world_size": context.rank_info.world_size,
         "device": context.device.type,
@@ -132,10 +136,9 @@ def open_monitor(
         **({} if best is None else {tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]}),
     }
     result = ResultFile(context.run_dir, job)
-    console = Console(job, facts["classes"])
-    writers: list[Writer] = [result, console, LogFile(context.run_dir)]
+    writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
     if config.monitor.tensorboard:
-        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step, context.swept))
     for path in config.monitor.writers:
         given = (context.run_dir, dataclasses.asdict(config))
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
@@ -221,17 +224,17 @@ def end_table(result: Mapping[str, Any]) -> str:
     return _labelled([*lines, ("run", result["run_dir"])])
 
 
-def score_table(scored: Sequence[Evaluation], reference: Reference | None, classes: int) -> str:
+def score_table(scored: Sequence[Evaluation], reference: Reference | None) -> str:
     """Return a table of evaluations without a run: of the validation images, then of test images if any."""
-    facts = {"reference": None if reference is None else dataclasses.asdict(reference), "classes": classes}
+    facts = {"reference": None if reference is None else dataclasses.asdict(reference)}
     val, *tests = scored
-    test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
+    test = by_tag(tags.TEST, tests[0].judged) if tests else {}
     return _labelled(_score_rows(val.scalars() | test | facts, ""))
 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     """Return lines for the latest evaluation in ``result``, and its comparison with the reference."""
-    scored = scores_in_words(result, result["classes"])
+    scored = scores_in_words(result)
     scored["average" if "average" in scored else "val"] += more
     lines = [*scored.items()]
     if result.get("reference"):

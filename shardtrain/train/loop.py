@@ -22,7 +22,7 @@ from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0, virtual_threads
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.evaluate import Evaluation, by_tag
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.saved import as_saved
@@ -104,7 +104,7 @@ def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
 def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
     """Return the scores of an evaluation alone as one line of JSON, by their TensorBoard tags."""
     val, *tests = scored
-    test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
+    test = by_tag(tags.TEST, tests[0].judged) if tests else {}
     return json.dumps({"step": step, **val.scalars(), **test})
 
 
@@ -197,7 +197,7 @@ def _train(config: Config, context: Context, memory: Store | None) -> float | No
         saver = Saver(training, store, state, signals, memory)
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
-            monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
+            monitor.say(score_table(scored, config.reference))
             monitor.say(scores_as_json(start.step, scored))
             return scored[0].judged.acc1
         if config.dry_run:

@@ -172,12 +172,11 @@ class Saver:
             except Stopped as stopped:
                 self._evaluation_signal = stopped.number
                 return False
-            self._monitor.evaluated(step, evaluation)
+            if self.best is None or evaluation.judged.acc1 > self.best.acc1:
+                self.best = Best(step, evaluation.judged.acc1)
+            self._monitor.evaluated(step, evaluation, self.best)
         self.pending_evaluation = False
-        if self.best is not None and evaluation.judged.acc1 <= self.best.acc1:
-            return False
-        self.best = Best(step, evaluation.judged.acc1)
-        return True
+        return self.best.step == step
 
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
