@@ -522,9 +522,11 @@ def test_grids_show_pixels_as_they_were() -> None:
     below = page[start + tile :]
     ink = [below[:, start + index * (tile + start) :][:, : tile + start].min() for index in range(4)]
     assert [dark < 100 for dark in ink] == [True, False, True, False]
-    line = round(pictures.LINE * tile)
-    two_rows = pictures.grid(torch.zeros(5, 2, 8, 8), torch.zeros(2, 1, 1), torch.ones(2, 1, 1), ["a\nb"] * 5)
-    assert two_rows.shape == (2 * (tile + 2 * line + start) + start, 4 * (tile + start) + start, 3)
+    two = 2 * (tile + 2 * pictures.LINE + start) + start
+    for side, scale in ((8, 1), (tile + 1, 2)):
+        zeros = torch.zeros(5, 2, side, side)
+        two_rows = pictures.grid(zeros, torch.zeros(2, 1, 1), torch.ones(2, 1, 1), ["a\nb"] * 5)
+        assert two_rows.shape == (scale * two, scale * 340, 3)
 
 
 def test_captions_name_classes_and_what_is_mixed() -> None:

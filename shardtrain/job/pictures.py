@@ -5,6 +5,7 @@ Plots need Matplotlib, which is optional: without it functions return a text tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ Picture = np.ndarray[Any, Any]
 
 MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
 
-TILE = 96  # pixels; smaller images are enlarged to at least this size
-GAP = 4
+# A page of images is 340 pixels wide, or a multiple. TensorBoard drops pixels of wider pages to show them in
+# about 340: text is hard to read if it drops some rows only.
 COLUMNS = 4
-LINE = 1 / 6  # height of a line of text below an image, in heights of the image
+TILE = 80  # pixels, of an image; larger images take the next multiple
+GAP = 4
+LINE = 14  # of text below an image
+FONT = 11
 
 
 def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 110) -> Picture | str:
@@ -62,23 +66,23 @@ def grid(images: Tensor, mean: Tensor, std: Tensor, captions: Sequence[str]) -> 
     pixels = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)
     pixels = pixels[:, : 3 if pixels.shape[1] >= 3 else 1].expand(-1, 3, -1, -1)
     pixels = (255 * pixels / pixels.max().clamp(min=1)).round().to(torch.uint8)
-    tiles = F.interpolate(pixels, scale_factor=max(1, -(-TILE // pixels.shape[-1])))
-    height, width = tiles.shape[2:]
-    line = round(LINE * height)
-    below = line * (1 + max(text.count("\n") for text in captions))
-    rows = -(-len(tiles) // COLUMNS)
-    size = (GAP + COLUMNS * (width + GAP), GAP + rows * (height + below + GAP))
-    page = Image.new("RGB", size, "white")
+    scale = math.ceil(pixels.shape[-1] / TILE)
+    tile = scale * TILE
+    gap = scale * GAP
+    line = scale * LINE
+    height = tile + gap + line * (1 + max(text.count("\n") for text in captions))
+    rows = math.ceil(len(images) / COLUMNS)
+    page = Image.new("RGB", (gap + COLUMNS * (tile + gap), gap + rows * height), "white")
     pen = ImageDraw.Draw(page)
-    font = ImageFont.load_default(0.75 * line)
-    for number, (tile, text) in enumerate(zip(tiles, captions, strict=True)):
+    font = ImageFont.load_default(scale * FONT)
+    for number, (image, text) in enumerate(zip(F.interpolate(pixels, tile), captions, strict=True)):
         row, column = divmod(number, COLUMNS)
-        left = GAP + column * (width + GAP)
-        top = GAP + row * (height + below + GAP)
-        page.paste(Image.fromarray(np.asarray(tile.permute(1, 2, 0))), (left, top))
-        top += height
+        left = gap + column * (tile + gap)
+        top = gap + row * height
+        page.paste(Image.fromarray(np.asarray(image.permute(1, 2, 0))), (left, top))
+        top += tile
         for part in text.split("\n"):
-            pen.text((left, top), _fitting(part, width, font), "black", font)
+            pen.text((left, top), _fitting(part, tile, font), "black", font)
             top += line
     return np.array(page)
 
