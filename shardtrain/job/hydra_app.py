@@ -64,7 +64,6 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     for file in (file for each in own_folders for file in sorted(each.rglob("*.yaml"))):
         _check_own_file(file, known=file.parent.name in ("model", *os.listdir(folder)))
     _register_resolvers(folders, choices)
-    section = overrides.pop(0) if flags.help and overrides and "=" not in overrides[0] else ""
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
     if keys.count("recipe") > 1:
         texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]
@@ -93,7 +92,8 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
             OmegaConf.set_struct(config, False)
             hydra_keys = config.pop("hydra")
             if flags.help:
-                text = described(config, hydra_keys, folders, section)
+                sections = flags.groups or [""]
+                text = "\n\n".join(described(config, hydra_keys, folders, each) for each in sections)
             else:
                 text = OmegaConf.to_yaml(config)
             _note_choices(config, hydra_keys.runtime.choices, folders)
@@ -173,7 +173,10 @@ def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, 
 
 
 def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags, and the overrides. Raises UserError for an unknown flag."""
+    """Return the flags, and the overrides. Raises UserError for an unknown flag.
+
+    With `--help` words in any place are the groups that it describes.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", nargs="?", const="job")
@@ -181,6 +184,8 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     with reading("the flags", "see --help", argparse.ArgumentError):
         flags, overrides = parser.parse_known_args(arguments)
     flags.printing = flags.help or flags.cfg is not None
+    flags.groups = [text for text in overrides if flags.help and re.fullmatch(r"\w[\w.]*", text)]
+    overrides = [text for text in overrides if text not in flags.groups]
     for text in overrides:
         if text.startswith("-"):
             valid = "--help, -h, --cfg, -c, --config-dir, -cd, -m"
