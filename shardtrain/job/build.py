@@ -21,6 +21,7 @@ from shardtrain.job.config import Config, Parallel, Sched
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, reading
+from shardtrain.job.format import counted
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
 from shardtrain.job.schema import typed
 from shardtrain.job.target import REFUSALS, find_target, instantiate
@@ -73,13 +74,10 @@ def build(
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
-    # An evaluation alone trains on no batch, so any size will do.
-    steps_per_epoch = len(images.train) // config.train.batch_size or int(config.eval_only)
-    if steps_per_epoch == 0:
-        raise UserError(
-            f"train.batch_size={config.train.batch_size} is more than the {len(images.train)} "
-            f"training images of {images.name}"
-        )
+    steps_per_epoch = len(images.train) // share.batch_size
+    if steps_per_epoch == 0 and not config.eval_only:
+        raise too_few_images(images, share)
+    steps_per_epoch = max(1, steps_per_epoch)  # an evaluation alone trains on no batch, so any size will do
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
@@ -125,6 +123,19 @@ def build(
         forward_flops=flops,
     )
     return job, config
+
+
+def too_few_images(images: data.DataSet, share: data.Share) -> UserError:
+    """Return the error for a batch that is larger than the training set, with a size that fits."""
+    count = len(images.train)
+    parts = share.world_size * share.accumulate
+    message = f"train.batch_size={share.batch_size} is more than the {count} training images of {images.name}"
+    if parts > count:
+        return UserError(message)
+    most = max(1, count // 4 // parts)
+    fitting = parts << (most.bit_length() - 1)  # four steps or more per epoch
+    length = counted(count // fitting, "step")
+    return UserError(f"{message}; train.batch_size={fitting} makes {length} per epoch")
 
 
 def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:

@@ -27,16 +27,26 @@ from shardtrain.monitor.metrics import scores_in_words
 class Writer:
     """Ignore every event; subclasses override the events that they write.
 
-    ``say``: lines for people. ``log``: scalars by TensorBoard tag. ``facts``: what has no curve; the first
-    event, and at the end with the last ``step`` and the ``status``: ``finished``, ``interrupted`` or
-    ``failed``. Constructors write nothing, and no file stays open between events: an event that raised
-    OSError disturbs no later one.
+    A class of `monitor.writers` is called with the run directory and the configuration, nested dicts, on rank
+    0 alone. Constructors write nothing, and no file stays open between events: an OSError is warned of once,
+    and disturbs no later event. Any other exception ends the run.
     """
 
-    def say(self, text: str) -> None: ...
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
-    def picture(self, step: int, tag: str, picture: Picture) -> None: ...
-    def facts(self, facts: Mapping[str, Any]) -> None: ...
+    def say(self, text: str) -> None:
+        """Write lines for people, such as the tables at the start and the end."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars by TensorBoard tag: every `train.log_every` steps, and after each evaluation."""
+
+    def picture(self, step: int, tag: str, picture: Picture) -> None:
+        """Write a picture, uint8 [height, width, 3]: the samples at the start."""
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        """Write what has no curve.
+
+        The first event has the model, the data, the number of parameters and when the run ``started``. The
+        last one has ``step`` and ``status``: ``finished``, ``interrupted`` or ``failed``.
+        """
 
 
 class Console(Writer):
