@@ -113,12 +113,14 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
         (["--help", "train"], r"batch_size: 96 +# images of one optimizer step"),
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
-        (["--help", "model"], r"num_classes: null +# null: as many"),
+        (["+recipe=resnet", "--help", "optim"], r"lr: 0.03 +# learning rate after"),
+        (["optim", "+recipe=resnet", "--help"], r"lr: 0.03 +# learning rate after"),
+        (["--help", "model", "optim"], r"num_classes: null +# null: as many(.|\n)*\n\noptim:"),
     ):
         assert compose(flags) is None
         said = capsys.readouterr().out
         assert re.search(words, said), said
-        assert ("epochs" in said) == (flags[-1] not in ("model", "optim=muon"))
+        assert ("epochs" in said) == ("optim" not in flags)
 
 
 @pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
@@ -300,8 +302,9 @@ def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> 
     found = sweep.read(["-m", "seed=1,2", "train.epochs=3", "--config-dir", str(tmp_path)], False)
     assert found.fixed == ["train.epochs=3", "--config-dir", str(tmp_path)]
     assert (found.first.train.epochs, found.first.seed, found.device, found.threads) == (3, 1, "auto", None)
-    assert sweep.read(["-m", "seed=1,2", "--cfg", "job"], True) is None
-    assert "seed: 1" in capsys.readouterr().out
+    for flags, words in (("--cfg job", "seed: 1"), ("--help optim", "optim:\n")):
+        assert sweep.read(["-m", "seed=1,2", *flags.split()], True) is None
+        assert words in capsys.readouterr().out
 
 
 def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
@@ -322,8 +325,8 @@ def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
     best = results[0]["objective"]
     assert results[0] == {"overrides": overrides, "objective": best, "problem": ""}
     assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in said
-    assert result_of(tmp_path / "sweep/0")["best_val/acc1"] == best
-    assert result_of(tmp_path / "sweep/2")["status"] == "failed"
+    assert result_of(tmp_path / "sweep/0-lr-0.001-batch_size-12")["best_val/acc1"] == best
+    assert result_of(tmp_path / "sweep/2-lr-1e+30-batch_size-12")["status"] == "failed"
 
 
 @each_rank(2, transport="auto")
@@ -346,7 +349,7 @@ def test_a_sweep_without_a_working_job_is_a_mistake_and_keeps_tracebacks(tmp_pat
 
     result, _ = run(str(tmp_path), fails, "seed=1,2")
     assert result == "UserError: 2 of 2 jobs have failed, the first, job 0, with: no such thing"
-    for kept in (capsys.readouterr().err, (tmp_path / "1/traceback-00000.txt").read_text()):
+    for kept in (capsys.readouterr().err, (tmp_path / "1-seed-2/traceback-00000.txt").read_text()):
         assert 'raise ZeroDivisionError("of nothing")' in kept
 
 

@@ -1,6 +1,7 @@
 """What the documents show: every command and example is run, printed output is compared, no link is dead."""
 
 import ast
+import csv
 import functools
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from shardtrain.job.data import load
 from shardtrain.job.schema import flat
 from shardtrain.recipes import api, why_shard
 
+import tiny
 from pool import ended
 from tiny import composed
 
@@ -161,7 +163,7 @@ FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py")
 # seconds for their imports
 ON_FOUR = "hsdp"
 SLOW = ("dcp_to_fsdp2", "hugging_face", "own_loop", "with_accelerate", "with_fabric")
-RUN = [name for name in FILES if name != "resume"]
+RUN = [name for name in FILES if name not in ("resume", "writers")]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else ()) for n in RUN])
@@ -185,6 +187,49 @@ def test_a_loop_with_our_sampler_continues_exactly(tmp_path: Path) -> None:
         losses.append(sorted({*re.findall(r"step .*", "".join(said))}))
     assert losses[0] == losses[1]
     assert len(losses[0]) == 20  # two ranks' own
+
+
+# Stands for Weights & Biases where it is not installed.
+WANDB = """
+import json
+from types import SimpleNamespace
+
+def write(*event, **keywords):
+    with open("wandb.jsonl", "a") as file:
+        file.write(json.dumps([*event, keywords], default=str) + "\\n")
+
+def init(**settings):
+    write("init", settings["name"], settings["config"]["seed"])
+    summary = SimpleNamespace(update=lambda facts: write("facts", facts.get("status")))
+    log = lambda content, step: write("log", step, [*content])
+    return SimpleNamespace(log=log, summary=summary, finish=lambda exit_code: write("finish", exit_code))
+
+def Image(array):
+    assert array.dtype == "uint8" and array.ndim == 3
+"""
+
+
+def test_the_examples_of_writers_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights & Biases is a stand-in here unless it is installed, and then it writes into the folder only."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "mywriters.py").write_text(FILES["writers"].read_text())
+    stands_in = importlib.util.find_spec("wandb") is None
+    if stands_in:
+        (tmp_path / "wandb.py").write_text(WANDB)
+    own = ("monitor.writers=[mywriters.Csv,mywriters.WeightsAndBiases]", "allow=[mywriters]")
+    result = tiny.run("mine", *own, "monitor.tensorboard=false")
+    with Path("mine/scores.csv").open(newline="") as file:
+        lines = list(csv.reader(file))
+    assert ["10", "val/acc1", str(result["val/acc1"])] in lines
+    assert [step for step, tag, _ in lines if tag == "train/loss"] == ["5", "10"]
+    if stands_in:
+        events = [json.loads(line) for line in (tmp_path / "wandb.jsonl").read_text().splitlines()]
+        assert [event[0] for event in events[:3]] == ["init", "facts", "log"]
+        assert events[0][1:3] == ["mine", 0]
+        assert events[2][1:3] == [0, ["samples/as_trained"]]
+        assert events[-2:] == [["facts", "finished", {}], ["finish", 0, {}]]
 
 
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:

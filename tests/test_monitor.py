@@ -63,8 +63,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         monitor.step(1)
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
-        monitor.evaluated(1, Evaluation(Scores(0.25, 98.5, 100.0)))
-        monitor.facts({tags.BEST_STEP: 1, tags.best(tags.VAL_ACC1): 98.5})
+        monitor.evaluated(1, Evaluation(Scores(0.25, 98.5)), (1, 98.5, tags.VAL_ACC1))
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
@@ -171,10 +170,10 @@ def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scores_of_the_average_are_printed_beside_the_best(capsys: pytest.CaptureFixture[str]) -> None:
-    evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0, 90.0))
+    evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0))
     writers.Console(FOUR).log(4, evaluation.scalars())
     assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
-    best = {tags.best(tags.VAL_ACC1): 20.0, tags.BEST_STEP: 4, "classes": 10, "run_dir": "here"}
+    best = {tags.best(tags.VAL_ACC1): 20.0, tags.BEST_STEP: 4, "run_dir": "here"}
     table = end_table({"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best})
     assert "average   loss 1.0000, acc1 20.00 %, best acc1 20.00 % at step 4" in table
 
@@ -207,6 +206,7 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
     assert 50 < scalars["time/data_pct"] < 100
     assert scalars["time/forward_pct"] == 0 < scalars["time/optimizer_pct"]
     assert scalars["time/exposed_comm_pct"] == 0
+    assert not [tag for tag in scalars if tag.startswith("comm/")]  # on one rank
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
     assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
     step_of(metrics, TWO, loss=float("nan"))
@@ -214,16 +214,17 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
         metrics.report(7, ONE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_traffic_is_that_of_the_steps_that_were_metered(ranks: int) -> None:
+@each_rank(2, transport="auto")
+def test_traffic_is_that_of_the_steps_that_were_metered() -> None:
     """A run that resumes on as many ranks, or on fewer, has metered none of the steps before."""
-    job, _ = built()
-    before = StepMetrics(job)
-    after = StepMetrics(job)
-    step_of(before, TWO)
-    after.restore(before.state(), ranks)
-    step_of(after, TWO)
-    assert after.report(2, ONE).scalars["comm/all_gather_mib_per_step"] == 1
+    job, _ = build(configure(*SHORT), comm.rank(), comm.world_size(), CPU)
+    for ranks in (2, 4):
+        before = StepMetrics(job)
+        after = StepMetrics(job)
+        step_of(before, TWO)
+        after.restore(before.state(), ranks)
+        step_of(after, TWO)
+        assert after.report(2, ONE).scalars["comm/all_gather_mib_per_step"] == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
@@ -396,12 +397,12 @@ def test_a_meter_that_is_open_for_long_stays_small() -> None:
 
 
 TAGS = {  # of the public interface
-    *("train/loss", "train/acc1", "val/loss", "val/acc1", "val/acc5", "lr/group0", "grad_norm"),
+    *("train/loss", "train/acc1", "val/loss", "val/acc1", "lr/group0", "grad_norm", "best_val/acc1"),
     *("perf/img_per_s", "perf/img_per_s_per_rank", "time/step_s", "time/data_pct", "time/exposed_comm_pct"),
     *("comm/all_gather_mib_per_step", "comm/reduce_scatter_mib_per_step", "memory/params_mib"),
     *("memory/grads_mib", "memory/optimizer_mib", "memory/gathered_peak_mib", "memory/peak_mib"),
 }
-FACTS = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9}
+FACTS = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9, "steps_per_epoch": 2}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 
 
@@ -415,7 +416,20 @@ def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> Non
     for tag in TAGS:
         assert events.Scalars(tag)[-1].value == pytest.approx(result[tag], rel=1e-6), tag
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
-    assert not {tag for tag in events.Tags()["scalars"] if tag.startswith(("accuracy_and_loss/", "perf/mfu"))}
+    groups = sorted({tag.partition("/")[0] for tag in events.Tags()["scalars"]})
+    assert " ".join(groups) == "at_epoch best_val comm grad_norm lr memory perf time train val val_recall"
+    assert "val/acc5" not in events.Tags()["scalars"]  # of ten classes
+
+
+def test_scores_have_an_axis_of_epochs(tmp_path: Path) -> None:
+    """Two steps are an epoch, so that an evaluation after the third is in the course of the second."""
+    board = writers.TensorBoard(tmp_path, configure(*TINY), FACTS)
+    for step in (2, 3, 6):
+        board.log(step, {"val/acc1": 10.0 * step, "train/loss": 1.0, tags.BEST_STEP: 2.0})
+    events = events_of(tmp_path)
+    assert events.Tags()["scalars"] == ["val/acc1", "at_epoch/val/acc1", "train/loss"]
+    points = [(event.step, event.value) for event in events.Scalars("at_epoch/val/acc1")]
+    assert points == [(1, 20.0), (2, 30.0), (3, 60.0)]
 
 
 def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finished: Path) -> None:
@@ -427,14 +441,14 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
     data = [HParamsPluginData.FromString(each) for each in events.PluginTagToContent("hparams").values()]
     experiment = next(each.experiment for each in data if each.HasField("experiment"))
     session = next(each.session_start_info for each in data if each.HasField("session_start_info"))
-    assert [info.name.tag for info in experiment.metric_infos] == list(writers.METRICS)
+    assert [info.name.tag for info in experiment.metric_infos] == [tags.best(tags.VAL_ACC1), *writers.METRICS]
     assert session.hparams["optim.lr"].number_value == config.optim.lr
     assert session.hparams["world_size"].number_value == 2
     assert any(each.HasField("session_end_info") for each in data)
 
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
-    assert {*events.Tags()["images"]} == {"samples/augmented", "val/confusion"}
+    assert {*events.Tags()["images"]} == {"samples/as_trained", "val/confusion"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
     assert first == {"model", "optim.lr", "train.batch_size"}
 
@@ -452,6 +466,25 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     swept = [writers.hyperparameters(configure(*TINY, "augment=photo", key), FACTS) for key in keys]
     assert all(row != swept[0] for row in swept[1:])
     assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == (False, True)
+
+
+def test_swept_keys_are_the_first_columns(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    swept = ("optim.lr=1e-3", "model.width=24", "+recipe=resnet")
+    board = writers.TensorBoard(tmp_path, configure(*TINY), FACTS, swept=swept)
+    board.facts({})
+    contents = events_of(tmp_path).PluginTagToContent("hparams").values()
+    data = [HParamsPluginData.FromString(each) for each in contents]
+    experiment = next(each.experiment for each in data if each.HasField("experiment"))
+    session = next(each.session_start_info for each in data if each.HasField("session_start_info"))
+    assert {info.name for info in experiment.hparam_infos if info.differs} == {
+        "optim.lr",
+        "model.width",
+        "recipe",
+    }
+    assert session.hparams["model.width"].number_value == 24
+    assert session.hparams["recipe"].string_value == "resnet"
 
 
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
@@ -480,13 +513,26 @@ def test_grids_show_pixels_as_they_were() -> None:
     mean = torch.tensor([[[8.0]]])
     std = torch.tensor([[[4.0]]])
     pixels = torch.tensor([0.0, 16.0, 8.0])[:, None, None, None].expand(3, 1, 8, 8)
-    page = pictures.grid((pixels - mean) / std, mean, std)
+    page = pictures.grid((pixels - mean) / std, mean, std, ["cat", "", "a dog of a very long name"])
     tile = pictures.TILE
     start = pictures.GAP
     centres = [page[start + tile // 2, start + index * (tile + start) + tile // 2] for index in range(3)]
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
-    two_rows = pictures.grid(torch.zeros(9, 3, 8, 8), mean, std)
-    assert two_rows.shape == (2 * (tile + start) + start, 8 * (tile + start) + start, 3)
+    below = page[start + tile :]
+    ink = [below[:, start + index * (tile + start) :][:, : tile + start].min() for index in range(4)]
+    assert [dark < 100 for dark in ink] == [True, False, True, False]
+    two = 2 * (tile + 2 * pictures.LINE + start) + start
+    for side, scale in ((8, 1), (tile + 1, 2)):
+        zeros = torch.zeros(5, 2, side, side)
+        two_rows = pictures.grid(zeros, torch.zeros(2, 1, 1), torch.ones(2, 1, 1), ["a\nb"] * 5)
+        assert two_rows.shape == (scale * two, scale * 340, 3)
+
+
+def test_captions_name_classes_and_what_is_mixed() -> None:
+    classes = ("cat", "dog", "cow")
+    assert pictures.caption(torch.tensor(1), classes) == "dog"
+    assert pictures.caption(torch.tensor([0.0, 1.0, 0.0]), classes) == "dog"
+    assert pictures.caption(torch.tensor([0.3, 0.0, 0.7]), classes) == "70% cow\n30% cat"
 
 
 @each_rank(2, transport="auto")

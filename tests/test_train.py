@@ -124,16 +124,20 @@ def test_views_of_an_image() -> None:
 def test_an_evaluation_does_not_depend_on_the_number_of_ranks(on_ranks: Any, views: tuple[Any, ...]) -> None:
     alone = on_ranks(1, _evaluation, *views)[0]
     for found in on_ranks(3, _evaluation, *views):
-        assert found.scores == pytest.approx(alone.scores, rel=1e-6)
+        assert found.scalars() == pytest.approx(alone.scalars(), rel=1e-6)
 
 
 def test_scores_of_known_logits() -> None:
-    logits = torch.tensor([*[[3.0, 2, 1, 0, -1, -2]] * 3, [9.0, 9, 9, 9, 9, 9]])
+    logits = torch.tensor([*[[3.0, 2, 1, 0, -1, -2, *[-9] * 5]] * 3, [9.0] * 11])
     batch = Batch(logits, torch.tensor([0, 5, 4, 3]), valid=3)
-    model = Parts(lambda self, images: images * self.scale, scale=nn.Parameter(torch.ones(())))
-    scores = evaluate(shard(model), [batch]).scores
-    total = math.log(sum(math.exp(value) for value in (3, 2, 1, 0, -1, -2)))
-    assert scores == pytest.approx(Scores(total - (3 - 2 - 1) / 3, 100 / 3, 200 / 3))
+    model = shard(Parts(lambda self, images: images * self.scale, scale=nn.Parameter(torch.ones(()))))
+    evaluation = evaluate(model, [batch])
+    total = logits[0].logsumexp(0).item()
+    assert evaluation.scores == pytest.approx(Scores(total - (3 - 2 - 1) / 3, 100 / 3, 200 / 3))
+    assert evaluation.scalars().keys() == {"val/loss", "val/acc1", "val/acc5"}
+    ten_classes = evaluate(model, [batch._replace(images=logits[:, :10])])
+    assert ten_classes.scores.acc5 is None
+    assert ten_classes.scalars().keys() == {"val/loss", "val/acc1"}
 
 
 def test_a_model_whose_forward_reads_a_value_is_not_refused_for_its_shape() -> None:

@@ -21,7 +21,8 @@ from shardtrain.job.config import Config, ImageFolder, Parallel, Sched
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, not_valid, reading
-from shardtrain.job.evaluate import Evaluation, Scores, Scoring
+from shardtrain.job.evaluate import FEW_CLASSES, Evaluation, Scores, Scoring
+from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, inference_of
 from shardtrain.job.losses import Loss, WeightedCrossEntropy, weights_of
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
@@ -74,13 +75,10 @@ def build(
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
-    # An evaluation alone trains on no batch, so any size will do.
-    steps_per_epoch = len(images.train) // config.train.batch_size or int(config.eval_only)
-    if steps_per_epoch == 0:
-        raise UserError(
-            f"train.batch_size={config.train.batch_size} is more than the {len(images.train)} "
-            f"training images of {images.name}"
-        )
+    steps_per_epoch = len(images.train) // share.batch_size
+    if steps_per_epoch == 0 and not config.eval_only:
+        raise too_few_images(images, share)
+    steps_per_epoch = max(1, steps_per_epoch)  # an evaluation alone trains on no batch, so any size will do
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
@@ -134,6 +132,19 @@ def build(
         forward_flops=flops,
     )
     return job, config
+
+
+def too_few_images(images: data.DataSet, share: data.Share) -> UserError:
+    """Return the error for a batch that is larger than the training set, with a size that fits."""
+    count = len(images.train)
+    parts = share.world_size * share.accumulate
+    message = f"train.batch_size={share.batch_size} is more than the {count} training images of {images.name}"
+    if parts > count:
+        return UserError(message)
+    most = max(1, count // 4 // parts)
+    fitting = parts << (most.bit_length() - 1)  # four steps or more per epoch
+    length = counted(count // fitting, "step")
+    return UserError(f"{message}; train.batch_size={fitting} makes {length} per epoch")
 
 
 def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
@@ -263,9 +274,9 @@ def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
     classes = images.classes
     functions = chosen_scores(config.monitor.scores, len(classes), config.allow)
     mixed = bool(config.train.mixup or config.train.cutmix)
-    known = Evaluation(
-        Scores(0.0, 0.0, 0.0), own=dict.fromkeys(metrics, 0.0), results=rehearse(functions, classes)
-    ).ranking()
+    fifth = 0.0 if config.model["num_classes"] > FEW_CLASSES else None
+    own = dict.fromkeys(metrics, 0.0)
+    known = Evaluation(Scores(0.0, 0.0, fifth), own=own, results=rehearse(functions, classes)).ranking()
     if config.train.best not in known:
         raise not_valid(f"train.best={config.train.best}: no such score", config.train.best, known)
     return Scoring(loss, mixed, metrics, functions, classes)

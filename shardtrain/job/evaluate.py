@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,13 +19,15 @@ from shardtrain.job.losses import Loss, sum_and_weight
 from shardtrain.job.scores import Gathering, Results, Score, results_of
 from shardtrain.optim.ema import Ema
 
+FEW_CLASSES = 10  # five guesses among them are right half of the time by chance
+
 Metric = Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes] and labels → a number for each image
 
 
 class Scores(NamedTuple):
     loss: float  # the mean of the loss that is trained
     acc1: float  # percent
-    acc5: float  # percent; with fewer than five classes 100; reported for more than ten classes
+    acc5: float | None = None  # percent; None up to ten classes
 
 
 class Evaluation(NamedTuple):
@@ -42,13 +45,18 @@ class Evaluation(NamedTuple):
         """Return the scores of the weights that are judged, by the tags that `train.best` takes."""
         numbers = {**self.own, **self.results.numbers}
         names = tags.VAL if part == "val" else tags.TEST
-        scalars = dict(zip(names, self.judged, strict=True))
+        scalars = by_tag(names, self.judged)
         return scalars | {tags.score(part, name): value for name, value in numbers.items()}
 
     def scalars(self) -> dict[str, float]:
         """Return the scores by TensorBoard tag."""
-        averages = dict(zip(tags.VAL_EMA, self.ema or (), strict=False))
-        return {**self.ranking(), **dict(zip(tags.VAL, self.scores, strict=True)), **averages}
+        averages = {} if self.ema is None else by_tag(tags.VAL_EMA, self.ema)
+        return {**self.ranking(), **by_tag(tags.VAL, self.scores), **averages}
+
+
+def by_tag(names: Iterable[str], scores: Scores) -> dict[str, float]:
+    """Return ``scores`` under ``names``, such as `tags.VAL`; without acc5 up to ten classes."""
+    return {tag: score for tag, score in zip(names, scores, strict=True) if score is not None}
 
 
 class Scoring(NamedTuple):
@@ -124,11 +132,12 @@ def evaluate(
         table = table_of(torch.stack(parts), ranks)
         loss, weight, first, fifth, count, *own = table.sum(0).tolist()
         means = {name: total / count for name, total in zip(scoring.metrics, own, strict=True)}
+        acc5 = None if math.isnan(fifth) else 100 * fifth / count
         results = Results.nothing()
         if gathering is not None:
             logits, labels = gathering.in_order(int(count), len(ranks))
             results = results_of(scoring.functions, logits, labels, scoring.classes)
-        return Scores(loss / weight, 100 * first / count, 100 * fifth / count), means, results
+        return Scores(loss / weight, 100 * first / count, acc5), means, results
 
     gathering = Gathering() if scoring.functions else None
     if ema is None:
@@ -164,8 +173,8 @@ def _logits(model: nn.Module, batch: Batch, views: Views) -> Tensor:
 def _sums(logits: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
     """Return sums over the images, float64 [5 + metrics].
 
-    They are the loss, what divides it, images right in the first guess, in the first five, all images, and
-    each metric.
+    They are the loss, what divides it, images right in the first guess, in the first five (NaN up to ten
+    classes), all images, and each metric.
     """
     targets = F.one_hot(labels, logits.shape[1]).float() if scoring.mixed else labels
     right = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
@@ -174,7 +183,8 @@ def _sums(logits: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
         if values.shape != labels.shape:
             found = f"returned {list(values.shape)} for {len(labels)} images"
             raise UserError(f"monitor.metrics: {name} {found}, expected a number for each")
+    fifth = right.sum() if logits.shape[1] > FEW_CLASSES else torch.tensor(math.nan)
     parts = [*sum_and_weight(scoring.loss, logits, targets)]
-    parts += [right[:, 0].sum(), right.sum(), torch.tensor(len(labels))]
+    parts += [right[:, 0].sum(), fifth, torch.tensor(len(labels))]
     parts += [values.double().sum() for values in own]
     return torch.stack([part.to(logits.device, torch.float64) for part in parts])

@@ -64,7 +64,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     for file in (file for each in own_folders for file in sorted(each.rglob("*.yaml"))):
         _check_own_file(file, known=file.parent.name in ("model", *os.listdir(folder)))
     _register_resolvers(folders, choices)
-    section = _take_section(overrides, groups, flags.help)
+    _require_no_bare_group(overrides, groups)
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
     if keys.count("recipe") > 1:
         texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]
@@ -93,7 +93,8 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
             OmegaConf.set_struct(config, False)
             hydra_keys = config.pop("hydra")
             if flags.help:
-                text = described(config, hydra_keys, folders, section)
+                sections = flags.groups or [""]
+                text = "\n\n".join(described(config, hydra_keys, folders, each) for each in sections)
             else:
                 text = OmegaConf.to_yaml(config)
             _note_choices(config, hydra_keys.runtime.choices, folders)
@@ -106,21 +107,14 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     return None if flags.printing else config
 
 
-def _take_section(overrides: list[str], groups: Collection[str], asks_for_help: bool) -> str:
-    """Remove the group of `--help GROUP` from ``overrides``, and return it; "" without one."""
-    words = [text for text in overrides if "=" not in text and not text.startswith("~")]
-    if not words:
-        return ""
-    word = words[0]
-    if asks_for_help:
-        overrides.remove(word)
-        return word
-    if word in groups:
-        raise UserError(
-            f"cannot read {word!r}: {word}=NAME chooses from this group, {word}.KEY=VALUE sets a key, "
-            f"--help {word} lists the keys"
-        )
-    return ""
+def _require_no_bare_group(overrides: Sequence[str], groups: Collection[str]) -> None:
+    """Raise UserError for a word that is a group's name."""
+    for word in overrides:
+        if word in groups:
+            raise UserError(
+                f"cannot read {word!r}: {word}=NAME chooses from this group, {word}.KEY=VALUE sets a key, "
+                f"--help {word} lists the keys"
+            )
 
 
 def _require_short(warmup: Any, epochs: Any) -> None:
@@ -190,7 +184,10 @@ def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, 
 
 
 def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags, and the overrides. Raises UserError for an unknown flag."""
+    """Return the flags, and the overrides. Raises UserError for an unknown flag.
+
+    With `--help` words in any place are the groups that it describes.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", nargs="?", const="job")
@@ -198,6 +195,8 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     with reading("the flags", "see --help", argparse.ArgumentError):
         flags, overrides = parser.parse_known_args(arguments)
     flags.printing = flags.help or flags.cfg is not None
+    flags.groups = [text for text in overrides if flags.help and re.fullmatch(r"\w[\w.]*", text)]
+    overrides = [text for text in overrides if text not in flags.groups]
     for text in overrides:
         if text.startswith("-"):
             valid = "--help, -h, --cfg, -c, --config-dir, -cd, -m"

@@ -6,6 +6,7 @@ is drawn by Pillow, which torchvision needs, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,15 +15,18 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-from torchvision.utils import make_grid
 
 Picture = np.ndarray[Any, Any]
 
 MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
 
-TILE = 64  # pixels; smaller images are enlarged to at least this size
+# A page of images is 340 pixels wide, or a multiple. TensorBoard drops pixels of wider pages to show them in
+# about 340: text is hard to read if it drops some rows only.
+COLUMNS = 4
+TILE = 80  # pixels, of an image; larger images take the next multiple
 GAP = 4
-COLUMNS = 8
+LINE = 14  # of text below an image
+FONT = 11
 
 DARK = (8, 48, 107)  # the colour of a cell that has all images of its row
 MOST_NAME = 24  # characters of a class's name
@@ -46,17 +50,57 @@ def pixels_of(canvas: Any) -> Picture:
     return np.array(canvas.buffer_rgba())[:, :, :3]
 
 
-def grid(images: Tensor, mean: Tensor, std: Tensor) -> Picture:
-    """Return one picture of all images, `COLUMNS` per row.
+def caption(label: Tensor, classes: Sequence[str]) -> str:
+    """Return the name of an image's class; of mixed images two lines, each a name and its percentage.
+
+    ``label``: a class number, int64 [], or what `data.Mix` makes of it: float32 [classes].
+    """
+    if label.ndim == 0:
+        return classes[int(label)]
+    most = label.sort(descending=True)
+    names = [classes[int(number)] for number in most.indices[:2]]
+    percentages = [f"{share:.0%}" for share in most.values[:2].tolist()]
+    if percentages[0] == "100%":
+        return names[0]
+    return "\n".join(map(" ".join, zip(percentages, names, strict=True)))
+
+
+def grid(images: Tensor, mean: Tensor, std: Tensor, captions: Sequence[str]) -> Picture:
+    """Return one picture of all images, each above its caption, `COLUMNS` per row.
 
     ``images``: float [n, channels, height, width], normalised by ``mean`` and ``std`` [channels, 1, 1]. The
     brightest value becomes white, since data sets differ in range.
     """
-    pixels = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)[:, :3]
-    pixels = pixels / pixels.max().clamp(min=1)
-    tiles = F.interpolate(pixels, scale_factor=max(1, -(-TILE // pixels.shape[-1])))
-    page = make_grid(tiles, COLUMNS, GAP, pad_value=1.0)
-    return np.asarray((255 * page).round().to(torch.uint8).permute(1, 2, 0))
+    pixels = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)
+    pixels = pixels[:, : 3 if pixels.shape[1] >= 3 else 1].expand(-1, 3, -1, -1)
+    pixels = (255 * pixels / pixels.max().clamp(min=1)).round().to(torch.uint8)
+    scale = math.ceil(pixels.shape[-1] / TILE)
+    tile = scale * TILE
+    gap = scale * GAP
+    line = scale * LINE
+    height = tile + gap + line * (1 + max(text.count("\n") for text in captions))
+    rows = math.ceil(len(images) / COLUMNS)
+    page = Image.new("RGB", (gap + COLUMNS * (tile + gap), gap + rows * height), "white")
+    pen = ImageDraw.Draw(page)
+    font = ImageFont.load_default(scale * FONT)
+    for number, (image, text) in enumerate(zip(F.interpolate(pixels, tile), captions, strict=True)):
+        row, column = divmod(number, COLUMNS)
+        left = gap + column * (tile + gap)
+        top = gap + row * height
+        page.paste(Image.fromarray(np.asarray(image.permute(1, 2, 0))), (left, top))
+        top += tile
+        for part in text.split("\n"):
+            pen.text((left, top), _fitting(part, tile, font), "black", font)
+            top += line
+    return np.array(page)
+
+
+def _fitting(text: str, width: int, font: Any) -> str:
+    """Return ``text``, shortened to ``width`` pixels."""
+    short = text
+    while short and font.getlength(short) > width:
+        short = short[:-2] + "…"
+    return short
 
 
 def confusion(counts: Tensor, names: Sequence[str]) -> Picture:

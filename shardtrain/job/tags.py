@@ -25,9 +25,9 @@ TEST_LOSS = "test/loss"
 TEST_ACC1 = "test/acc1"
 TEST_ACC5 = "test/acc5"
 TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5)
-# In result.json only; the best score itself has the tag ``best(tag)``.
-BEST_BY = "best_by"  # the tag by which the best step is chosen
-BEST_STEP = "best_val/step"
+# The best evaluation so far; the best score itself has the tag ``best(tag)``.
+BEST_BY = "best_by"  # the tag by which the best step is chosen; in result.json only
+BEST_STEP = "best_val/step"  # in result.json only
 
 IMG_PER_S = "perf/img_per_s"
 IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"
@@ -40,11 +40,12 @@ OPTIMIZER_MIB = "memory/optimizer_mib"
 GATHERED_PEAK_MIB = "memory/gathered_peak_mib"
 PEAK_MIB = "memory/peak_mib"
 
-SAMPLES = "samples/augmented"  # a picture
+SAMPLES = "samples/as_trained"  # a picture
 
 # Tags with a parameter: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # by the optimizer's group
 best = "best_{}".format  # by the tag of `train.best`: "best_val/acc1"
+at_epoch = "at_epoch/{}".format  # by the tag of a score, in TensorBoard only: its step is the epoch
 phase_pct = "time/{}_pct".format  # by phase (data, forward, …): its share of the time
 sent_mib = "comm/{}_mib_per_step".format  # by kind of collective (all_gather, …): sent per rank
 

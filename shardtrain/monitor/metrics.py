@@ -92,16 +92,16 @@ def judge(spent: Spent) -> dict[str, Any]:
     }
 
 
-def scores_in_words(scalars: Mapping[str, Any], classes: int) -> dict[str, str]:
-    """Return what was scored, and its scores in words; acc5 where there are more than ten classes.
+def scores_in_words(scalars: Mapping[str, Any]) -> dict[str, str]:
+    """Return what was scored, and its scores in words.
 
     What the user's functions returned is of the average, if there is one.
     """
     scores = {}
     for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
         if names[0] in scalars:
-            loss, acc1, acc5 = (scalars[tag] for tag in names)
-            fifth = f", acc5 {acc5:.2f} %" if classes > 10 else ""
+            loss, acc1, acc5 = (scalars.get(tag) for tag in names)
+            fifth = "" if acc5 is None else f", acc5 {acc5:.2f} %"
             scores[name] = f"loss {loss:.4f}, acc1 {acc1:.2f} %{fifth}"
     for tag, value in scalars.items():
         part, _, name = tag.partition("/")
@@ -245,7 +245,7 @@ class StepMetrics:
             tags.IMG_PER_S: images / elapsed,
             tags.IMG_PER_S_PER_RANK: images / elapsed / ranks,
             tags.STEP_S: elapsed / steps,
-            **{tags.sent_mib(kind): sent[kind] / steps / MIB for kind in REPORTED_TRAFFIC},
+            **{tags.sent_mib(kind): sent[kind] / steps / MIB for kind in REPORTED_TRAFFIC if ranks > 1},
             **_memory(self.job),
         }
         per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 2:] / steps).tolist()]

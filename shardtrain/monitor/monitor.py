@@ -30,7 +30,7 @@ from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
-SAMPLES = 32  # images of a batch in the picture
+SAMPLES = 16  # images of a batch in the picture
 MOST_CLASSES = 6  # whose images are counted one by one in the first lines
 
 
@@ -71,8 +71,10 @@ class Monitor:
             return False
         return True
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self.log(step, evaluation.scalars())
+    def evaluated(self, step: int, evaluation: Evaluation, best: tuple[int, float, str] | None) -> None:
+        """Log an evaluation, and step, score and tag of the best one so far, if one is a number."""
+        best_scalars = {} if best is None else {tags.BEST_STEP: best[0], tags.best(best[2]): best[1]}
+        self.log(step, {**evaluation.scalars(), **best_scalars})
         self._show("val", evaluation)
 
     def tested(self, step: int, evaluation: Evaluation) -> None:
@@ -89,7 +91,9 @@ class Monitor:
         """Yield the feed's batches, with a picture of the first one as the model gets it."""
         for index, batch in enumerate(feed):
             if index == 0 and self.writers:
-                sample = pictures.grid(batch.images[:SAMPLES], feed.prepare.mean, feed.prepare.std)
+                images = batch.images[:SAMPLES]
+                captions = [pictures.caption(label, feed.classes) for label in batch.labels[:SAMPLES]]
+                sample = pictures.grid(images, feed.prepare.mean, feed.prepare.std, captions)
                 self.picture(tags.SAMPLES, sample)
             yield batch
 
@@ -128,10 +132,9 @@ def open_monitor(
         return
     facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
-    console = Console(job, facts["classes"])
-    writers: list[Writer] = [result, console, LogFile(context.run_dir)]
+    writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
     if config.monitor.tensorboard:
-        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step, context.swept))
     for path in config.monitor.writers:
         given = (context.run_dir, dataclasses.asdict(config))
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
@@ -165,6 +168,7 @@ def facts_of(
         "seed": config.seed,
         "reference": None if config.reference is None else dataclasses.asdict(config.reference),
         "steps": job.steps,
+        "steps_per_epoch": job.steps_per_epoch,
         "batch_size": job.train.share.batch_size,
         "world_size": context.rank_info.world_size,
         "device": context.device.type,
@@ -262,9 +266,9 @@ def end_table(result: Mapping[str, Any]) -> str:
     return _labelled([*lines, ("run", result["run_dir"])])
 
 
-def score_table(scored: Sequence[Evaluation], reference: Reference | None, classes: int) -> str:
+def score_table(scored: Sequence[Evaluation], reference: Reference | None) -> str:
     """Return a table of evaluations without a run: of the validation images, then of test images if any."""
-    facts = {"reference": None if reference is None else dataclasses.asdict(reference), "classes": classes}
+    facts = {"reference": None if reference is None else dataclasses.asdict(reference)}
     val, *tests = scored
     test = tests[0].ranking("test") if tests else {}
     texts = titled("val", val) | (titled("test", tests[0]) if tests else {})
@@ -279,7 +283,7 @@ def titled(part: str, evaluation: Evaluation) -> dict[str, str]:
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     """Return lines for the latest evaluation in ``result``, and its comparison with the reference."""
-    scored = scores_in_words(result, result["classes"])
+    scored = scores_in_words(result)
     scored["average" if "average" in scored else "val"] += more
     lines = [*scored.items()]
     if result.get("reference"):

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,33 @@ from shardtrain.monitor.metrics import scores_in_words
 class Writer:
     """Ignore every event; subclasses override the events that they write.
 
-    ``say``: lines for people. ``log``: scalars by TensorBoard tag. ``facts``: what has no curve; the first
-    event, with each best score, and at the end with the last ``step`` and the ``status``: ``finished``,
-    ``interrupted`` or ``failed``. Constructors write nothing, and no file stays open between events: an
-    event that raised OSError disturbs no later one.
+    A class of `monitor.writers` is called with the run directory and the configuration, nested dicts, on rank
+    0 alone. Constructors write nothing, and no file stays open between events: an OSError is warned of once,
+    and disturbs no later event. Any other exception ends the run.
     """
 
-    def say(self, text: str) -> None: ...
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
-    def picture(self, step: int, tag: str, picture: Picture) -> None: ...
-    def facts(self, facts: Mapping[str, Any]) -> None: ...
+    def say(self, text: str) -> None:
+        """Write lines for people, such as the tables at the start and the end."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars by TensorBoard tag: every `train.log_every` steps, and after each evaluation."""
+
+    def picture(self, step: int, tag: str, picture: Picture) -> None:
+        """Write a picture, uint8 [height, width, 3]: the samples at the start."""
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        """Write what has no curve.
+
+        The first event has the model, the data, the number of parameters and when the run ``started``. The
+        last one has ``step`` and ``status``: ``finished``, ``interrupted`` or ``failed``.
+        """
 
 
 class Console(Writer):
     """Print texts, and a line for each report."""
 
-    def __init__(self, job: Job, classes: int = 10) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self.classes = classes
         self.started = time.perf_counter()
 
     def say(self, text: str) -> None:
@@ -54,7 +63,7 @@ class Console(Writer):
         steps = self.job.steps
         epoch = step / self.job.steps_per_epoch
         where = f"step {step:>{len(str(steps))}}/{steps}  epoch {epoch:.1f}"
-        for name, scores in scores_in_words(scalars, self.classes).items():
+        for name, scores in scores_in_words(scalars).items():
             self.say(f"{where}  {name} {scores}")
         if tags.TRAIN_LOSS not in scalars:
             return
@@ -131,8 +140,16 @@ class ResultFile(Writer):
 
 
 EVENTS = "events.out.tfevents."
-METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
-FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")  # of HParams; others follow in order of names
+METRICS = (tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams, after the best score
+# First columns of HParams where no key is swept; others follow in order of names.
+FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")
+# Custom Scalars: charts of several tags each, by their regular expressions.
+TOGETHER = {
+    "validation and training": {
+        "loss": ["Multiline", [tags.VAL_LOSS, tags.VAL_EMA_LOSS, tags.TRAIN_LOSS]],
+        "acc1": ["Multiline", [tags.VAL_ACC1, tags.VAL_EMA_ACC1, tags.TRAIN_ACC1]],
+    }
+}
 
 
 class TensorBoard(Writer):
@@ -141,11 +158,19 @@ class TensorBoard(Writer):
     The thread of tensorboard's own writer ends with its first error. Here events that do not fit on the disk
     are written with later ones. torch's `add_hparams` makes a separate run per call; here hyperparameters go
     into the run's own file.
+
+    TensorBoard sorts groups of tags by name, and opens the first two: scores over epochs, and the best score.
     """
 
     def __init__(
-        self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
+        self,
+        directory: Path,
+        config: Config,
+        facts: Mapping[str, Any],
+        first_step: int = 0,
+        swept: Sequence[str] = (),
     ) -> None:
+        """swept: the overrides in which the jobs of a sweep differ."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -156,21 +181,25 @@ class TensorBoard(Writer):
         self._summary = summary
         self._event = Event
         self._records = RecordWriter
+        self._steps_per_epoch = facts["steps_per_epoch"]
         self._written = 0  # bytes
         self._unwritten = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         # TensorBoard then drops later steps that an earlier process has written.
         purge = first_step + 1 if first_step else 0
         self._keep(purge, session_log=SessionLog(status=SessionLog.START))
-        chosen = hyperparameters(config, facts)
-        experiment, session, self._end = summary.hparams(chosen, dict.fromkeys(METRICS, 0))
+        chosen = hyperparameters(config, facts, swept)
+        first_columns = [*map(key_of, swept)] or FIRST_COLUMNS
+        experiment, session, self._end = summary.hparams(
+            chosen, dict.fromkeys((tags.best(config.train.best), *METRICS), 0)
+        )
         plugin = experiment.value[0].metadata.plugin_data
         columns = HParamsPluginData.FromString(plugin.content)
         for column in columns.experiment.hparam_infos:
-            column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
+            column.differs = column.name in first_columns  # TensorBoard shows these first
         plugin.content = columns.SerializeToString()
         text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
         classes = summary.text("classes", _class_table(facts.get("class_counts", {})))
-        for each in (experiment, session, text, classes):
+        for each in (experiment, session, text, classes, summary.custom_scalars(TOGETHER)):
             self._keep(first_step, summary=each)
 
     def _keep(self, step: int, **content: Any) -> None:
@@ -188,8 +217,12 @@ class TensorBoard(Writer):
         self._unwritten.clear()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        epoch = math.ceil(step / self._steps_per_epoch)
         for tag, value in scalars.items():
-            self._keep(step, summary=self._summary.scalar(tag, value))
+            if tag != tags.BEST_STEP:
+                self._keep(step, summary=self._summary.scalar(tag, value))
+            if tag.startswith("val/"):
+                self._keep(epoch, summary=self._summary.scalar(tags.at_epoch(tag), value))
         self._write()
 
     def picture(self, step: int, tag: str, picture: Picture) -> None:
@@ -225,10 +258,17 @@ def _number(directory: Path) -> int:
     return max(numbers)
 
 
-def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
+def key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+def hyperparameters(
+    config: Config, facts: Mapping[str, Any], swept: Sequence[str] = ()
+) -> dict[str, float | str]:
     """Return the values that distinguish runs, under the command line's names: the same ones for every run.
 
     A section whose keys a user may choose is one text. Keys that only another choice has are dashes.
+    Keys that are ``swept`` are added where they are none of these.
     """
     sections = asdict(config)
     shown = {key: facts[key] for key in ("parameters", "world_size", "device")}
@@ -240,4 +280,11 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
             value = ", ".join(keys) or None
         number = isinstance(value, (bool, int, float))
         shown[key.removesuffix(".name")] = value if number else "none" if value is None else str(value)
-    return {**shown, "train.steps": facts["steps"], "model": f"{facts['model']}, {shown['model']}"}
+    shown |= {"train.steps": facts["steps"], "model": f"{facts['model']}, {shown['model']}"}
+    for override in swept:
+        text = override.partition("=")[2]
+        try:
+            shown.setdefault(key_of(override), float(text))
+        except ValueError:
+            shown.setdefault(key_of(override), text)
+    return shown

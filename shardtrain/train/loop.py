@@ -200,7 +200,7 @@ def _train(config: Config, context: Context, memory: Store | None) -> float | No
         saver = Saver(training, store, state, signals, memory)
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
-            monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
+            monitor.say(score_table(scored, config.reference))
             monitor.say(scores_as_json(start.step, scored))
             return saver.ranked(scored[0])
         if config.dry_run:

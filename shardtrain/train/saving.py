@@ -177,17 +177,18 @@ class Saver:
             except Stopped as stopped:
                 self._evaluation_signal = stopped.number
                 return False
-            self._monitor.evaluated(step, evaluation)
+            tag = self._config.train.best
+            score = self.ranked(evaluation)
+            if math.isnan(score):  # a class without images here has no recall
+                self._monitor.say(
+                    f"warning: {tag} is not a number after step {step}, which is not the best then"
+                )
+            is_better = self._config.train.is_better(score, None if self.best is None else self.best.score)
+            if is_better:
+                self.best = Best(step, score, tag)
+            self._monitor.evaluated(step, evaluation, self.best)
         self.pending_evaluation = False
-        tag = self._config.train.best
-        score = self.ranked(evaluation)
-        if math.isnan(score):  # a class without images here has no recall
-            self._monitor.say(f"warning: {tag} is not a number after step {step}, which is not the best then")
-        if not self._config.train.is_better(score, None if self.best is None else self.best.score):
-            return False
-        self.best = Best(step, score, tag)
-        self._monitor.facts({tags.BEST_STEP: step, tags.best(tag): score})
-        return True
+        return is_better
 
     def ranked(self, evaluation: Evaluation) -> float:
         """Return the score that `train.best` names; not a number if these images have none."""

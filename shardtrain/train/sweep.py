@@ -2,9 +2,9 @@
 
     python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 seed=range(3)
 
-All jobs share the ranks and their process group. Each job has a numbered folder in one directory. A job's
-objective is its best score of `train.best`. If a job fails for the same reason on every rank, the
-next one starts. If ranks leave it for different reasons, the sweep ends.
+All jobs share the ranks and their process group. Each job has a folder in one directory, named by its number
+and its values. A job's objective is its best score of `train.best`. If a job fails for the same reason on
+every rank, the next one starts. If ranks leave it for different reasons, the sweep ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ from shardtrain.job.schema import Mark
 Program = Callable[[Config, Context], float | None]
 
 FLAGS = ("-m", "--multirun")
+LONGEST_NAME = 100  # characters of the name of a job's folder
 
 
 class Outcome(NamedTuple):
@@ -87,7 +89,8 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
     done: list[Outcome] = []
     for overrides in sweep.jobs:
         settings = [*sweep.fixed, *overrides]
-        context = Context(rank_info, device, directory / str(len(done)), not done, settings)
+        folder = directory / job_name(len(done), overrides)
+        context = Context(rank_info, device, folder, not done, settings, swept=overrides)
         if rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
         outcome, trace = _run_job(program, overrides, context)
@@ -115,6 +118,19 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
         raise UserError(f"{count}, the first, job {first}, with: {done[first].problem}")
     best = min if sweep.first.train.is_minimised else max
     return best((outcome.objective for outcome in done if outcome.objective is not None), default=None)
+
+
+def job_name(number: int, overrides: Sequence[str]) -> str:
+    """Return the name of a job's folder, and of its run in TensorBoard: job 3 is ``3-width-32-lr-0.1``.
+
+    A path with `=` in it would need quotes as the value of a key.
+    """
+    parts = [str(number)]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        for text in (key.rpartition(".")[2], value):
+            parts.append(re.sub(r"[^\w.+-]+", "_", text).strip("_+"))
+    return "-".join(parts)[:LONGEST_NAME]
 
 
 def _require_same_reason(endings: Sequence[tuple[str, str]], job: int) -> None:

@@ -245,6 +245,7 @@ class TrainFeed:
         mix: Mix | None = None,
     ) -> None:
         self.share = share
+        self.classes = data.classes
         self.augment = augment
         self.mix = mix
         self.seed = seed
