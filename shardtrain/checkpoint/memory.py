@@ -1,10 +1,11 @@
 """Keep a run's newest checkpoint in memory of each host that outlives the ranks.
 
-It lies in `/dev/shm/shardtrain-UID-HASH/`, where HASH stands for the run's directory: a directory like that
-on disk, with the same files, which only its owner may enter. Each rank of the run holds a shared lock in it.
-The last one to let go removes it, unless the run failed and may be started again. What is left then, or by
-ranks that were killed, a process of its own removes after ten minutes (`cleanup.py`). If that was killed,
-too, the user's next run on this host does.
+It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`, where HASH stands for the run's directory and IDENTITY is
+the run's own, made at its start: a directory like that on disk, with the same files, which only its owner may
+enter. Each rank of the run holds a shared lock in the directory above. The last one to let go removes it if
+the run has ended, or if its newest step is on disk. What is left then, or by ranks that were killed, a
+process of its own removes after ten minutes (`cleanup.py`). If that was killed, too, the user's next run on
+this host does.
 """
 
 from __future__ import annotations
@@ -90,8 +91,17 @@ def release(directory: Path, lock: int, *, keep: bool) -> None:
     os.close(lock)
 
 
+def is_on_disk(directory: Path, disk: Path) -> bool:
+    """Return whether ``disk`` has the newest step in ``directory``, whichever run's, or a newer one."""
+    newest = max((step for run in directory.iterdir() for step in steps_in(run)), default=0)
+    return newest <= max(steps_in(disk), default=0)
+
+
 def keep_only(store: Store, step: int) -> None:
-    """Remove all that is in ``store`` but ``step``. Called on the rank of each host that leads."""
+    """Remove other runs' memory, and all in ``store`` but ``step``. Called on each host's leading rank."""
+    for run in store.directory.parent.iterdir():
+        if run.is_dir() and run != store.directory:
+            shutil.rmtree(run, ignore_errors=True)
     store.clear([])
     for each in steps_in(store.directory):
         if each != step:
@@ -119,7 +129,7 @@ def complete(store: Store, all_ranks: Ranks) -> None:
     if hosts.leads and held[hosts.ranks.index(hosts.own)] is None:
         shutil.rmtree(path, ignore_errors=True)  # the same step with another manifest
         with contextlib.suppress(OSError):
-            path.mkdir()
+            path.mkdir(parents=True)
             write_manifest(path, text)
     comm.gather_texts("", all_ranks)  # now the directory is there
     hosts.send(path, hosts.missing([each or set() for each in held], files))

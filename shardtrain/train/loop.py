@@ -32,8 +32,10 @@ from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, st
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
 from shardtrain.train.resume import (
+    Identity,
     disk_in_words,
     find_start,
+    identify,
     memory_of,
     restore,
     run_directory,
@@ -170,24 +172,25 @@ class Finiteness:
 
 def train(config: Config, context: Context) -> float | None:
     """Run one job; return its best accuracy in percent, or None without an evaluation."""
-    with memory_of(config, context) as memory:
-        return _train(config, context, memory)
+    identity = identify(config, context)
+    with memory_of(config, context, identity) as memory:
+        return _train(config, context, identity, memory)
 
 
-def _train(config: Config, context: Context, memory: Store | None) -> float | None:
+def _train(config: Config, context: Context, identity: Identity, memory: Store | None) -> float | None:
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
-    store, start = find_start(config, context, memory)
+    store, start = find_start(config, context, identity, memory)
     if config.eval_only and start.opened is not None:
         config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
     with (
-        run_directory(store, start, config, context, memory) as messages,
+        run_directory(store, start, config, context, identity, memory) as messages,
         open_monitor(config, context, job, metrics, state.best) as monitor,
         StopSignals() as signals,
     ):

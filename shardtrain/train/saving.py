@@ -19,6 +19,7 @@ import torch
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
+from shardtrain.checkpoint.memory import keep_only
 from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.device import HostCopy
 from shardtrain.job.build import Job
@@ -226,7 +227,12 @@ class Saver:
                 self._monitor.say(f"warning: checkpoint {error}; training continues")
             self._copies_fail = True
         if not self._job.first_step and step == self._config.checkpoint.memory_every_steps:
-            together(lambda: require_room(memory.directory / step_name(step), step))
+            try:
+                together(lambda: require_room(memory.directory / step_name(step), step))
+            except UserError:
+                if memory.hosts.leads:
+                    keep_only(memory, 0)
+                raise
 
     def _save(self, store: Store, step: int) -> None:
         self.before_save()
