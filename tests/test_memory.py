@@ -26,7 +26,7 @@ from shardtrain.checkpoint import store as store_module
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import load_into
 from shardtrain.checkpoint.manifest import file_name
-from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
+from shardtrain.checkpoint.store import Place, Store, step_name, steps_in
 from shardtrain.job.errors import UserError
 from shardtrain.train import loop, saving
 
@@ -45,10 +45,15 @@ HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0], [1], [2], [3]]}
 
 
 def on_hosts(folder: Path) -> Store:
-    """A store of a directory for each host."""
-    all_ranks = comm.plain_transport()
+    """A store with a directory in memory for each host."""
     hosts = Hosts(HOSTS[comm.world_size()], comm.rank())
-    return Store(folder / f"host{hosts.own[0]}" / "run", all_ranks, keep=1, asynchronous=False, hosts=hosts)
+    place = Place(folder / f"host{hosts.own[0]}" / "run", hosts)
+    return Store(folder / "disk", comm.plain_transport(), keep=1, memory=place)
+
+
+def place_of(store: Store) -> Place:
+    assert store.memory is not None
+    return store.memory
 
 
 def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -65,16 +70,18 @@ def save(store: Store, steps: range) -> Any:
     model, optimizer = fresh()
     for step in steps:
         train(model, optimizer, 1, start=step)
-        store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, best=None)
+        problem = store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, to_disk=False)
+        if problem:
+            raise SaveFailed(problem)
     comm.barrier()
     return values(model)
 
 
-def found(folder: Path, store: Store) -> Any:
+def found(store: Store) -> Any:
     """Complete the hosts' directories, and load."""
     comm.barrier()
-    memory.complete(store, comm.plain_transport())
-    start = newest(folder / "disk", comm.plain_transport(), store)
+    memory.complete(place_of(store), comm.plain_transport())
+    start = store.newest()
     if start.opened is None:
         return 0, []
     model, optimizer = fresh()
@@ -87,16 +94,17 @@ def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
     """Each host in turn loses its memory, and then has what it had."""
     store = on_hosts(tmp_path)
     wanted = save(store, range(1, 4))
-    before = files_of(store.directory / step_name(3))
+    directory = place_of(store).directory
+    before = files_of(directory / step_name(3))
     comm.barrier()
-    for lost in store.hosts.ranks:
+    for lost in place_of(store).hosts.ranks:
         if comm.rank() == lost[0]:
-            shutil.rmtree(store.directory)
-        step, loaded = found(tmp_path, store)
+            shutil.rmtree(directory)
+        step, loaded = found(store)
         assert step == 3
         assert all(map(torch.equal, loaded, wanted))
-        assert files_of(store.directory / step_name(3)) == before
-        assert steps_in(store.directory) == [3]
+        assert files_of(directory / step_name(3)) == before
+        assert steps_in(directory) == [3]
         comm.barrier()
 
 
@@ -104,6 +112,7 @@ def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
 def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path) -> None:
     """Two of four hosts have committed step 2, so no host has deleted step 1."""
     store = on_hosts(tmp_path)
+    directory = place_of(store).directory
     save(store, range(1, 2))
     late = OSError(28, "late")
     fails = (
@@ -111,26 +120,27 @@ def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path
     )
     with fails, pytest.raises(SaveFailed, match=r"rank 2: .*late; rank 3"):
         save(store, range(2, 3))
-    assert found(tmp_path, store)[0] == 1
+    assert found(store)[0] == 1
     if comm.rank() == 0:
-        assert steps_in(store.directory) == [1, 2]
-    if store.hosts.leads:
-        memory.keep_only(store, 1)
-    assert steps_in(store.directory) == [1]
+        assert steps_in(directory) == [1, 2]
+    if place_of(store).hosts.leads:
+        memory.keep_only(place_of(store), 1)
+    assert steps_in(directory) == [1]
 
 
 @each_rank(2, transport="auto")
 def test_a_copy_that_does_not_fit_is_no_checkpoint(tmp_path: Path) -> None:
     store = on_hosts(tmp_path)
+    directory = place_of(store).directory
     save(store, range(1, 2))
     if comm.rank() == 1:
-        (store.directory / step_name(1) / file_name(0)).unlink()
-        (store.directory / step_name(1) / file_name(0)).mkdir()
+        (directory / step_name(1) / file_name(0)).unlink()
+        (directory / step_name(1) / file_name(0)).mkdir()
     comm.barrier()
     with pytest.raises(
         Exception, match=r"no checkpoint is complete: .*rank 1: rank-00000.safetensors is not a"
     ):
-        found(tmp_path, store)
+        found(store)
 
 
 # runs, with some directory for /dev/shm

@@ -26,7 +26,7 @@ from pathlib import Path
 from shardtrain import comm
 from shardtrain.checkpoint import cleanup
 from shardtrain.checkpoint.manifest import parse, read_manifest, write_manifest
-from shardtrain.checkpoint.store import Store, step_name, steps_in
+from shardtrain.checkpoint.store import Place, clear, step_name, steps_in
 from shardtrain.comm.channel import Ranks
 
 MEMORY = Path("/dev/shm")
@@ -97,42 +97,45 @@ def is_on_disk(directory: Path, disk: Path) -> bool:
     return newest <= max(steps_in(disk), default=0)
 
 
-def keep_only(store: Store, step: int) -> None:
-    """Remove other runs' memory, and all in ``store`` but ``step``. Called on each host's leading rank."""
-    for run in store.directory.parent.iterdir():
-        if run.is_dir() and run != store.directory:
+def keep_only(place: Place, step: int) -> None:
+    """Remove other runs' memory, and all in ``place`` but ``step``. Called on each host's leading rank."""
+    for run in place.directory.parent.iterdir():
+        if run.is_dir() and run != place.directory:
             shutil.rmtree(run, ignore_errors=True)
-    store.clear([])
-    for each in steps_in(store.directory):
+    clear(place.directory)
+    for each in steps_in(place.directory):
         if each != step:
-            shutil.rmtree(store.directory / step_name(each), ignore_errors=True)
+            shutil.rmtree(place.directory / step_name(each), ignore_errors=True)
 
 
-def complete(store: Store, all_ranks: Ranks) -> None:
+def complete(place: Place, all_ranks: Ranks) -> None:
     """Give each host what it lacks of the newest step of which all hosts together have all files. Collective.
 
     If a copy fails, verifying the checkpoint will tell what is missing.
     """
-    directory = store.directory
-    hosts = store.hosts
-    listed = json.dumps([*_held(directory)] if hosts.leads and len(hosts.ranks) > 1 else [])
-    told = [json.loads(text) for text in comm.gather_texts(listed, all_ranks)]
-    by_host = [{(step, text): set(files) for step, text, files in told[ranks[0]]} for ranks in hosts.ranks]
-    for step, text in sorted({key for each in by_host for key in each}, reverse=True):
-        held = [each.get((step, text)) for each in by_host]
+    hosts = place.hosts
+    if len(hosts.ranks) == 1:
+        return
+    texts = comm.gather_texts(json.dumps([*_held(place.directory)] if hosts.leads else []), all_ranks)
+    by_host = []
+    for ranks in hosts.ranks:
+        listed = json.loads(texts[ranks[0]])
+        by_host.append({(step, text): set(files) for step, text, files in listed})
+    for step, text in sorted(set().union(*by_host), reverse=True):
+        held = [each.get((step, text), set()) for each in by_host]
         files = parse(text).files
-        if set().union(*filter(None, held)) == files.keys():
+        if set().union(*held) == files.keys():
             break
     else:
         return
-    path = directory / step_name(step)
-    if hosts.leads and held[hosts.ranks.index(hosts.own)] is None:
+    path = place.directory / step_name(step)
+    if hosts.leads and (step, text) not in by_host[hosts.ranks.index(hosts.own)]:
         shutil.rmtree(path, ignore_errors=True)  # the same step with another manifest
         with contextlib.suppress(OSError):
             path.mkdir(parents=True)
             write_manifest(path, text)
     comm.gather_texts("", all_ranks)  # now the directory is there
-    hosts.send(path, hosts.missing([each or set() for each in held], files))
+    hosts.send(path, hosts.missing(held, files))
 
 
 def _held(directory: Path) -> Iterator[tuple[int, str, list[str]]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm, introspect, recording
-from shardtrain.checkpoint.store import Store
+from shardtrain.checkpoint.store import Place
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
@@ -70,7 +70,6 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
             )
             if not gradients.are_finite(step, norm):
                 job.optimizer.zero_grad()  # so that the update changes nothing
-            saver.before_update()
             one_step.update(step)
         last = step == job.steps
         monitor.step(step)
@@ -177,7 +176,7 @@ def train(config: Config, context: Context) -> float | None:
         return _train(config, context, identity, memory)
 
 
-def _train(config: Config, context: Context, identity: Identity, memory: Store | None) -> float | None:
+def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     virtual = config.virtual_ranks(rank_info.world_size)
@@ -190,14 +189,14 @@ def _train(config: Config, context: Context, identity: Identity, memory: Store |
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
     with (
-        run_directory(store, start, config, context, identity, memory) as messages,
+        run_directory(store, start, config, context, identity) as messages,
         open_monitor(config, context, job, metrics, state.best) as monitor,
         StopSignals() as signals,
     ):
         table = [start_table(config, context, job)] if context.first else []
         monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
         training = Training(config, job, metrics, monitor)
-        saver = Saver(training, store, state, signals, memory)
+        saver = Saver(training, store, state, signals)
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))

@@ -14,15 +14,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardtrain import comm
-from shardtrain.checkpoint import Damaged, memory
+from shardtrain.checkpoint import Damaged, SaveFailed, memory
 from shardtrain.checkpoint.files import read_text, write_text
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
-from shardtrain.checkpoint.store import TEMPORARY, Newest, Store, newest, step_name, steps_in
+from shardtrain.checkpoint.store import TEMPORARY, Newest, Place, Store, newest, rehearse, step_name, steps_in
+from shardtrain.device import is_accelerator
 from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0, together
@@ -112,8 +113,8 @@ def _saved_identity(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[Store | None]:
-    """Yield the store in memory of this host, if the run has one. Collective.
+def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[Place | None]:
+    """Yield the run's place in memory of this host, if it has one. Collective.
 
     When the last rank of this host leaves, it is removed if the run has ended, or if its newest step is on
     disk. Otherwise a restart may continue from it. Raises UserError on every rank if there is no such memory.
@@ -124,7 +125,11 @@ def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[
         return
     all_ranks = comm.plain_transport()
     key = f"checkpoint.memory_every_steps={every}"
-    hosts = Hosts([*comm.ranks_by_host(all_ranks).values()], context.rank_info.rank, context.device)
+    ranks = [*comm.ranks_by_host(all_ranks).values()]
+    # Files are in the hosts' memory, also where the ranks' tensors are not.
+    needs_group = is_accelerator(context.device) and len(ranks) > 1
+    group: Any = comm.new_group(backend="gloo") if needs_group else None
+    hosts = Hosts(ranks, context.rank_info.rank, group)
 
     def claim() -> tuple[Path, int]:
         with reading(key, "checkpoint.memory_every_steps=0 does without", OSError):
@@ -135,7 +140,7 @@ def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[
     try:
         if hosts.leads:
             memory.watch(directory)
-        yield Store(directory / identity.name, all_ranks, keep=1, asynchronous=False, hosts=hosts)
+        yield Place(directory / identity.name, hosts)
         has_ended = True
     finally:
         disk = context.run_dir / CHECKPOINTS
@@ -143,7 +148,7 @@ def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[
 
 
 def find_start(
-    config: Config, context: Context, identity: Identity, in_memory: Store | None = None
+    config: Config, context: Context, identity: Identity, in_memory: Place | None = None
 ) -> tuple[Store, Newest]:
     """Return where the run saves, and what it starts from as `resume` says. Changes no disk. Collective.
 
@@ -161,7 +166,7 @@ def find_start(
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),
         keep=config.checkpoint.keep,
-        asynchronous=True,
+        memory=in_memory,
     )
     if config.resume == "none" and (config.eval_only or identity.is_new):
         return store, Newest(None, 0, [])
@@ -169,7 +174,7 @@ def find_start(
         elsewhere = is_path(config.resume)
         if in_memory is not None:
             memory.complete(in_memory, comm.plain_transport())
-        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest(in_memory)
+        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest()
         if found.opened is None and elsewhere:
             found = open_named(path_of("resume", config.resume))
             if found.opened is None:
@@ -210,16 +215,12 @@ def free_space(directory: Path) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def run_directory(
-    store: Store,
-    start: Newest,
-    config: Config,
-    context: Context,
-    identity: Identity,
-    in_memory: Store | None = None,
+    store: Store, start: Newest, config: Config, context: Context, identity: Identity
 ) -> Iterator[list[str]]:
     """Lock the run directory for this job, prepare it for checkpoints, and yield lines to print about that.
 
-    Collective. Raises UserError on every rank if another job writes there, or it is not writable.
+    Collective. Raises UserError on every rank if another job writes there, or if a file system lacks what a
+    save needs.
     """
     messages: list[str] = []
     with contextlib.ExitStack() as held:
@@ -230,24 +231,42 @@ def run_directory(
                 messages.extend(_set_aside(store.directory))
             store.clear(start.damaged)
             if identity.is_new:
-                _write_identity(store.directory / IDENTITY, identity.name, in_memory is not None)
+                _write_identity(store.directory / IDENTITY, identity.name, store.memory is not None)
             if config.checkpoint.keep and free_space(store.directory)[1] < MIB:
                 messages.append(f"warning: the disk of {context.run_dir} is full; training continues")
-            elif config.checkpoint.keep:
-                with reading(
-                    f"run.dir={context.run_dir}", "a save was rehearsed there; choose another run.dir"
-                ):
-                    if not store.rehearse():
-                        messages.append(
-                            f"warning: the file system of {context.run_dir} cannot sync directories: after a "
-                            "crash of the host the newest checkpoints may be missing"
-                        )
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
-        if in_memory is not None and in_memory.hosts.leads:
-            memory.keep_only(in_memory, start.step)
+            if store.memory is not None and store.memory.hosts.leads:
+                memory.keep_only(store.memory, start.step)
+            messages += _rehearse(store, config, context)
         yield messages
+
+
+def _rehearse(store: Store, config: Config, context: Context) -> list[str]:
+    """Rehearse a save where the run saves; return what is to be said about that. Collective."""
+    all_ranks = comm.plain_transport()
+    problems = (SaveFailed, Damaged)
+    if store.memory is not None:
+        key = f"checkpoint.memory_every_steps={config.checkpoint.memory_every_steps}"
+        with reading(
+            key, "a save was rehearsed there; checkpoint.memory_every_steps=0 does without", problems
+        ):
+            rehearse(store.memory, all_ranks)
+    has_room = comm.rank() > 0 or shutil.disk_usage(context.run_dir).free >= MIB
+    if not config.checkpoint.keep or not all(comm.gather_texts("1" if has_room else "", all_ranks)):
+        return []
+    place = Place(store.directory, Hosts.one(all_ranks))
+    with reading(
+        f"run.dir={context.run_dir}", "a save was rehearsed there; choose another run.dir", problems
+    ):
+        syncs = rehearse(place, all_ranks)
+    if syncs:
+        return []
+    return [
+        f"warning: the file system of {context.run_dir} cannot sync directories: after a crash of the host "
+        "the newest checkpoints may be missing"
+    ]
 
 
 def _write_identity(path: Path, name: str, required: bool) -> None:

@@ -93,11 +93,10 @@ class Saver:
         store: Store,
         state: RunState,
         signals: StopSignals,
-        memory: Store | None = None,
     ) -> None:
         self._store = store
         self._signals = signals
-        self._memory = memory
+        self._is_first_copy = not training.job.first_step
         self._config, self._job, self._metrics, self._monitor = training
         self.best, self.pending_evaluation = state
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
@@ -105,11 +104,6 @@ class Saver:
         self._copies_fail = False  # in memory, and a warning has said so
         self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
         self._evaluation_signal = 0  # the signal that ended an evaluation
-
-    def before_update(self) -> None:
-        """Wait until a save has copied the parameters, before they change."""
-        with self._metrics.phase("checkpoint"):
-            self._store.settle()
 
     def evaluate_pending(self, step: int) -> None:
         """Evaluate the step from which this process resumes; raise Stopped on a signal. Collective."""
@@ -129,14 +123,18 @@ class Saver:
         last = step == self._job.steps or self.is_stale(step)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused("checkpoint"):
-            if self._memory is not None and step % self._config.checkpoint.memory_every_steps == 0:
-                self._copy(self._memory, step)
+            is_due = bool(signal) or last or better or step % self._every == 0
+            to_disk = self._config.checkpoint.keep > 0 and is_due
+            every = self._config.checkpoint.memory_every_steps
+            to_memory = self._store.memory is not None and (step % every == 0 or bool(signal))
             if self._store.under_way and not busy:
                 self._try(self._store.advance)
-            if self._config.checkpoint.keep and (signal or last or better or step % self._every == 0):
+            if to_disk:
                 # An earlier save's failure must not keep this step from being saved.
                 self._try(self._store.finish)
-                self._try(lambda: self._save(self._store, step), final=last or bool(signal))
+                self._try(lambda: self._save(step), final=last or bool(signal))
+            elif to_memory:
+                self._copy(step)
             if stopping:
                 self._store.finish()
         if stopping:
@@ -214,27 +212,35 @@ class Saver:
         writer = before[1]
         return signal, bool(busy) or writer is not self._store.writer
 
-    def _copy(self, memory: Store, step: int) -> None:
-        """Save ``step`` in memory, before the next step begins. Warn at the first of several failures.
+    def _copy(self, step: int) -> None:
+        """Save ``step`` in memory alone, before the next step begins."""
+        try:
+            self._save(step, to_disk=False)
+        except SaveFailed as error:
+            self._judge_copy(str(error), step)
+
+    def _judge_copy(self, problem: str, step: int) -> None:
+        """Warn at the first of several copies in memory that fail.
 
         Raises UserError on every rank after the first copy of a run if there is no room for a second one.
         """
-        try:
-            self._save(memory, step)
-            self._copies_fail = False
-        except SaveFailed as error:
-            if not self._copies_fail:
-                self._monitor.say(f"warning: checkpoint {error}; training continues")
-            self._copies_fail = True
-        if not self._job.first_step and step == self._config.checkpoint.memory_every_steps:
+        memory = self._store.memory
+        if memory is None:
+            return
+        if problem and not self._copies_fail:
+            self._monitor.say(f"warning: checkpoint {problem}; training continues")
+        self._copies_fail = bool(problem)
+        if self._is_first_copy:
+            self._is_first_copy = False
+            every = self._config.checkpoint.memory_every_steps
             try:
-                together(lambda: require_room(memory.directory / step_name(step), step))
+                together(lambda: require_room(memory.directory / step_name(step), every))
             except UserError:
                 if memory.hosts.leads:
                     keep_only(memory, 0)
                 raise
 
-    def _save(self, store: Store, step: int) -> None:
+    def _save(self, step: int, to_disk: bool = True) -> None:
         self.before_save()
         job = self._job
         extra = {  # part of the checkpoint format: these keys must not change
@@ -252,7 +258,7 @@ class Saver:
             "config": asdict(self._config),
             "best": best,
         }
-        store.save(
+        problem = self._store.save(
             step,
             job.model,
             job.optimizer,
@@ -260,7 +266,9 @@ class Saver:
             facts=facts,
             best=best,
             averages=None if job.ema is None else job.ema.averages,
+            to_disk=to_disk,
         )
+        self._judge_copy(problem, step)
 
     def _try(self, action: Callable[[], object], final: bool = False) -> None:
         """Call ``action``. Let its SaveFailed through if ``final``; otherwise warn."""
