@@ -267,6 +267,10 @@ def test_memory_is_freed_once_the_run_has_ended_or_is_on_disk(
     is_needed = (how, keep) in ENDINGS[3:]
     assert bool(steps_left(folder)) == is_needed
     assert bool(left_of(folder)) == is_needed
+    log = (folder / "log.txt").read_text()
+    assert ("checkpoint.keep=0 saves nothing to the disk: the step after which it is s" in log) == (not keep)
+    if (how, keep) == ("SIGTERM", 0):
+        assert "after step 5; step 5 is in memory, from which the same run.dir resumes within ten m" in log
 
 
 def interrupted(*arguments: Any) -> None:

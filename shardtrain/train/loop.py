@@ -37,6 +37,7 @@ from shardtrain.train.resume import (
     find_start,
     identify,
     memory_of,
+    require_own_rights,
     restore,
     run_directory,
     start_messages,
@@ -171,6 +172,7 @@ class Finiteness:
 
 def train(config: Config, context: Context) -> float | None:
     """Run one job; return its best accuracy in percent, or None without an evaluation."""
+    require_own_rights()
     identity = identify(config, context)
     with memory_of(config, context, identity) as memory:
         return _train(config, context, identity, memory)

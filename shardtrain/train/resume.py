@@ -59,6 +59,11 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
         asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
         warnings.append(f"warning: {asked}: the warm-up takes {counted(warmup, 'step')}")
+    if not (config.checkpoint.keep or config.eval_only or config.dry_run):
+        kept = "the step after which it is stopped is in memory for ten minutes"
+        if not config.checkpoint.memory_every_steps:
+            kept = "a run that is stopped begins anew"
+        warnings.append(f"warning: checkpoint.keep=0 saves nothing to the disk: {kept}")
     ranks = comm.world_size()
     wanted = config.parallel.virtual_ranks
     if wanted and not config.virtual_ranks(ranks):
@@ -110,6 +115,21 @@ def _saved_identity(path: Path) -> str:
         if re.fullmatch("[0-9a-f]{16}", text := read_text(path, 100)):
             return text
     return ""
+
+
+def require_own_rights() -> None:
+    """Raise UserError on every rank if a rank may not use the files that it makes. Collective."""
+
+    def look() -> None:
+        mask = os.umask(0o077)
+        os.umask(mask)
+        if mask & 0o700:
+            raise UserError(
+                f"umask {mask:03o} takes from this user the right to use what the run writes; umask 077 keeps "
+                "others out"
+            )
+
+    together(look)
 
 
 @contextlib.contextmanager

@@ -191,11 +191,13 @@ class Saver:
             raise Stopped(signal)
 
     def _stop(self, step: int, signal: int) -> NoReturn:
+        run = self._config.run
+        again = "the same command" if run.name or run.dir else f"resume={self._store.directory.parent}"
         saved = "nothing is saved"
         if self._store.latest == step:
-            run = self._config.run
-            again = "the same command" if run.name or run.dir else f"resume={self._store.directory.parent}"
             saved = f"step {step} is saved, and {again} resumes from it"
+        elif self._store.latest_in_memory == step:
+            saved = f"step {step} is in memory, from which the same run.dir resumes within ten minutes"
         stopped = Stopped(signal)
         self._monitor.say(f"{stopped} after step {step}; {saved}")
         raise stopped
