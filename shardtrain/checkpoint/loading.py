@@ -146,14 +146,14 @@ def load_into(
     problem = ""
     try:
         for shard in shards:
-            shard.param.data.copy_(reader.piece(f"parameters/{shard.name}", shard.part))
+            shard.param.data.copy_(reader.piece(f"parameters/{shard.name}", shard.part, shard.param))
         if optimizer is not None:
             _fill_optimizer(reader, shards, optimizer)
         for name, buffer in buffers:
             buffer.copy_(reader.buffer(name, buffer))
         if averages is not None:
             for shard in shards:
-                averages[shard.param].copy_(reader.piece(f"ema/{shard.name}", shard.part))
+                averages[shard.param].copy_(reader.piece(f"ema/{shard.name}", shard.part, shard.param))
     except (OSError, SafetensorError) as error:
         problem = str(error)
     partly_loaded = f"{opened.path} became unreadable; the model is partly loaded, and must not be used"
@@ -225,7 +225,7 @@ class _Reader:
     def state(self, shard: LocalShard) -> Iterator[tuple[str, Any]]:
         """Yield the optimizer state of a parameter, as keys and values."""
         for key in self._state_keys.get(shard.name, []):
-            yield key, self.piece(f"optimizer/{key}/{shard.name}", shard.part)
+            yield key, self.piece(f"optimizer/{key}/{shard.name}", shard.part, shard.param)
         assert self.manifest.optimizer is not None, "compared"
         for key, node in self.manifest.optimizer["values"].get(shard.name, {}).items():
             if "file" in node:  # of version 1
@@ -240,7 +240,7 @@ class _Reader:
         if self._same_ranks:
             tensor: torch.Tensor = self._handle(self.own_file).get_tensor(f"buffers/{name}")
             return tensor
-        return self.piece(f"averaged/{name}", whole_part(name, like))
+        return self.piece(f"averaged/{name}", whole_part(name, like), like)
 
     def extra(self) -> Any:
         file = self._handle(self.own_file)
@@ -252,8 +252,8 @@ class _Reader:
             self._handles[file] = safe_open(self.path / file, framework="pt", device="cpu")
         return self._handles[file]
 
-    def piece(self, name: str, part: Part) -> torch.Tensor:
-        """Read this rank's ``part`` of a tensor, in its shape at rest."""
+    def piece(self, name: str, part: Part, like: torch.Tensor) -> torch.Tensor:
+        """Read this rank's ``part`` of a tensor, in the shape of ``like``."""
         spec, stride, slices = self.manifest.tensors[name]
         is_alike = stride == part.stride
         start = part.start if is_alike else 0
@@ -268,4 +268,4 @@ class _Reader:
         if not is_alike:
             # A copy, since a view would keep the whole alive.
             elements = part.of(elements.as_strided(spec.shape, stride)).clone()
-        return part.shown(elements)
+        return part.shown(elements).reshape(like.shape)  # which differ for a whole number

@@ -65,13 +65,13 @@ def machine(where: torch.device) -> dict[str, str | int]:
     return {"processor": processor, "threads": threads, "device": name, "torch": torch.__version__}
 
 
-def require_room(copy: Path, every: int) -> None:
-    """Raise UserError unless memory holds the first ``copy`` and has room for the one that replaces it."""
+def require_room(copy: Path, every: int, more: int) -> None:
+    """Raise UserError unless memory holds the first ``copy`` and has room for so many ``more``."""
     size = sum(file.stat().st_size for file in copy.glob("rank-*")) if copy.exists() else 0
     free = shutil.disk_usage(copy.parent).free
     place = copy.parents[1]
-    if not size or free < size:
-        needs = f"takes {size / MIB:,.1f} MiB twice" if size else "found no room for a copy"
+    if not size or free < more * size:
+        needs = f"takes {size / MIB:,.1f} MiB {more + 1} times" if size else "found no room for a copy"
         raise UserError(
             f"checkpoint.memory_every_steps={every} {needs}, and {place} has {free / MIB:,.1f} MiB left; "
             "make it larger (mount -o remount,size=…, docker run --shm-size=…), or "
@@ -224,7 +224,7 @@ class Saver:
     def _judge_copy(self, problem: str, step: int) -> None:
         """Warn at the first of several copies in memory that fail.
 
-        Raises UserError on every rank after the first copy of a run if there is no room for a second one.
+        Raises UserError on every rank after the first copy of a run if there is no room for further ones.
         """
         memory = self._store.memory
         if memory is None:
@@ -234,9 +234,12 @@ class Saver:
         self._copies_fail = bool(problem)
         if self._is_first_copy:
             self._is_first_copy = False
-            every = self._config.checkpoint.memory_every_steps
+            checkpoint = self._config.checkpoint
+            # The copy that replaces it, and one of which the disk's is being written.
+            more = 2 if checkpoint.keep else 1
+            copy = memory.directory / step_name(step)
             try:
-                together(lambda: require_room(memory.directory / step_name(step), every))
+                together(lambda: require_room(copy, checkpoint.memory_every_steps, more))
             except UserError:
                 if memory.hosts.leads:
                     keep_only(memory, 0)
