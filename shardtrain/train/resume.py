@@ -125,8 +125,8 @@ def require_own_rights() -> None:
         os.umask(mask)
         if mask & 0o700:
             raise UserError(
-                f"umask {mask:03o} takes from this user the right to use what the run writes; umask 077 keeps "
-                "others out"
+                f"umask {mask:03o} takes from this user the right to use what the run writes; "
+                "umask 077 keeps others out"
             )
 
     together(look)
