@@ -535,7 +535,6 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | N
 
 POINTS = {
     "before the temporary directory is made": Kill(0, "before", "mkdir", 1),
-    "after the temporary directory is made": Kill(0, "after", "mkdir", 1),
     "before a data file": Kill(1, "before", "write", 1),
     "in the middle of a data file": Kill(1, "before", "write", 9),
     "before a data file is on the disk": Kill(1, "before", "fsync", 1),

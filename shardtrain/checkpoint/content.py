@@ -118,9 +118,11 @@ def collect(
         shards = local_shards(engine)
         for shard in shards:
             if shard.writes:
-                named |= _tensors_of(shard, optimizer, averages)
-                if numbers := _values_of(shard, optimizer):
-                    values[shard.name] = numbers
+                named[f"parameters/{shard.name}"] = (shard.part, shard.param.data)
+                if averages is not None:
+                    named[f"ema/{shard.name}"] = (shard.part, averages[shard.param])
+                state, values[shard.name] = _state_of(shard, optimizer)
+                named |= state
         named |= _buffers(engine, equal)
         described = {"optimizer": _describe_optimizer(shards, optimizer), "facts": dict(facts)}
         own: dict[str, torch.Tensor] = {}
@@ -143,13 +145,8 @@ def agree(
 ) -> Content:
     """Compare what all ranks hold, and list their parts in a manifest. Collective.
 
-    Args:
-        path: where it is to be saved.
-        named: what this rank writes.
-        described: JSON that all ranks must have alike: ``optimizer`` and ``facts`` of the manifest.
-        values: JSON of each parameter of which this rank has elements.
-        notes: texts of this rank's file.
-        problem: why this rank cannot save; empty for none.
+    This rank writes ``named`` and ``notes``. All ranks have ``described`` alike: the manifest's ``optimizer``
+    and ``facts``. ``values``: JSON of each parameter of which this rank has elements.
     """
 
     def failed(problems: str) -> SaveFailed:
@@ -216,41 +213,28 @@ def _equal_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 raise ValueError(
                     f"rank {rank}: the optimizer's state of {name} is {numbers}, expected {expected}"
                 )
-    return values
+    return {name: numbers for name, numbers in values.items() if numbers}
 
 
-def _tensors_of(
-    shard: LocalShard, optimizer: torch.optim.Optimizer | None, averages: Averages | None
-) -> Named:
-    """Return the parameter and all that is cut like it."""
-    named: Named = {f"parameters/{shard.name}": (shard.part, shard.param.data)}
-    if averages is not None:
-        named[f"ema/{shard.name}"] = (shard.part, averages[shard.param])
+def _state_of(shard: LocalShard, optimizer: torch.optim.Optimizer | None) -> tuple[Named, dict[str, Any]]:
+    """Return what the optimizer holds of a parameter: tensors that are cut like it, and numbers for JSON."""
+    named: Named = {}
+    values: dict[str, Any] = {}
     state = optimizer.state.get(shard.param, {}) if optimizer is not None else {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
-            continue
-        if value.shape == shard.param.shape and "/" not in key:
+            values[key] = {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
+        elif value.shape == shard.param.shape and "/" not in key:
             named[f"optimizer/{key}/{shard.name}"] = (shard.part, value)
-        elif value.dim():
+        elif value.dim() == 0:
+            values[key] = {"dtype": dtype_name(value.dtype), "value": value.item()}
+        else:
             raise ValueError(
                 f"the optimizer's {key} of {shard.name} has shape {tuple(value.shape)}, which cannot be cut "
                 f"like the parameter's local piece of {tuple(shard.param.shape)}; only element-wise "
                 "optimizers can be saved"
             )
-    return named
-
-
-def _values_of(shard: LocalShard, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Return the numbers in the optimizer's state of a parameter, for JSON."""
-    values = {}
-    state = optimizer.state.get(shard.param, {}) if optimizer is not None else {}
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            values[key] = {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
-        elif value.dim() == 0 and value.shape != shard.param.shape:
-            values[key] = {"dtype": dtype_name(value.dtype), "value": value.item()}
-    return values
+    return named, values
 
 
 def _buffers(engine: Engine, equal: Mapping[torch.Tensor, torch.Tensor]) -> Named:
