@@ -25,9 +25,7 @@ DENSE: dict[str, list[str]] = {
     "tuple to tuple": [],
     "nested comprehension": [
         "recipes/mini.py",
-        "shardtrain/checkpoint/manifest.py",
         "shardtrain/checkpoint/memory.py",
-        "shardtrain/checkpoint/store.py",
         "shardtrain/job/evaluate.py",
         "shardtrain/job/format.py",
         "shardtrain/job/help.py",
@@ -36,7 +34,6 @@ DENSE: dict[str, list[str]] = {
         "shardtrain/monitor/metrics.py",
     ],
     "long function": [
-        "shardtrain/checkpoint/store.py",
         "shardtrain/engine/api.py",
         "shardtrain/job/build.py",
     ],

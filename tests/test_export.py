@@ -204,14 +204,19 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "manifest.sha256").write_text(digest_line(json.dumps(manifest)))
 
 
+def without_averages(manifest: dict[str, Any]) -> None:
+    tensors = manifest["tensors"].items()
+    manifest["tensors"] = {name: entry for name, entry in tensors if not name.startswith("ema/")}
+
+
 @pytest.fixture(scope="module")
 def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs by name: a complete one, one whose checkpoints lack a file, one without a moving average."""
     folder = tmp_path_factory.mktemp("places")
     broken, raw = (shutil.copytree(trained, folder / name) for name in ("broken", "raw"))
-    for path in (broken / "checkpoints").iterdir():
+    for path in (broken / "checkpoints").glob("step-*"):
         (path / "manifest.sha256").unlink()
-    rewrite(raw / "checkpoints/step-00000005", lambda manifest: manifest.update(ema=False))
+    rewrite(raw / "checkpoints/step-00000005", without_averages)
     return {"run": trained, "broken": broken, "raw": raw}
 
 

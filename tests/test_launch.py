@@ -35,7 +35,7 @@ from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, togeth
 from shardtrain.job.errors import UserError
 from shardtrain.job.format import write_any_text
 from shardtrain.job.launch import Context
-from shardtrain.train.resume import find_start, locked, run_directory
+from shardtrain.train.resume import Identity, find_start, identify, locked, run_directory
 
 from pool import each_rank, ended
 from small import until
@@ -323,7 +323,8 @@ def taken(folder: Path, *arguments: str) -> list[str]:
     """What a job says of its run directory once it has it."""
     config = configure(*arguments)
     place = context(folder)
-    with run_directory(*find_start(config, place), config, place) as news:
+    identity = identify(config, place)
+    with run_directory(*find_start(config, place, identity), config, place, identity) as news:
         comm.barrier()
         return news
 
@@ -353,7 +354,7 @@ def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
     """Rank 1 stands for the other job; rank 0 alone asks for the lock."""
     with locked(tmp_path) if comm.rank() == 1 else nullcontext():
         process = comm.broadcast(torch.tensor(os.getpid()), src=1)
-        told = refused(find_start, configure(), context(tmp_path))
+        told = refused(find_start, configure(), context(tmp_path), Identity("", is_new=True))
         assert taken(tmp_path, "eval_only=true") == []
     assert told.startswith(f"another job is writing into {tmp_path}: process {process} on ")
     assert told.endswith(f"remove {tmp_path}/.lock")
@@ -375,16 +376,17 @@ def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, 
         place = Context(rank_info, CPU, tmp_path / job)
         old = tmp_path / job / "checkpoints/step-00000004"
         old.mkdir(parents=True)
-        store, start = find_start(config, place)
+        identity = identify(config, place)
+        store, start = find_start(config, place, identity)
         assert old.is_dir()  # a mistake that is found now has changed nothing
-        with run_directory(store, start, config, place) as news:
+        with run_directory(store, start, config, place, identity) as news:
             moved = f"{old.parent}.1"
             assert news == [f"resume=none: the checkpoints of an earlier run are in {moved} now"]
         assert not old.exists()
         old.mkdir(parents=True)  # from here on the run's own, which a restart goes on from
         text = f"no checkpoint is complete: {old} is damaged: .*; resume=none starts anew"
         with pytest.raises(UserError, match=text):
-            find_start(config, place)
+            find_start(config, place, identify(config, place))
 
 
 @each_rank(2, transport="auto")

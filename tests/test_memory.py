@@ -26,9 +26,9 @@ from shardtrain.checkpoint import store as store_module
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import load_into
 from shardtrain.checkpoint.manifest import file_name
-from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
+from shardtrain.checkpoint.store import Place, Store, step_name, steps_in
 from shardtrain.job.errors import UserError
-from shardtrain.train import saving
+from shardtrain.train import loop, saving
 
 import pool
 from pool import Ranks, each_rank, once
@@ -45,10 +45,15 @@ HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0], [1], [2], [3]]}
 
 
 def on_hosts(folder: Path) -> Store:
-    """A store of a directory for each host."""
-    all_ranks = comm.plain_transport()
+    """A store with a directory in memory for each host."""
     hosts = Hosts(HOSTS[comm.world_size()], comm.rank())
-    return Store(folder / f"host{hosts.own[0]}", all_ranks, keep=1, asynchronous=False, hosts=hosts)
+    place = Place(folder / f"host{hosts.own[0]}" / "run", hosts)
+    return Store(folder / "disk", comm.plain_transport(), keep=1, memory=place)
+
+
+def place_of(store: Store) -> Place:
+    assert store.memory is not None
+    return store.memory
 
 
 def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -65,16 +70,18 @@ def save(store: Store, steps: range) -> Any:
     model, optimizer = fresh()
     for step in steps:
         train(model, optimizer, 1, start=step)
-        store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, best=None)
+        problem = store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, to_disk=False)
+        if problem:
+            raise SaveFailed(problem)
     comm.barrier()
     return values(model)
 
 
-def found(folder: Path, store: Store) -> Any:
+def found(store: Store) -> Any:
     """Complete the hosts' directories, and load."""
     comm.barrier()
-    memory.complete(store, comm.plain_transport())
-    start = newest(folder / "disk", comm.plain_transport(), store)
+    memory.complete(place_of(store), comm.plain_transport())
+    start = store.newest()
     if start.opened is None:
         return 0, []
     model, optimizer = fresh()
@@ -87,17 +94,17 @@ def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
     """Each host in turn loses its memory, and then has what it had."""
     store = on_hosts(tmp_path)
     wanted = save(store, range(1, 4))
-    before = files_of(store.directory / step_name(3))
+    directory = place_of(store).directory
+    before = files_of(directory / step_name(3))
     comm.barrier()
-    for lost in store.hosts.ranks:
+    for lost in place_of(store).hosts.ranks:
         if comm.rank() == lost[0]:
-            shutil.rmtree(store.directory)
-            store.directory.mkdir()
-        step, loaded = found(tmp_path, store)
+            shutil.rmtree(directory)
+        step, loaded = found(store)
         assert step == 3
         assert all(map(torch.equal, loaded, wanted))
-        assert files_of(store.directory / step_name(3)) == before
-        assert steps_in(store.directory) == [3]
+        assert files_of(directory / step_name(3)) == before
+        assert steps_in(directory) == [3]
         comm.barrier()
 
 
@@ -105,6 +112,7 @@ def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
 def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path) -> None:
     """Two of four hosts have committed step 2, so no host has deleted step 1."""
     store = on_hosts(tmp_path)
+    directory = place_of(store).directory
     save(store, range(1, 2))
     late = OSError(28, "late")
     fails = (
@@ -112,26 +120,27 @@ def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path
     )
     with fails, pytest.raises(SaveFailed, match=r"rank 2: .*late; rank 3"):
         save(store, range(2, 3))
-    assert found(tmp_path, store)[0] == 1
+    assert found(store)[0] == 1
     if comm.rank() == 0:
-        assert steps_in(store.directory) == [1, 2]
-    if store.hosts.leads:
-        memory.keep_only(store, 1)
-    assert steps_in(store.directory) == [1]
+        assert steps_in(directory) == [1, 2]
+    if place_of(store).hosts.leads:
+        memory.keep_only(place_of(store), 1)
+    assert steps_in(directory) == [1]
 
 
 @each_rank(2, transport="auto")
 def test_a_copy_that_does_not_fit_is_no_checkpoint(tmp_path: Path) -> None:
     store = on_hosts(tmp_path)
+    directory = place_of(store).directory
     save(store, range(1, 2))
     if comm.rank() == 1:
-        (store.directory / step_name(1) / file_name(0)).unlink()
-        (store.directory / step_name(1) / file_name(0)).mkdir()
+        (directory / step_name(1) / file_name(0)).unlink()
+        (directory / step_name(1) / file_name(0)).mkdir()
     comm.barrier()
     with pytest.raises(
         Exception, match=r"no checkpoint is complete: .*rank 1: rank-00000.safetensors is not a"
     ):
-        found(tmp_path, store)
+        found(store)
 
 
 # runs, with some directory for /dev/shm
@@ -151,6 +160,11 @@ def run_at_once(folder: str, *arguments: str, at: dict[int, Any]) -> str:
 def left_of(folder: Path) -> list[Path]:
     """The directories in what stands for /dev/shm."""
     return [*folder.parent.glob(f"shardtrain-{os.getuid()}-*")]
+
+
+def steps_left(folder: Path) -> list[str]:
+    """The steps in memory of any run."""
+    return sorted(path.name for place in left_of(folder) for path in place.glob("*/step-*"))
 
 
 def crashes(folder: str, steps: list[int], *arguments: str) -> list[str]:
@@ -192,7 +206,7 @@ def test_damaged_memory_falls_back_to_the_disk(
     every_two = ("checkpoint.every_steps=2", QUIET)
     crashed = functools.partial(run_at_once, at={6 if damage != "newer" else 5: crash})
     assert on_ranks(2, crashed, str(folder), *every_two)[0] == "RuntimeError crash"
-    (place,) = left_of(folder)
+    (place,) = left_of(folder)[0].glob("*/")
     file = place / ("step-00000005" if damage != "newer" else "step-00000004") / file_name(1)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -232,31 +246,101 @@ def ended(folder: str, how: str, keep: int) -> tuple[str, bool]:
     def look() -> None:
         (place,) = left_of(Path(folder))
         seen.append(place.stat().st_mode & 0o777 == 0o700 and place.stat().st_uid == os.getuid())
-        seen.append((place / step_name(2) / "manifest.sha256").exists())
+        (run,) = place.glob("*/")
+        seen.append((run / step_name(2) / "manifest.sha256").exists())
 
     ending = run_in(folder, QUIET, f"checkpoint.keep={keep}", at={3: look, **ENDS[how][1]})
     return ending, seen == [True, True]
 
 
-@pytest.mark.parametrize(("how", "keep"), [*((how, 2) for how in ENDS), ("SIGTERM", 0), ("finished", 0)])
-def test_every_end_but_a_failure_frees_the_memory(
+ENDINGS = [("finished", 2), ("SIGTERM", 2), ("finished", 0), ("mistake", 2), ("failure", 2), ("SIGTERM", 0)]
+
+
+@pytest.mark.parametrize(("how", "keep"), ENDINGS)
+def test_memory_is_freed_once_the_run_has_ended_or_is_on_disk(
     on_ranks: Ranks, tmp_path: Path, how: str, keep: int
 ) -> None:
     folder = tmp_path / "run"
     told = on_ranks(2, ended, str(folder), how, keep)
     assert told[1][0].startswith(ENDS[how][0])
     assert [seen for _, seen in told] == [True, True]
-    assert [[*place.glob("step-*")] != [] for place in left_of(folder)] == [True] * (how == "failure")
+    is_needed = (how, keep) in ENDINGS[3:]
+    assert bool(steps_left(folder)) == is_needed
+    assert bool(left_of(folder)) == is_needed
+    log = (folder / "log.txt").read_text()
+    assert ("checkpoint.keep=0 saves nothing to the disk: the step after which it is s" in log) == (not keep)
+    if (how, keep) == ("SIGTERM", 0):
+        assert "after step 5; step 5 is in memory, from which the same run.dir resumes within ten m" in log
+
+
+def interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def mistakes(folder: str) -> list[str]:
+    """What does not free the memory of a run that was killed after step 3, and how that run then ends."""
+    endings = [run_in(folder, QUIET, at={4: crash})]
+    endings.append(run_in(folder, QUIET, "optim.lr=0.5"))
+    endings.append(run_in(folder, QUIET, "resume=none", "data=imagefolder", "data.root=/nowhere"))
+    with patch.object(loop, "build", interrupted):
+        try:
+            run_in(folder, QUIET)
+        except KeyboardInterrupt:
+            endings.append("interrupted")
+    endings.append(run_in(folder, QUIET, at={4: functools.partial(fails, UserError)}))
+    endings.append(run_in(folder, QUIET, at={5: crash}))
+    return [*endings, run_in(folder, QUIET)]
+
+
+def test_no_mistake_frees_the_memory_of_a_run(on_ranks: Ranks, tmp_path: Path) -> None:
+    """A wrong setting, a folder that is away, Ctrl-C while it starts, an image that is damaged."""
+    folder = tmp_path / "run"
+    crashed, setting, away, stopped, image, again, end = on_ranks(2, mistakes, str(folder))[0]
+    assert (crashed, stopped, again, end) == (
+        "RuntimeError crash",
+        "interrupted",
+        "RuntimeError crash",
+        "finished",
+    )
+    assert re.match(r"UserError .*optim.lr=0.03, this one has 0.5; .*; resume=.*/step-00000003 con", setting)
+    assert (away[:15], image) == ("UserError data.", "UserError an image that cannot be read")
+    log = (folder / "log.txt").read_text()
+    continued = re.findall(rf"continuing after step (\d+) of 10 \({tmp_path}/shardtrain-", log)
+    assert continued == ["3", "3", "4"]
+    assert left_of(folder) == []
+
+
+@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)  # each save ends before training goes on
+def anew_to_four(folder: str) -> None:
+    assert run_to_end(folder, QUIET, "resume=none", at={5: crash}) == "RuntimeError crash"
+
+
+@pytest.mark.parametrize("abandoned_by", ["resume=none", "rm"])
+def test_an_abandoned_run_is_not_continued(on_ranks: Ranks, tmp_path: Path, abandoned_by: str) -> None:
+    folder = tmp_path / "run"
+    crashed = functools.partial(run_in, at={8: crash})
+    on_ranks(2, crashed, str(folder), QUIET)
+    assert steps_left(folder) == [step_name(7)]
+    expected = ["4"]
+    if abandoned_by == "rm":
+        shutil.rmtree(folder)
+        expected = []
+    else:
+        on_ranks(2, anew_to_four, str(folder))
+    assert on_ranks(2, run_in, str(folder), QUIET) == ["finished"] * 2
+    log = (folder / "log.txt").read_text()
+    assert re.findall(r"continuing after step (\d+) of 10 ", log) == expected
+    assert left_of(folder) == []
 
 
 @each_rank(2, transport="auto")
-def test_memory_that_cannot_hold_two_copies_is_refused(tmp_path: Path) -> None:
+def test_memory_that_cannot_hold_three_copies_is_refused(tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)
     folder = str(tmp_path / "run")
-    with patch.object(saving.shutil, "disk_usage", lambda path: usage._replace(free=20_000)):
+    with patch.object(saving.shutil, "disk_usage", lambda path: usage._replace(free=30_000)):
         ending = run_in(folder, QUIET)
     pattern = (
-        r"UserError checkpoint.memory_every_steps=1 takes 0.0 MiB twice, and .* has 0.0 MiB left; make it"
+        r"UserError checkpoint.memory_every_steps=1 takes 0.0 MiB 3 times, and .* has 0.0 MiB left; make it"
     )
     assert re.match(pattern, ending), ending
     assert left_of(Path(folder)) == []
@@ -435,7 +519,6 @@ DISTURBED = """
 import os, runpy, signal
 from shardtrain import comm
 from shardtrain.checkpoint import memory
-from shardtrain.job.errors import UserError
 from shardtrain.monitor import Monitor
 
 memory.KEPT_S = float(os.environ["KEPT_S"])
@@ -443,8 +526,6 @@ memory.KEPT_S = float(os.environ["KEPT_S"])
 def step(monitor, number, report=Monitor.step):
     report(monitor, number)
     if number == 7 and comm.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if os.environ["EVENT"] == "mistake":
-            raise UserError("an image that cannot be read")
         launcher, victims = os.getppid(), [os.getpid()] if os.environ["EVENT"] == "kill" else []
         if os.environ["EVENT"] == "kill all":
             with open(f"/proc/{launcher}/task/{launcher}/children") as children:
@@ -486,20 +567,10 @@ def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
         killed = disturbed(command, tmp_path, "none")
     assert killed.returncode == 0, killed.stderr
     place = memory_of(tmp_path)
-    assert f"continuing after step 6 of 10 ({place}/step-00000006)" in killed.stdout
+    assert re.search(rf"continuing after step 6 of 10 \({place}/\w+/step-00000006\)", killed.stdout)
     assert not place.exists()
     until(lambda: not watchers(place))
     done = pool.ended(2, "-m", "shardtrain.train", *RUN[:-1], "run.dir=undisturbed", folder=tmp_path)
     assert done.codes == [0, 0], done.errors
     last = [files_of(tmp_path / name / "checkpoints" / step_name(10)) for name in ("run", "undisturbed")]
     assert last[0] == last[1]
-
-
-@pytest.mark.long
-def test_a_mistake_that_one_rank_finds_frees_the_memory(tmp_path: Path) -> None:
-    (tmp_path / "disturbed.py").write_text(DISTURBED)
-    variables = {"EVENT": "mistake", "KEPT_S": "60", "TORCHELASTIC_RESTART_COUNT": "0"}
-    done = pool.ended(2, "disturbed.py", *RUN, folder=tmp_path, **variables)
-    assert done.codes == [2, 2]
-    assert done.errors == "error: an image that cannot be read\n"
-    assert not memory_of(tmp_path).exists()

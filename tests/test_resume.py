@@ -18,6 +18,7 @@ import torch
 
 import shardtrain
 from shardtrain import checkpoint, comm
+from shardtrain.checkpoint import store
 from shardtrain.checkpoint.store import steps_in
 from shardtrain.job import evaluate
 from shardtrain.job.data import feed
@@ -344,6 +345,44 @@ def test_a_file_system_that_cannot_sync_directories_is_told_once(tmp_path: Path)
     assert "was not saved" not in log
     assert steps_in(tmp_path / "checkpoints")[-1] == 10
     assert not [*tmp_path.glob("checkpoints/.tmp*")]
+
+
+def test_what_a_run_could_not_read_back_is_refused_before_it(tmp_path: Path) -> None:
+    before = os.umask(0o277)
+    try:
+        ending = run_to_end(str(tmp_path / "run"), QUIET)
+    finally:
+        os.umask(before)
+    assert ending == (
+        "UserError umask 277 takes from this user the right to use what the run writes; umask 077 keeps "
+        "others out"
+    )
+    assert run_to_end(str(tmp_path / "run"), QUIET, "checkpoint.keep=0", "train.max_steps=2") == "finished"
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "checkpoint.keep=0 saves nothing to the disk: a run that is stopped begins anew" in log
+
+
+@each_rank(2, transport="auto")
+def test_a_save_is_rehearsed_before_the_first_step(tmp_path: Path) -> None:
+    """A host that does not see the others' directory, and a disk on which names are lost."""
+    write = store.write_tensors
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+
+    def write_elsewhere(path: Path, *args: Any) -> Any:
+        return write(elsewhere / path.name if comm.rank() else path, *args)
+
+    with patch.object(store, "write_tensors", write_elsewhere):
+        ending = run_to_end(str(tmp_path / "a"), QUIET)
+    assert re.fullmatch(
+        r"UserError run.dir=.*/a: .*rehearsal-\w+ is damaged: rank 1: rank-00001.safetensors is missing; "
+        "a save was rehearsed there; choose another run.dir",
+        ending,
+    ), ending
+    with patch.object(os, "rename", side_effect=OSError(errno.EPERM, "Operation not permitted", "x")):
+        ending = run_to_end(str(tmp_path / "b"), QUIET)
+    assert "was not saved: rank 0: x: Operation not permitted; a save was rehearsed there" in ending
+    assert not [*tmp_path.glob("*/checkpoints/.tmp*")]
 
 
 def test_checkpoints_that_are_links_are_not_passed_over(tmp_path: Path, undisturbed: Path) -> None:

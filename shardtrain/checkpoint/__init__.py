@@ -17,7 +17,7 @@ from torch import nn
 from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
-from shardtrain.checkpoint.store import SaveFailed, save_in_stages
+from shardtrain.checkpoint.store import SaveFailed, save_at_once
 from shardtrain.engine.hooks import engine_of
 
 __all__ = ["Damaged", "SaveFailed", "load", "save"]
@@ -48,8 +48,7 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    for work in save_in_stages(Path(path), module, optimizer, extra, {}, averages):
-        work.run()
+    save_at_once(Path(path), module, optimizer, extra, averages)
 
 
 def load(

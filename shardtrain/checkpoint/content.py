@@ -1,23 +1,30 @@
-"""Collect what a rank writes into its file, and the part of the manifest that all ranks agree on.
+"""Collect what a rank writes into its file: a flat mapping from names to tensors, and JSON.
+
+Each tensor has a part, or none::
+
+    part   elements start:stop of a tensor that all ranks hold together; the manifest lists the slices
+    None   this rank's own
 
 Two ranks, a parameter ``w`` of 40 elements cut at 32, AdamW::
 
-    rank-00000   parameters/w [32]   optimizer/exp_avg/w [32] …   optimizer/step/w []   averaged/mean [7]
-    rank-00001   parameters/w [8]    optimizer/exp_avg/w [8] …
-    both         buffers/mean [7] (their own)   extra/0 … (their own)
+    rank-00000   parameters/w 0:32   optimizer/exp_avg/w 0:32 …   averaged/mean 0:7
+    rank-00001   parameters/w 32:40  optimizer/exp_avg/w 32:40 …
+    both         buffers/mean (their own)   extra/0 … (their own)
 
-Moving averages of the weights, if any, are `ema/w`, sharded like `parameters/w`. With replicas, the first
-replica writes what is sharded, and the files of other ranks hold only the last line.
+Moving averages of the weights, if any, are `ema/w`, cut like `parameters/w`. Numbers in the optimizer's
+state, 0-dim tensors among them, are JSON. With replicas, the first replica writes what has a part.
 
-What all ranks hold alike is in one file: rank 0's, or for a parameter, that of the first rank with a piece of
-it. Empty pieces are not written. Optimizer state of a rank with an empty piece is not compared: that rank
-cannot know whether a gradient existed, so its step count may lag, or its state be missing.
+Empty parts are not written. Optimizer state of a rank with an empty part is not compared: that rank cannot
+know whether a gradient existed, so its step count may lag, or its state be missing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,25 +32,27 @@ from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint.files import DTYPES
-from shardtrain.checkpoint.manifest import Manifest, ParameterEntry, Slice, dtype_name, file_name
+from shardtrain.checkpoint.manifest import Entry, Manifest, dtype_name, file_name, parse_entry
 from shardtrain.comm.channel import Ranks
-from shardtrain.engine.hooks import Engine
-from shardtrain.engine.part import Part
+from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.pieces import LocalPiece
 from shardtrain.engine.shard import plain_name
-from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
+from shardtrain.engine.state_dict import equal_buffers, persistent_buffers
+from shardtrain.errors import SaveFailed
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
+Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 
 
 class LocalShard(NamedTuple):
-    """Describe this rank's local shard of one parameter. ``entry`` lists what each rank writes."""
+    """Describe this rank's local shard of one parameter. ``writes``: this rank writes it."""
 
     param: nn.Parameter
-    entry: ParameterEntry
     part: Part
+    writes: bool
 
     @property
     def name(self) -> str:
@@ -51,124 +60,201 @@ class LocalShard(NamedTuple):
 
 
 def local_shards(engine: Engine) -> list[LocalShard]:
-    """Describe every parameter of the module: sharded ones, then ignored ones, which rank 0 writes."""
+    """Describe every parameter of the module: sharded ones, then ignored ones, which rank 0 writes.
+
+    Of a parameter without elements rank 0 writes that it exists.
+    """
+    rank = engine.transport.all_ranks.rank
+    is_primary = rank in engine.transport.primary_ranks
     shards = []
-    ranks = engine.transport.primary_ranks
-    for unit in engine.units:
-        for segment in unit.segments:
-            cuts = zip(*(segment.layout.pieces(number) for number in range(len(ranks))), strict=True)
-            for member, cut in zip(segment.members, cuts, strict=True):
-                pieces = zip(map(file_name, ranks), cut, strict=True)
-                slices = tuple(Slice(file, p.start, p.stop) for file, p in pieces if p.numel)
-                spec = Spec(member.param.dtype, member.part.shape)
-                entry = ParameterEntry(spec, member.part.stride, unit.name, slices)
-                shards.append(LocalShard(member.param, entry, member.part))
+    for member in engine.members:
+        writes = is_primary and member.part.numel > 0
+        shards.append(LocalShard(member.param, member.part, writes))
     sharded = {shard.param for shard in shards}
     for name, param in engine.module.named_parameters():
         if param not in sharded:
-            stride = torch.empty(param.shape, device="meta").stride()
-            size = param.numel()
-            slices = (Slice(file_name(0), 0, size),) if size else ()
-            entry = ParameterEntry(Spec.of(param), stride, "", slices)
-            part = Part(plain_name(name), tuple(param.shape), stride, 0, size, whole=True)
-            shards.append(LocalShard(param, entry, part))
-    return shards
+            shards.append(LocalShard(param, whole_part(plain_name(name), param), rank == 0))
+    empty = {shard.param for shard in shards if 0 in shard.part.shape}
+    return [shard._replace(writes=rank == 0) if shard.param in empty else shard for shard in shards]
+
+
+def whole_part(name: str, tensor: torch.Tensor) -> Part:
+    """Describe all elements of a tensor that is never cut."""
+    return Part(name, tuple(tensor.shape), dense_stride(tensor), 0, tensor.numel(), whole=True)
 
 
 class Content(NamedTuple):
-    """Hold what this rank writes: ``tensors`` by key."""
+    """Hold what this rank writes, on which all ranks have agreed."""
 
     tensors: dict[str, torch.Tensor]
-    extra: str
-    manifest: Manifest  # without files and optimizer state
-    state: dict[str, dict[str, Any]]  # describes the state of parameters of which this rank has elements
-
-    def take_state(self, by_rank: Sequence[Mapping[str, Any]]) -> str:
-        """Add all ranks' optimizer state to the manifest; return how it differs, or an empty text."""
-        state: dict[str, Any] = {}
-        for rank, each in enumerate(by_rank):
-            for name, found in each.items():
-                if found != state.setdefault(name, found):
-                    return f"rank {rank}: the optimizer's state of {name} is {found}, expected {state[name]}"
-        if self.manifest.optimizer is not None:
-            ordered = {name: state[name] for name in self.manifest.parameters if state.get(name)}
-            self.manifest.optimizer["state"].update(ordered)
-        return ""
+    notes: dict[str, str]
+    manifest: Manifest  # without files
+    token: str  # random, the same on all ranks
 
 
 def collect(
-    engine: Engine,
+    path: Path,
+    module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    *,
     extra: Any,
     facts: Mapping[str, Any],
     averages: Averages | None = None,
+    problem: str = "",
 ) -> Content:
-    """Collect what this rank writes. Collective, since buffers are averaged.
+    """Collect what this rank writes into the checkpoint ``path``. Collective.
 
-    Raises ValueError if something cannot be saved: on this rank alone, after the last collective.
+    ``problem``: why ``path`` cannot be saved. Raises SaveFailed on every rank, naming ranks and reasons.
     """
+    engine = engine_of(module)
+    engine.require_rest("checkpoint.save() cannot be called")
     all_ranks = engine.transport.all_ranks
-    shards = local_shards(engine)
-    tensors = dict[str, torch.Tensor]()
-    own_file = file_name(all_ranks.rank)
-    buffers = persistent_buffers(engine.module)
-    equal = dict(equal_buffers(engine.module, all_ranks))
+    named: Named = {}
+    values: dict[str, Any] = {}
+    described: dict[str, Any] = {}
+    notes: dict[str, str] = {}
+    equal = dict(equal_buffers(engine.module, all_ranks))  # collective, so before anything that may fail
+    try:
+        shards = local_shards(engine)
+        for shard in shards:
+            if shard.writes:
+                named[f"parameters/{shard.name}"] = (shard.part, shard.param.data)
+                if averages is not None:
+                    named[f"ema/{shard.name}"] = (shard.part, averages[shard.param])
+                state, values[shard.name] = _state_of(shard, optimizer)
+                named |= state
+        named |= _buffers(engine, equal)
+        described = {"optimizer": _describe_optimizer(shards, optimizer), "facts": dict(facts)}
+        own: dict[str, torch.Tensor] = {}
+        notes = {"extra": json.dumps(encode_extra(extra, own))}
+        named |= {name: (None, tensor) for name, tensor in own.items()}
+    except (ValueError, RecursionError) as error:
+        problem = problem or str(error)
+    return agree(path, all_ranks, named, described, values=values, notes=notes, problem=problem)
+
+
+def agree(
+    path: Path,
+    all_ranks: Ranks,
+    named: Named,
+    described: Mapping[str, Any],
+    *,
+    values: Mapping[str, Any] | None = None,
+    notes: Mapping[str, str] | None = None,
+    problem: str = "",
+) -> Content:
+    """Compare what all ranks hold, and list their parts in a manifest. Collective.
+
+    This rank writes ``named`` and ``notes``. All ranks have ``described`` alike: the manifest's ``optimizer``
+    and ``facts``. ``values``: JSON of each parameter of which this rank has elements.
+    """
+
+    def failed(problems: str) -> SaveFailed:
+        return SaveFailed(f"{path} was not saved: {problems}")
+
+    parts = {}
+    for name, (part, tensor) in named.items():
+        if tensor.dtype not in DTYPES:
+            problem = f"{name} is {tensor.dtype}, which a safetensors file does not hold"
+        elif part is not None:
+            spec = [dtype_name(tensor.dtype), part.shape, part.stride]
+            parts[name] = [*spec, part.start, part.stop]
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    mine = {"token": secrets.token_hex(4), "parts": parts, "digest": digest, "values": values or {}}
+    by_rank = exchange(failed, all_ranks, problem, **mine)
+    if odd := [str(rank) for rank, each in enumerate(by_rank) if each["digest"] != by_rank[0]["digest"]]:
+        raise failed(f"rank {', '.join(odd)} holds another model, optimizer or facts than rank 0")
+    try:
+        manifest = Manifest(
+            world_size=all_ranks.world,
+            files={},
+            tensors=_assemble([each["parts"] for each in by_rank]),
+            optimizer=described["optimizer"],
+            facts=described["facts"],
+        )
+        if manifest.optimizer is not None:
+            manifest.optimizer["values"] = _equal_values([each["values"] for each in by_rank])
+    except ValueError as error:
+        raise failed(str(error)) from None
+    flat = {}
+    for name, (part, tensor) in named.items():
+        if part is None:
+            flat[name] = tensor
+        elif part.numel:
+            flat[name] = part.flattened(tensor.detach())
+    return Content(flat, dict(notes or {}), manifest, by_rank[0]["token"])
+
+
+def _assemble(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
+    """Return the entry of each tensor, from the parts that each rank has of it."""
+    nodes: dict[str, dict[str, Any]] = {}
+    for rank, parts in enumerate(by_rank):
+        for name, (dtype, shape, stride, start, stop) in parts.items():
+            spec = {"dtype": dtype, "shape": shape, "stride": stride}
+            node = nodes.setdefault(name, {**spec, "slices": []})
+            if spec != {key: node[key] for key in spec}:
+                raise ValueError(
+                    f"rank {rank} has {name} as {dtype} {shape}, expected {node['dtype']} {node['shape']}"
+                )
+            if start < stop:
+                node["slices"].append([file_name(rank), start, stop])
+    for node in nodes.values():
+        node["slices"].sort(key=lambda part: part[1])
+    return {name: parse_entry(node, name) for name, node in nodes.items()}
+
+
+def _equal_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers in the optimizer's state of each parameter, which all ranks must have alike."""
+    values: dict[str, Any] = {}
+    for rank, each in enumerate(by_rank):
+        for name, numbers in each.items():
+            expected = values.setdefault(name, numbers)
+            if json.dumps(numbers) != json.dumps(expected):  # as texts, since NaN does not equal NaN
+                raise ValueError(
+                    f"rank {rank}: the optimizer's state of {name} is {numbers}, expected {expected}"
+                )
+    return {name: numbers for name, numbers in values.items() if numbers}
+
+
+def _state_of(shard: LocalShard, optimizer: torch.optim.Optimizer | None) -> tuple[Named, dict[str, Any]]:
+    """Return what the optimizer holds of a parameter: tensors that are cut like it, and numbers for JSON."""
+    named: Named = {}
+    values: dict[str, Any] = {}
+    state = optimizer.state.get(shard.param, {}) if optimizer is not None else {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            values[key] = {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
+        elif value.shape == shard.param.shape and "/" not in key:
+            named[f"optimizer/{key}/{shard.name}"] = (shard.part, value)
+        elif value.dim() == 0:
+            values[key] = {"dtype": dtype_name(value.dtype), "value": value.item()}
+        else:
+            raise ValueError(
+                f"the optimizer's {key} of {shard.name} has shape {tuple(value.shape)}, which cannot be cut "
+                f"like the parameter's local piece of {tuple(shard.param.shape)}; only element-wise "
+                "optimizers can be saved"
+            )
+    return named, values
+
+
+def _buffers(engine: Engine, equal: Mapping[torch.Tensor, torch.Tensor]) -> Named:
+    """Return each buffer twice: this rank's own, and on rank 0 the mean over the ranks."""
     if further := [key for key in engine.module.state_dict(keep_vars=True) if key.endswith("_extra_state")]:
         raise ValueError(f"{further[0]} has no place in a checkpoint: pass what it is to save() as extra=")
-    tensors |= {f"buffers/{name}": buffer for name, buffer in buffers}
-    if all_ranks.rank == 0:
-        tensors |= {f"averaged/{name}": equal[buffer] for name, buffer in buffers}
-    state: dict[str, dict[str, Any]] = {}
-    for shard in shards:
-        cut = {"parameters": shard.param.data}
-        if averages is not None:
-            cut["ema"] = averages[shard.param]
-        first = shard.entry.first_file == own_file
-        if optimizer is not None and (shard.param.numel() or first):
-            described: dict[str, Any] = {}
-            state[shard.name] = described
-            for key, value in optimizer.state.get(shard.param, {}).items():
-                node = _describe_state(shard, key, value)
-                described[key] = node
-                if "dtype" in node:
-                    cut[f"optimizer/{key}"] = value
-                elif "whole" in node and first:
-                    tensors[f"optimizer/{key}/{shard.name}"] = value
-        if any(piece.file == own_file for piece in shard.entry.slices):
-            for kind, value in cut.items():
-                tensors[f"{kind}/{shard.name}"] = shard.part.flattened(value.detach())
-    manifest = Manifest(
-        world_size=all_ranks.world,
-        files={},
-        parameters={shard.name: shard.entry for shard in shards},
-        buffers={name: Spec.of(buffer) for name, buffer in buffers},
-        optimizer=None if optimizer is None else _describe_optimizer(shards, optimizer),
-        facts=dict(facts),
-        ema=averages is not None,
-    )
-    encoded = json.dumps(encode_extra(extra, tensors))
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype}, which a safetensors file does not hold")
-    return Content(tensors, encoded, manifest, state)
+    named: Named = {}
+    for name, buffer in persistent_buffers(engine.module):
+        named[f"buffers/{name}"] = (None, buffer)
+        if engine.transport.all_ranks.rank == 0:
+            named[f"averaged/{name}"] = (whole_part(name, equal[buffer]), equal[buffer])
+    return named
 
 
-def _describe_state(shard: LocalShard, key: str, value: Any) -> dict[str, Any]:
-    """Return the manifest's description of one entry of a parameter's optimizer state."""
-    if not isinstance(value, torch.Tensor):
-        return {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
-    if value.shape == shard.param.shape:
-        return {"dtype": dtype_name(value.dtype)}
-    if value.dim() == 0:
-        return {"whole": dtype_name(value.dtype)}
-    raise ValueError(
-        f"the optimizer's {key} of {shard.name} has shape {tuple(value.shape)}, which cannot be cut like the "
-        f"parameter's local piece of {tuple(shard.param.shape)}; only element-wise optimizers can be saved"
-    )
-
-
-def _describe_optimizer(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _describe_optimizer(
+    shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any] | None:
     """Return the manifest's description of the optimizer, without state."""
+    if optimizer is None:
+        return None
     names = {shard.param: shard.name for shard in shards}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -181,7 +267,7 @@ def _describe_optimizer(shards: Sequence[LocalShard], optimizer: torch.optim.Opt
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         options = {key: _plain(value, f"the optimizer's option {key}") for key, value in kept.items()}
         groups.append({"names": [names[param] for param in group["params"]], "options": options})
-    return {"type": type(optimizer).__name__, "groups": groups, "state": {}}
+    return {"type": type(optimizer).__name__, "groups": groups, "values": {}}
 
 
 def _plain(value: Any, what: str) -> Any:
@@ -233,7 +319,8 @@ def exchange(
     Returns all ranks' facts. If any rank has a problem, every rank raises ``failed(all problems)``.
     """
     texts = comm.gather_texts(json.dumps({"problem": problem, **facts}), all_ranks)
-    told = [json.loads(text) for text in texts]
-    if problems := [f"rank {rank}: {each['problem']}" for rank, each in enumerate(told) if each["problem"]]:
+    by_rank = [json.loads(text) for text in texts]
+    problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(by_rank) if each["problem"]]
+    if problems:
         raise failed("; ".join(problems))
-    return told
+    return by_rank

@@ -78,6 +78,16 @@ def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
             yield raw[start : start + BLOCK_BYTES]
 
 
+def copy_file(source: io.FileIO, path: Path) -> None:
+    """Write the open file ``source`` as a new file, and wait until it is on disk."""
+    with path.open("xb", buffering=0) as file:
+        size = os.fstat(source.fileno()).st_size
+        done = 0
+        while done < size:
+            done += os.sendfile(file.fileno(), source.fileno(), done, size - done)
+        os.fsync(file.fileno())
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a new text file, and wait until it is on disk."""
     _write(path, [memoryview(text.encode())])
@@ -122,7 +132,7 @@ def sync_directory(path: Path) -> bool:
 
 def read_text(path: Path, most_bytes: int) -> str:
     """Read a plain UTF-8 file of at most ``most_bytes``. Raises ValueError if it is none."""
-    with _open(path) as file:
+    with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise ValueError(f"{path.name} has {size} bytes, expected at most {most_bytes}")
@@ -134,7 +144,7 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 def verify(path: Path, record: Record) -> None:
     """Raise ValueError or OSError unless ``path`` is the file that ``record`` describes."""
-    with _open(path) as file:
+    with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != record.bytes:
             raise ValueError(f"{path.name} has {size} bytes, expected {record.bytes}")
@@ -143,7 +153,7 @@ def verify(path: Path, record: Record) -> None:
         raise ValueError(f"{path.name} does not match its digest")
 
 
-def _open(path: Path) -> io.FileIO:
+def open_plain(path: Path) -> io.FileIO:
     """Open a plain file. Raises ValueError for anything else; a symbolic link could lead anywhere."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.

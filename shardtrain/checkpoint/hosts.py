@@ -11,8 +11,10 @@ two ranks, and what their directories hold::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from io import FileIO
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +23,9 @@ import torch
 from shardtrain import comm
 from shardtrain.checkpoint.files import Record
 from shardtrain.checkpoint.manifest import file_name
+from shardtrain.comm.channel import Ranks
 
-CHUNK_BYTES = 16 << 20  # that a rank sends at once
-CPU = torch.device("cpu")
+ARRIVING = ".arriving-"  # begins the name of a file that is incomplete
 
 
 class Move(NamedTuple):
@@ -38,12 +40,17 @@ class Move(NamedTuple):
 class Hosts(NamedTuple):
     """Say which ranks see one directory: ``ranks`` lists those of each. ``rank``: this one.
 
-    ``device``: of tensors that the process group can send.
+    ``group``: all ranks, of a backend that sends CPU tensors; None: the default group.
     """
 
     ranks: Sequence[Sequence[int]]
     rank: int
-    device: torch.device = CPU
+    group: comm.Group | None = None
+
+    @classmethod
+    def one(cls, all_ranks: Ranks) -> Hosts:
+        """Return that all ranks see the same directory."""
+        return cls([range(all_ranks.world)], all_ranks.rank)
 
     @property
     def own(self) -> Sequence[int]:
@@ -76,62 +83,57 @@ class Hosts(NamedTuple):
         return moves
 
     def send(self, directory: Path, moves: Sequence[Move]) -> str:
-        """Make ``moves`` between the hosts' ``directory``. Collective: ``moves`` are the same on all ranks.
+        """Make ``moves`` between the hosts' ``directory``: one message per file, from memory to memory.
 
-        Returns what went wrong on this rank, or an empty text. Then its copies are incomplete.
+        Collective: ``moves`` are the same on all ranks. Returns what went wrong on this rank, or an empty
+        text. A copy has its name once it is complete.
         """
-        problems = []
-        for wave in _waves(moves):
-            with contextlib.ExitStack() as opened:
-                files: dict[str, FileIO] = {}
-                try:
-                    for move in wave:
-                        if self.rank in (move.source, move.target):
-                            mode = "r" if self.rank == move.source else "w"
-                            files[mode] = opened.enter_context(FileIO(directory / move.file, mode))
-                except OSError as error:
-                    problems.append(f"{move.file}: {error.strerror}")
-                for start in range(0, max(move.bytes for move in wave), CHUNK_BYTES):
-                    problems += self._send_chunk(wave, start, files)
-        return "; ".join(dict.fromkeys(problems))
-
-    def _send_chunk(self, wave: Sequence[Move], start: int, files: Mapping[str, FileIO]) -> Iterator[str]:
-        """Move the bytes from ``start`` on of each file, at most a chunk; yield problems.
-
-        A rank with a problem goes on in step with the others, since it takes part in a collective.
-        """
-        world = sum(map(len, self.ranks))
-        sent = [0] * world
-        received = [0] * world
-        data = bytearray()
-        for move in wave:
-            size = max(0, min(CHUNK_BYTES, move.bytes - start))
-            if self.rank == move.source:
-                data = bytearray(size)
-                sent[move.target] = size
-                if "r" in files and files["r"].readinto(data) != size:
-                    yield f"{move.file}: it has less than {move.bytes} bytes"
-            if self.rank == move.target:
-                received[move.source] = size
-        read = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        outgoing = read.to(self.device)
-        incoming = torch.empty(sum(received), dtype=torch.uint8, device=self.device)
-        comm.all_to_all_single(incoming, outgoing, received, sent)
-        block = incoming.cpu().numpy().data
-        try:
-            while "w" in files and block:  # memory that is nearly full takes only a part
-                block = block[files["w"].write(block) :]
-        except OSError as error:
-            yield f"a copy: {error.strerror}"
+        problems: list[str] = []
+        for together in _by_pair(moves):
+            outgoing = [torch.empty(0, dtype=torch.uint8)] * sum(map(len, self.ranks))
+            incoming = [*outgoing]
+            arriving = []
+            for move in together:
+                if self.rank == move.source:
+                    outgoing[move.target] = _attempt(partial(_map_old, directory / move.file), move, problems)
+                if self.rank == move.target:
+                    path = directory / f"{ARRIVING}{move.file}"
+                    incoming[move.source] = _attempt(partial(_map_new, path), move, problems)
+                    arriving.append(path)
+            comm.all_to_all(incoming, outgoing, group=self.group)
+            for path in arriving:
+                with contextlib.suppress(OSError):  # what is missing then, is missing
+                    path.replace(directory / path.name.removeprefix(ARRIVING))
+        return "; ".join(problems)
 
 
-def _waves(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Yield all moves in groups, in each of which a rank sends at most one file and receives at most one."""
+def _attempt(mapping: Callable[[int], torch.Tensor], move: Move, problems: list[str]) -> torch.Tensor:
+    """Return the mapped file of ``move``, or zeros if it cannot be mapped: the other rank waits for them."""
+    try:
+        return mapping(move.bytes)
+    except OSError as error:
+        problems.append(f"{move.file}: {error.strerror}")
+        return torch.zeros(move.bytes, dtype=torch.uint8)
+
+
+def _map_old(path: Path, size: int) -> torch.Tensor:
+    if path.stat().st_size != size:
+        raise OSError(errno.EIO, f"it has not {size} bytes")
+    return torch.from_file(str(path), size=size, dtype=torch.uint8)
+
+
+def _map_new(path: Path, size: int) -> torch.Tensor:
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # without room, writing to the map would end the process
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _by_pair(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Yield all moves in groups, in each of which a rank sends at most one file to each other rank."""
     left = list(moves)
     while left:
-        wave: list[Move] = []
+        firsts: dict[tuple[int, int], Move] = {}
         for move in left:
-            if all(move.source != other.source and move.target != other.target for other in wave):
-                wave.append(move)
-        yield wave
-        left = [move for move in left if move not in wave]
+            firsts.setdefault((move.source, move.target), move)
+        yield [*firsts.values()]
+        left = [move for move in left if move not in firsts.values()]

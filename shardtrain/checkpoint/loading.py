@@ -23,11 +23,19 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.checkpoint.content import Averages, LocalShard, decode_extra, exchange, local_shards
+from shardtrain.checkpoint.content import (
+    Averages,
+    LocalShard,
+    decode_extra,
+    exchange,
+    local_shards,
+    whole_part,
+)
 from shardtrain.checkpoint.files import DTYPES, verify
 from shardtrain.checkpoint.manifest import DTYPE_NAMED, Damaged, Manifest, file_name, parse, read_manifest
 from shardtrain.comm.channel import Ranks
 from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.part import Part
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
 from shardtrain.engine.state_dict import persistent_buffers
@@ -75,37 +83,31 @@ def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None 
 
 
 def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dict[str, Spec]]:
-    """Return the tensors that the manifest expects in each of ``files``, by key."""
-    buffers = {f"buffers/{name}": spec for name, spec in manifest.buffers.items()}
-    expected = {file: dict(buffers) for file in files}
-    if file_name(0) in expected:
-        expected[file_name(0)] |= {f"averaged/{name}": spec for name, spec in manifest.buffers.items()}
-    for name, entry in manifest.parameters.items():
-        cut = {f"{kind}/{name}": entry.spec.dtype for kind in ("parameters", *["ema"] * manifest.ema)}
-        whole = {}
-        for key, node in manifest.state_of(name).items():
-            if "dtype" in node:
-                cut[f"optimizer/{key}/{name}"] = DTYPE_NAMED[node["dtype"]]
-            elif "whole" in node:
-                whole[f"optimizer/{key}/{name}"] = Spec(DTYPE_NAMED[node["whole"]], ())
+    """Return the tensors that the manifest expects in each of ``files``, by name, all 1-D."""
+    own = {}
+    for name, spec in manifest.specs("averaged").items():
+        own[f"buffers/{name}"] = Spec(spec.dtype, (math.prod(spec.shape),))
+    expected = {file: dict(own) for file in files}
+    for name, entry in manifest.tensors.items():
         for part in entry.slices:
             if part.file in expected:
-                shape = (part.stop - part.start,)
-                expected[part.file] |= {key: Spec(dtype, shape) for key, dtype in cut.items()}
-        if entry.first_file in expected:
-            expected[entry.first_file] |= whole
+                expected[part.file][name] = Spec(entry.spec.dtype, (part.stop - part.start,))
     return expected
 
 
 def _verify_header(path: Path, expected: Mapping[str, Spec]) -> None:
-    """Raise ValueError, SafetensorError or OSError unless a data file has the ``expected`` tensors."""
+    """Raise ValueError, SafetensorError or OSError unless a data file has the ``expected`` tensors.
+
+    Of their shapes the number of elements counts.
+    """
     with safe_open(path, framework="pt", device="cpu") as file:
-        for key, spec in expected.items():
-            tensor = file.get_slice(key)
-            found = f"{tensor.get_dtype()} {tuple(tensor.get_shape())}"
-            wanted = f"{DTYPES[spec.dtype]} {spec.shape}"
-            if found != wanted:
-                raise ValueError(f"{path.name} has {key} as {found}, expected {wanted}")
+        for name, spec in expected.items():
+            tensor = file.get_slice(name)
+            dtype = tensor.get_dtype()
+            shape = tuple(tensor.get_shape())
+            if dtype != DTYPES[spec.dtype] or (math.prod(shape),) != spec.shape:
+                wanted = f"{DTYPES[spec.dtype]} {spec.shape}"
+                raise ValueError(f"{path.name} has {name} as {dtype} {shape}, expected {wanted}")
 
 
 def load_into(
@@ -127,9 +129,9 @@ def load_into(
     extra = None
     reader = _Reader(opened, all_ranks)
     saved = opened.manifest
-    saved_specs = {name: entry.spec for name, entry in saved.parameters.items()}
-    problems = differences({shard.name: shard.entry.spec for shard in shards}, saved_specs)
-    problems += differences({name: Spec.of(buffer) for name, buffer in buffers}, saved.buffers)
+    ours = {shard.name: Spec(shard.param.dtype, shard.part.shape) for shard in shards}
+    problems = differences(ours, saved.specs("parameters"))
+    problems += differences({name: Spec.of(buffer) for name, buffer in buffers}, saved.specs("averaged"))
     if optimizer is not None and not problems:
         problems = _compare_optimizer(saved, shards, optimizer)
     if averages is not None and not saved.ema:
@@ -144,14 +146,14 @@ def load_into(
     problem = ""
     try:
         for shard in shards:
-            shard.param.data.copy_(reader.piece("parameters", shard))
+            shard.param.data.copy_(reader.piece(f"parameters/{shard.name}", shard.part, shard.param))
         if optimizer is not None:
             _fill_optimizer(reader, shards, optimizer)
         for name, buffer in buffers:
-            buffer.copy_(reader.buffer(name))
+            buffer.copy_(reader.buffer(name, buffer))
         if averages is not None:
             for shard in shards:
-                averages[shard.param].copy_(reader.piece("ema", shard))
+                averages[shard.param].copy_(reader.piece(f"ema/{shard.name}", shard.part, shard.param))
     except (OSError, SafetensorError) as error:
         problem = str(error)
     partly_loaded = f"{opened.path} became unreadable; the model is partly loaded, and must not be used"
@@ -212,25 +214,33 @@ class _Reader:
 
     def __init__(self, opened: Opened, all_ranks: Ranks) -> None:
         self.path, self.manifest = opened
-        same = self.manifest.world_size == all_ranks.world
-        self.own_file = file_name(all_ranks.rank if same else 0)
-        self._buffers = "buffers" if same else "averaged"
+        self._same_ranks = self.manifest.world_size == all_ranks.world
+        self.own_file = file_name(all_ranks.rank if self._same_ranks else 0)
         self._handles: dict[str, Any] = {}
+        self._state_keys: dict[str, list[str]] = {}  # of each parameter: what of its state is cut like it
+        for name in self.manifest.specs("optimizer"):
+            key, _, param = name.partition("/")
+            self._state_keys.setdefault(param, []).append(key)
 
     def state(self, shard: LocalShard) -> Iterator[tuple[str, Any]]:
         """Yield the optimizer state of a parameter, as keys and values."""
-        for key, node in self.manifest.state_of(shard.name).items():
-            if "dtype" in node:
-                yield key, self.piece(f"optimizer/{key}", shard, DTYPE_NAMED[node["dtype"]])
-            elif "whole" in node:
-                file = self._handle(self.manifest.parameters[shard.name].first_file)
-                yield key, file.get_tensor(f"optimizer/{key}/{shard.name}").clone()
+        for key in self._state_keys.get(shard.name, []):
+            yield key, self.piece(f"optimizer/{key}/{shard.name}", shard.part, shard.param)
+        assert self.manifest.optimizer is not None, "compared"
+        for key, node in self.manifest.optimizer["values"].get(shard.name, {}).items():
+            if "file" in node:  # of version 1
+                yield key, self._handle(node["file"]).get_tensor(f"optimizer/{key}/{shard.name}").clone()
+            elif "dtype" in node:
+                yield key, torch.tensor(node["value"], dtype=DTYPE_NAMED[node["dtype"]])
             else:
                 yield key, node["value"]
 
-    def buffer(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle(self.own_file).get_tensor(f"{self._buffers}/{name}")
-        return tensor
+    def buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Read a buffer: this rank's own, or the mean if another number of ranks saved."""
+        if self._same_ranks:
+            tensor: torch.Tensor = self._handle(self.own_file).get_tensor(f"buffers/{name}")
+            return tensor
+        return self.piece(f"averaged/{name}", whole_part(name, like), like)
 
     def extra(self) -> Any:
         file = self._handle(self.own_file)
@@ -242,20 +252,20 @@ class _Reader:
             self._handles[file] = safe_open(self.path / file, framework="pt", device="cpu")
         return self._handles[file]
 
-    def piece(self, kind: str, shard: LocalShard, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read this rank's piece of a parameter, or of its state of ``dtype``, in its shape at rest."""
-        saved = self.manifest.parameters[shard.name]
-        key = f"{kind}/{shard.name}"
-        same = saved.stride == shard.entry.stride
-        start, stop = (shard.part.start, shard.part.stop) if same else (0, math.prod(saved.spec.shape))
-        elements = torch.empty(stop - start, dtype=dtype or saved.spec.dtype)
-        for part in saved.slices:
-            low = max(start, part.start)
-            high = min(stop, part.stop)
+    def piece(self, name: str, part: Part, like: torch.Tensor) -> torch.Tensor:
+        """Read this rank's ``part`` of a tensor, in the shape of ``like``."""
+        spec, stride, slices = self.manifest.tensors[name]
+        is_alike = stride == part.stride
+        start = part.start if is_alike else 0
+        stop = part.stop if is_alike else math.prod(spec.shape)
+        elements = torch.empty(stop - start, dtype=spec.dtype)
+        for each in slices:
+            low = max(start, each.start)
+            high = min(stop, each.stop)
             if low < high:
-                source = self._handle(part.file).get_slice(key)
-                elements[low - start : high - start] = source[low - part.start : high - part.start]
-        if not same:
+                source = self._handle(each.file).get_tensor(name).reshape(-1)  # mapped, not copied
+                elements[low - start : high - start] = source[low - each.start : high - each.start]
+        if not is_alike:
             # A copy, since a view would keep the whole alive.
-            elements = shard.part.of(elements.as_strided(saved.spec.shape, saved.stride)).clone()
-        return shard.part.shown(elements)
+            elements = part.of(elements.as_strided(spec.shape, stride)).clone()
+        return part.shown(elements).reshape(like.shape)  # which differ for a whole number

@@ -1,18 +1,16 @@
 """Write and read ``manifest.json``, which lists what a checkpoint holds. Its content is not trusted.
 
-    {"format": "shardtrain checkpoint", "version": 1, "world_size": 2,
+    {"format": "shardtrain checkpoint", "version": 2, "world_size": 2,
      "files": {"rank-00000.safetensors": {"bytes": 4240, "sha256": "9f…"}, …},
-     "parameters": {"fc.weight": {"dtype": "float32", "shape": [5, 7], "stride": [7, 1], "unit": "",
-                                  "slices": [["rank-00000.safetensors", 0, 24],
-                                             ["rank-00001.safetensors", 24, 35]]}, …},
-     "buffers": {"norm.running_mean": {"dtype": "float32", "shape": [7]}, …},
+     "tensors": {"parameters/fc.weight": {"dtype": "float32", "shape": [5, 7], "stride": [7, 1],
+                                          "slices": [["rank-00000.safetensors", 0, 24],
+                                                     ["rank-00001.safetensors", 24, 35]]}, …},
      "optimizer": {"type": "AdamW", "groups": [{"names": […], "options": {"lr": 0.001, …}}],
-                   "state": {"fc.weight": {"exp_avg": {"dtype": "float32"}, "step": {"whole": "float32"}}}},
-     "facts": {…}, "ema": false, "versions": {…}}
+                   "values": {"fc.weight": {"step": {"dtype": "float32", "value": 3.0}}, …}},
+     "facts": {…}, "versions": {…}}
 
-A slice says which file holds which elements of the parameter's memory, counted in the order of its
-strides. State like ``exp_avg`` is cut at the same elements. ``manifest.sha256`` beside it holds the
-manifest's own digest, in the format of ``sha256sum -c``.
+A slice says which file holds which elements of the tensor's memory, counted in the order of its strides.
+``manifest.sha256`` beside it holds the manifest's own digest, in the format of ``sha256sum -c``.
 
 Nothing in a manifest names a path: there is a ``rank-NNNNN.safetensors`` of each rank.
 """
@@ -36,7 +34,7 @@ from shardtrain.engine.state_dict import Spec
 from shardtrain.errors import Damaged as Damaged
 
 FORMAT = "shardtrain checkpoint"
-VERSION = 1
+VERSION = 2
 NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
 MOST_BYTES = 256 << 20  # the largest manifest that is read: a million slices take about 50 MiB
@@ -45,38 +43,37 @@ DTYPE_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Slice(NamedTuple):
-    """Locate elements ``start:stop`` of a parameter's memory: they are in ``file``."""
+    """Locate elements ``start:stop`` of a tensor's memory: they are in ``file``."""
 
     file: str
     start: int
     stop: int
 
 
-class ParameterEntry(NamedTuple):
+class Entry(NamedTuple):
+    """Describe a tensor that all ranks hold together."""
+
     spec: Spec
     stride: tuple[int, ...]
-    unit: str
     slices: tuple[Slice, ...]
-
-    @property
-    def first_file(self) -> str:
-        """The file that holds what is stored once per parameter."""
-        return self.slices[0].file if self.slices else file_name(0)
 
 
 class Manifest(NamedTuple):
     world_size: int
     files: dict[str, Record]
-    parameters: dict[str, ParameterEntry]
-    buffers: dict[str, Spec]
+    tensors: dict[str, Entry]
     optimizer: dict[str, Any] | None  # as in the JSON above
     facts: dict[str, Any]  # the caller's JSON: step, configuration
-    ema: bool = False  # whether there is a moving average of each parameter, sharded like it
 
-    def state_of(self, name: str) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state of parameter ``name``, as in the JSON above: cut like it, a ``whole``
-        0-dim tensor, or a plain ``value``."""
-        return self.optimizer["state"].get(name, {}) if self.optimizer is not None else {}
+    @property
+    def ema(self) -> bool:
+        """Whether there is a moving average of each parameter."""
+        return any(name.startswith("ema/") for name in self.tensors)
+
+    def specs(self, kind: str) -> dict[str, Spec]:
+        """Return the specs of all tensors of a ``kind`` such as ``parameters``, by their names in it."""
+        start = f"{kind}/"
+        return {name[len(start) :]: e.spec for name, e in self.tensors.items() if name.startswith(start)}
 
 
 def file_name(rank: int) -> str:
@@ -92,11 +89,11 @@ def dump(manifest: Manifest) -> str:
     """Return the manifest as the text of its file."""
     node = {"format": FORMAT, "version": VERSION, **manifest._asdict()}
     node["files"] = {name: record._asdict() for name, record in manifest.files.items()}
-    node["parameters"] = {
-        name: {**_dump_spec(entry.spec), "stride": entry.stride, "unit": entry.unit, "slices": entry.slices}
-        for name, entry in manifest.parameters.items()
-    }
-    node["buffers"] = {name: _dump_spec(spec) for name, spec in manifest.buffers.items()}
+    tensors = {}
+    for name, (spec, stride, slices) in manifest.tensors.items():
+        dtype = dtype_name(spec.dtype)
+        tensors[name] = {"dtype": dtype, "shape": spec.shape, "stride": stride, "slices": slices}
+    node["tensors"] = tensors
     packages = {name: version(name) for name in ("torch", "numpy", "safetensors")}
     node["versions"] = {"python": platform.python_version(), **packages}
     return json.dumps(node, separators=(",", ":")) + "\n"
@@ -104,10 +101,6 @@ def dump(manifest: Manifest) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dump_spec(spec: Spec) -> dict[str, Any]:
-    return {"dtype": dtype_name(spec.dtype), "shape": spec.shape}
 
 
 def write_manifest(directory: Path, text: str) -> None:
@@ -137,67 +130,103 @@ def parse(text: str) -> Manifest:
 
 
 def _manifest(node: Mapping[str, Any]) -> Manifest:
-    if node["format"] != FORMAT or node["version"] != VERSION:
+    if node["format"] != FORMAT or node["version"] not in (1, VERSION):
         raise Damaged(
             f"{NAME} is of format {str(node['format'])[:40]!r} version {str(node['version'])[:40]}, "
-            f"expected {FORMAT!r} version {VERSION}; load it with the release that wrote it"
+            f"expected {FORMAT!r} version 1 or {VERSION}; load it with the release that wrote it"
         )
-    files = {
-        name: Record(_count(entry["bytes"], f"size of {name}"), str(entry["sha256"]))
-        for name, entry in node["files"].items()
-    }
+    if node["version"] == 1:
+        node = _from_version_1(node)
+    files = {}
+    for name, record in node["files"].items():
+        files[name] = Record(_count(record["bytes"], f"size of {name}"), str(record["sha256"]))
     world = _count(node["world_size"], "world_size")
     if world != len(files) or not files:
         raise Damaged(f"{NAME} has {len(files)} files of {world} ranks, expected one per rank")
     if odd := files.keys() - {file_name(rank) for rank in range(world)}:
         raise Damaged(f"{NAME} names the file {min(odd)[:80]!r}, expected only {file_name(0)} and on")
-    parameters = {name: _parameter(entry, name, files) for name, entry in node["parameters"].items()}
-    return Manifest(
-        world_size=world,
-        files=files,
-        parameters=parameters,
-        buffers={name: _spec(entry, name) for name, entry in node["buffers"].items()},
-        optimizer=None if node["optimizer"] is None else _optimizer(node["optimizer"], parameters),
-        facts=dict(node["facts"]),
-        ema=bool(node.get("ema", False)),
-    )
+    tensors = {name: parse_entry(entry, name) for name, entry in node["tensors"].items()}
+    for name, entry in tensors.items():
+        if unknown := {part.file for part in entry.slices} - files.keys():
+            raise Damaged(f"{NAME} has a slice of {name} in {min(unknown)[:80]!r}, which is no file of it")
+    optimizer = node["optimizer"]
+    if optimizer is not None:
+        optimizer = _optimizer(optimizer, tensors, files)
+    return Manifest(world, files, tensors, optimizer, dict(node["facts"]))
 
 
-def _spec(node: Mapping[str, Any], name: str) -> Spec:
-    return Spec(DTYPE_NAMED[node["dtype"]], tuple(_count(size, f"shape of {name}") for size in node["shape"]))
-
-
-def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) -> ParameterEntry:
-    spec = _spec(node, name)
+def parse_entry(node: Mapping[str, Any], name: str) -> Entry:
+    """Return the entry of tensor ``name``. Raises Damaged unless its slices are all of it, in order."""
+    shape = tuple(_count(size, f"shape of {name}") for size in node["shape"])
     stride = tuple(_count(step, f"stride of {name}") for step in node["stride"])
     slices = tuple(Slice(str(file), int(start), int(stop)) for file, start, stop in node["slices"])
-    laid_out = torch.empty_strided(spec.shape, stride, device="meta").squeeze()
+    laid_out = torch.empty_strided(shape, stride, device="meta").squeeze()
     if laid_out.stride() != dense_stride(laid_out):
-        raise Damaged(f"{NAME} gives {name} the stride {stride}, which does not fill the shape {spec.shape}")
+        raise Damaged(f"{NAME} gives {name} the stride {stride}, which does not fill the shape {shape}")
     reached = 0
     for part in slices:
-        if part.file not in files or part.start != reached or part.stop <= part.start:
+        if part.start != reached or part.stop <= part.start:
             raise Damaged(f"{NAME} has the slice {tuple(part)} of {name}, expected one from {reached} on")
         reached = part.stop
-    numel = math.prod(spec.shape)
+    numel = math.prod(shape)
     if reached != numel:
         raise Damaged(f"{NAME} has slices of {name} up to {reached}, expected up to {numel}")
-    return ParameterEntry(spec, stride, str(node["unit"]), slices)
+    return Entry(Spec(DTYPE_NAMED[node["dtype"]], shape), stride, slices)
 
 
-def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, ParameterEntry]) -> dict[str, Any]:
-    groups = [{"names": list(g["names"]), "options": dict(g["options"])} for g in node["groups"]]
-    for name in [*node["state"], *(name for group in groups for name in group["names"])]:
-        if name not in parameters:
+def _optimizer(
+    node: Mapping[str, Any], tensors: Mapping[str, Entry], files: Mapping[str, Record]
+) -> dict[str, Any]:
+    groups = [{"names": list(group["names"]), "options": dict(group["options"])} for group in node["groups"]]
+    names = [*node["values"]]
+    for group in groups:
+        names += group["names"]
+    for name in names:
+        if f"parameters/{name}" not in tensors:
             raise Damaged(f"{NAME} has optimizer state of {name}, which is no parameter")
-    for entries in node["state"].values():
-        for entry in entries.values():
-            if "value" not in entry and entry.get("whole", entry.get("dtype")) not in DTYPE_NAMED:
-                raise Damaged(f"{NAME} has optimizer state of an unknown dtype: {str(entry)[:80]}")
-    return {"type": str(node["type"]), "groups": groups, "state": node["state"]}
+    for values in node["values"].values():
+        for each in values.values():
+            is_plain = each.keys() == {"value"}
+            is_tensor = each.get("dtype") in DTYPE_NAMED and isinstance(each.get("value"), int | float)
+            if not (is_plain or is_tensor or each.get("file") in files):
+                raise Damaged(f"{NAME} has an unknown kind of optimizer state: {str(each)[:80]}")
+    return {"type": str(node["type"]), "groups": groups, "values": dict(node["values"])}
 
 
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise Damaged(f"{NAME} has {str(value)[:40]} for the {what}, expected a number of at least 0")
     return value
+
+
+def _from_version_1(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest of version 1 as one of version 2.
+
+    Version 1 described parameters, buffers and optimizer state each in its own way. Its 0-dim state is a
+    tensor in the file that the parameter's first slice names.
+    """
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    optimizer = node["optimizer"]
+    for name, entry in node["parameters"].items():
+        dtypes = {"parameters": entry["dtype"]}
+        if node.get("ema"):
+            dtypes["ema"] = entry["dtype"]
+        for key, state in (optimizer["state"].get(name, {}) if optimizer else {}).items():
+            if "dtype" in state:
+                dtypes[f"optimizer/{key}"] = state["dtype"]
+            elif "whole" in state:
+                first = entry["slices"][0][0] if entry["slices"] else file_name(0)
+                values.setdefault(name, {})[key] = {"dtype": state["whole"], "file": first}
+            else:
+                values.setdefault(name, {})[key] = {"value": state["value"]}
+        for kind, dtype in dtypes.items():
+            tensors[f"{kind}/{name}"] = {**entry, "dtype": dtype}
+    for name, entry in node["buffers"].items():
+        size = math.prod(entry["shape"])
+        stride = torch.empty(entry["shape"], device="meta").stride()
+        slices = [[file_name(0), 0, size]] if size else []
+        tensors[f"averaged/{name}"] = {**entry, "stride": stride, "slices": slices}
+    if optimizer is not None:
+        optimizer = {**optimizer, "values": values}
+    return {**node, "tensors": tensors, "optimizer": optimizer}

@@ -1,10 +1,11 @@
 """Keep a run's newest checkpoint in memory of each host that outlives the ranks.
 
-It lies in `/dev/shm/shardtrain-UID-HASH/`, where HASH stands for the run's directory: a directory like that
-on disk, with the same files, which only its owner may enter. Each rank of the run holds a shared lock in it.
-The last one to let go removes it, unless the run failed and may be started again. What is left then, or by
-ranks that were killed, a process of its own removes after ten minutes (`cleanup.py`). If that was killed,
-too, the user's next run on this host does.
+It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`, where HASH stands for the run's directory and IDENTITY is
+the run's own, made at its start: a directory like that on disk, with the same files, which only its owner may
+enter. Each rank of the run holds a shared lock in the directory above. The last one to let go removes it if
+the run has ended, or if its newest step is on disk. What is left then, or by ranks that were killed, a
+process of its own removes after ten minutes (`cleanup.py`). If that was killed, too, the user's next run on
+this host does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from shardtrain import comm
 from shardtrain.checkpoint import cleanup
 from shardtrain.checkpoint.manifest import parse, read_manifest, write_manifest
-from shardtrain.checkpoint.store import Store, step_name, steps_in
+from shardtrain.checkpoint.store import Place, clear, step_name, steps_in
 from shardtrain.comm.channel import Ranks
 
 MEMORY = Path("/dev/shm")
@@ -90,39 +91,51 @@ def release(directory: Path, lock: int, *, keep: bool) -> None:
     os.close(lock)
 
 
-def keep_only(store: Store, step: int) -> None:
-    """Remove all that is in ``store`` but ``step``. Called on the rank of each host that leads."""
-    store.clear([])
-    for each in steps_in(store.directory):
+def is_on_disk(directory: Path, disk: Path) -> bool:
+    """Return whether ``disk`` has the newest step in ``directory``, whichever run's, or a newer one."""
+    newest = max((step for run in directory.iterdir() for step in steps_in(run)), default=0)
+    return newest <= max(steps_in(disk), default=0)
+
+
+def keep_only(place: Place, step: int) -> None:
+    """Remove other runs' memory, and all in ``place`` but ``step``. Called on each host's leading rank."""
+    for run in place.directory.parent.iterdir():
+        if run.is_dir() and run != place.directory:
+            shutil.rmtree(run, ignore_errors=True)
+    clear(place.directory)
+    for each in steps_in(place.directory):
         if each != step:
-            shutil.rmtree(store.directory / step_name(each), ignore_errors=True)
+            shutil.rmtree(place.directory / step_name(each), ignore_errors=True)
 
 
-def complete(store: Store, all_ranks: Ranks) -> None:
+def complete(place: Place, all_ranks: Ranks) -> None:
     """Give each host what it lacks of the newest step of which all hosts together have all files. Collective.
 
     If a copy fails, verifying the checkpoint will tell what is missing.
     """
-    directory = store.directory
-    hosts = store.hosts
-    listed = json.dumps([*_held(directory)] if hosts.leads and len(hosts.ranks) > 1 else [])
-    told = [json.loads(text) for text in comm.gather_texts(listed, all_ranks)]
-    by_host = [{(step, text): set(files) for step, text, files in told[ranks[0]]} for ranks in hosts.ranks]
-    for step, text in sorted({key for each in by_host for key in each}, reverse=True):
-        held = [each.get((step, text)) for each in by_host]
+    hosts = place.hosts
+    if len(hosts.ranks) == 1:
+        return
+    texts = comm.gather_texts(json.dumps([*_held(place.directory)] if hosts.leads else []), all_ranks)
+    by_host = []
+    for ranks in hosts.ranks:
+        listed = json.loads(texts[ranks[0]])
+        by_host.append({(step, text): set(files) for step, text, files in listed})
+    for step, text in sorted(set().union(*by_host), reverse=True):
+        held = [each.get((step, text), set()) for each in by_host]
         files = parse(text).files
-        if set().union(*filter(None, held)) == files.keys():
+        if set().union(*held) == files.keys():
             break
     else:
         return
-    path = directory / step_name(step)
-    if hosts.leads and held[hosts.ranks.index(hosts.own)] is None:
+    path = place.directory / step_name(step)
+    if hosts.leads and (step, text) not in by_host[hosts.ranks.index(hosts.own)]:
         shutil.rmtree(path, ignore_errors=True)  # the same step with another manifest
         with contextlib.suppress(OSError):
-            path.mkdir()
+            path.mkdir(parents=True)
             write_manifest(path, text)
     comm.gather_texts("", all_ranks)  # now the directory is there
-    hosts.send(path, hosts.missing([each or set() for each in held], files))
+    hosts.send(path, hosts.missing(held, files))
 
 
 def _held(directory: Path) -> Iterator[tuple[int, str, list[str]]]:

@@ -2,57 +2,67 @@
 
 In a save every rank writes its file, rank 0 the manifest, and one rename commits:
 
-    begin    all     content is collected and compared; rank 0 makes `.tmp-step-00000120-3f2a90c1/`
-    write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced
+    agree    all     content is collected and compared
+    copy     each    into this host's memory
+    write    each    `.tmp-step-00000120-3f2a90c1/rank-NNNNN.safetensors`, hashed while written, fsynced
     commit   rank 0  manifest.json and manifest.sha256, fsynced; the directory fsynced; renamed to
-                     `step-00000120`; the directory above fsynced
-    retain   rank 0  old checkpoints are deleted
+                     `step-00000120`; the directory above fsynced; old checkpoints are deleted
 
-Where hosts do not see one another's directories (`hosts.py`), the first rank of each does what rank 0 does
-here, and files are copied between hosts before the commit. So all hosts hold the new checkpoint before one
-deletes the old.
+Training waits for the copy alone. `write` and `commit` communicate nothing, so one thread runs them while
+ranks train; between them, in the main thread, ranks exchange their results. With a place in memory
+(`memory.py`) the copy is a committed directory there, by the same steps at once, and the disk gets a copy of
+its files. Without one, or if there is no room in it, the copy lies in the process. Where hosts do not see one
+another's directories (`hosts.py`), the first rank of each does what rank 0 does here, and files are copied
+between hosts before the commit. All hosts hold the new checkpoint before one deletes the old.
 
 A kill at any moment leaves either the state before and a `.tmp-` directory that nobody reads, or the new
-checkpoint, complete. `write` and `commit` communicate nothing, so a thread may run them while ranks train.
-Between the stages ranks exchange their results. A save that fails on one rank raises the same `SaveFailed`
-on all ranks, in the next call that exchanges results. Earlier checkpoints stay.
+checkpoint, complete. A save that fails on one rank raises the same `SaveFailed` on all ranks, in the next
+call that exchanges results. Earlier checkpoints stay.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import io
 import json
 import os
 import re
-import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.checkpoint.content import Averages, collect, exchange
-from shardtrain.checkpoint.files import Record, read_text, sync_directory, write_tensors, write_text
+from shardtrain.checkpoint.content import Averages, Content, Named, agree, collect, exchange
+from shardtrain.checkpoint.files import Record, copy_file, open_plain, sync_directory, write_tensors
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
-from shardtrain.checkpoint.manifest import Damaged, digest_line, dump, file_name, write_manifest
+from shardtrain.checkpoint.manifest import Damaged, dump, file_name, write_manifest
 from shardtrain.comm.channel import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.part import Part
 from shardtrain.engine.state_dict import Spec
 from shardtrain.errors import SaveFailed as SaveFailed
 
 TEMPORARY = ".tmp-"
 ASIDE = "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
-_CUT = ("parameters/", "optimizer/", "ema/")  # tensors that only an update changes
+
+Writer = Callable[[Path], Record]  # writes this rank's file as a new one
+
+
+class Place(NamedTuple):
+    """Name a directory of checkpoints, and which ranks see the same one."""
+
+    directory: Path
+    hosts: Hosts
 
 
 class Snapshot:
@@ -71,128 +81,111 @@ class Snapshot:
                 kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator(tensor))
             self._copies[name] = kept.copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if on_accelerator(tensor)}:
-            current_stream(device).synchronize()  # named, since the thread's current device is the first
+            current_stream(device).synchronize()
         return self._copies
 
 
-class Work(Thread):
-    """Run this rank's part of one stage of a save: in its thread, or by `run` in the caller's.
+class Draft:
+    """Write a checkpoint beside its place, and rename it once it is complete.
 
-    It communicates nothing and raises nothing. ``copied`` is set once live tensors are no longer needed.
+    `gather` and `agree` are collective, and raise SaveFailed on every rank. `write` and `commit` communicate
+    nothing.
     """
 
-    def __init__(self, action: Callable[[], dict[str, Record] | None], file: str, copied: Event) -> None:
+    def __init__(self, path: Path, content: Content, all_ranks: Ranks, hosts: Hosts) -> None:
+        self.path = path
+        self.has_all_files = False
+        self.syncs = True  # whether the file system can sync directories
+        self._temporary = path.with_name(f"{TEMPORARY}{path.name}-{content.token}")
+        self._file = file_name(all_ranks.rank)
+        self._manifest = content.manifest
+        self.record: Record | None = None  # of this rank's file
+        self._all_ranks = all_ranks
+        self._hosts = hosts
+
+    def write(self, write_file: Writer) -> None:
+        """Write this rank's file."""
+        self._temporary.mkdir(parents=True, exist_ok=True)
+        self.record = write_file(self._temporary / self._file)
+
+    def gather(self, problem: str) -> None:
+        """Let every host have what all ranks wrote. ``problem``: why this rank has not."""
+        by_rank = self.agree(problem, record=self.record)
+        files = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(by_rank)}
+        if len(self._hosts.ranks) > 1:
+            self.agree(self._hosts.send(self._temporary, self._hosts.copies(files)))
+        self._manifest = self._manifest._replace(files=files)
+        self.has_all_files = True
+
+    def commit(self) -> None:
+        """Complete the directory with the manifest, and rename it."""
+        if self._hosts.leads:
+            write_manifest(self._temporary, dump(self._manifest))
+            self.syncs = sync_directory(self._temporary)
+            os.rename(self._temporary, self.path)
+            self.syncs &= sync_directory(self.path.parent)
+
+    def agree(self, problem: str, **facts: Any) -> list[dict[str, Any]]:
+        """Return all ranks' facts; discard the draft if any rank has a ``problem``."""
+        return exchange(self._failed, self._all_ranks, problem, **facts)
+
+    def _failed(self, problems: str) -> SaveFailed:
+        if self._hosts.leads:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        return SaveFailed(f"{self.path} was not saved: {problems}")
+
+    def save(self, write_file: Writer) -> None:
+        """Write, gather and commit at once."""
+        self.gather(self.problem_of(partial(self.write, write_file)))
+        self.agree(self.problem_of(self.commit))
+
+    def problem_of(self, action: Callable[[], object]) -> str:
+        """Call ``action``; return why it failed, or an empty text."""
+        try:
+            action()
+        except OSError as error:
+            return f"{Path(error.filename or self._file).name}: {error.strerror}"
+        except Exception as error:  # told to all ranks; in a thread nobody would notice it
+            return f"{self._file}: {type(error).__name__} {error}"
+        return ""
+
+
+class Background(Thread):
+    """Run ``action``, which returns why it failed, or an empty text, in a thread."""
+
+    def __init__(self, action: Callable[[], str]) -> None:
         super().__init__(name="shardtrain-save", daemon=True)
         self._action = action
-        self._file = file
-        self.copied = copied
         self.problem = ""
-        self.records: dict[str, Record] | None = None
 
     def run(self) -> None:
-        try:
-            self.records = self._action()
-        except OSError as error:
-            self.problem = f"{Path(error.filename or self._file).name}: {error.strerror}"
-        except Exception as error:  # stored, since in a thread nobody would notice it
-            self.problem = f"{self._file}: {type(error).__name__} {error}"
-        finally:
-            del self._action  # which holds tensors
-            self.copied.set()
+        self.problem = self._action()
+        del self._action  # which holds tensors
 
 
-def save_in_stages(
+def save_at_once(
     path: Path,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: Any,
-    facts: Mapping[str, Any],
-    averages: Averages | None = None,
-    snapshot: Snapshot | None = None,
-    retain: Callable[[], None] | None = None,
-    hosts: Hosts | None = None,
-) -> Iterator[Work]:
-    """Begin a save, and yield this rank's work of each stage. After the last one the checkpoint is complete.
-
-    The caller runs each `Work`, in a thread or not, before it asks for the next, which is collective. With a
-    ``snapshot``, the first work begins by copying all tensors into it. Parameters and optimizer state change
-    only in the next update, which must wait for `Work.copied`. Buffers, which a forward changes, are copied
-    at once. ``retain`` is called after the commit, as the last work, on rank 0. ``hosts``: by default all
-    ranks see ``path``.
-
-    Raises:
-        SaveFailed: on every rank, naming ranks, files and reasons: ``path`` exists, something cannot be saved
-            or written, or the ranks hold different models or optimizers.
-    """
-    engine = engine_of(module)
-    engine.require_rest("checkpoint.save() cannot be called")
-    all_ranks = engine.transport.all_ranks
-    rank = all_ranks.rank
-    hosts = hosts or Hosts([range(all_ranks.world)], rank)
-    leads = hosts.leads
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # that of the rank that leads
-
-    def failed(problems: str) -> SaveFailed:
-        if leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return SaveFailed(f"{path} was not saved: {problems}")
-
-    agree = partial(exchange, failed, all_ranks)
+    averages: Averages | None,
+) -> None:
+    """Save the new directory ``path``, which all ranks see. Collective. Raises SaveFailed on every rank."""
+    all_ranks = engine_of(module).transport.all_ranks
     problem = ""
-    mine: dict[str, Any] = {}
-    try:
-        content = collect(engine, optimizer, extra, facts, averages)
-        mine = {"manifest": digest_line(dump(content.manifest)), "state": content.state}
-        if leads:
+    if all_ranks.rank == 0:
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                raise ValueError(f"{path}: exists already, and a checkpoint is never overwritten")
-            temporary.mkdir()
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
-    told = agree(problem, temporary=temporary.name, **mine)
-    temporary = path.parent / told[hosts.own[0]]["temporary"]
-    if odd := [str(number) for number, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]:
-        raise failed(f"rank {', '.join(odd)} holds another model, optimizer or facts than rank 0")
-    if difference := content.take_state([each["state"] for each in told]):
-        raise failed(difference)
-    if snapshot is not None:
-        for key, tensor in content.tensors.items():
-            if not key.startswith(_CUT):
-                content.tensors[key] = tensor.detach().clone()
-    file = file_name(rank)
-    copied = Event()
-
-    def write() -> dict[str, Record]:
-        tensors: Mapping[str, torch.Tensor] = content.tensors
-        if snapshot is not None:
-            tensors = snapshot.copy(tensors)
-            copied.set()
-        return {file: write_tensors(temporary / file, tensors, {"extra": content.extra})}
-
-    yield (writing := Work(write, file, copied))
-    told = agree(writing.problem, records=writing.records)
-    files = {name: Record(*record) for each in told for name, record in each["records"].items()}
-    if len(hosts.ranks) > 1:
-        agree(hosts.send(temporary, hosts.copies(files)))
-    commit = partial(_commit, temporary, path, dump(content.manifest._replace(files=files)))
-    yield (committing := Work(commit if leads else _nothing, file, copied))
-    agree(committing.problem)
-    yield Work(retain if leads and retain else _nothing, file, copied)
+                problem = f"{path}: exists already, and a checkpoint is never overwritten"
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}"
+    content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
+    Draft(path, content, all_ranks, Hosts.one(all_ranks)).save(writer_of(content))
 
 
-def _commit(temporary: Path, path: Path, manifest: str) -> None:
-    """Complete the directory ``temporary`` with the manifest, and rename it to ``path``."""
-    write_manifest(temporary, manifest)
-    sync_directory(temporary)
-    os.rename(temporary, path)
-    sync_directory(path.parent)
-
-
-def _nothing() -> None:
-    """Stand for the work of ranks that have none in a stage."""
+def writer_of(content: Content) -> Writer:
+    return lambda path: write_tensors(path, content.tensors, content.notes)
 
 
 class Newest(NamedTuple):
@@ -218,30 +211,28 @@ def steps_in(directory: Path, links: bool = False) -> list[int]:
     return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
-def newest(directory: Path, all_ranks: Ranks, memory: Store | None = None) -> Newest:
+def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Newest:
     """Find the newest complete checkpoint in ``directory`` or ``memory``, and verify its files. Collective.
 
     Of two of one step it is the one in ``directory``. Raises Damaged if there are checkpoints, but none is
     complete.
     """
-    places = (
-        [(directory, None)] if memory is None else [(directory, None), (memory.directory, memory.hosts.own)]
-    )
-    steps = list[list[int]]()
-    for index, (place, _) in enumerate(places):
-        for links in (False, True):
-            steps += [[step, -index, links] for step in steps_in(place, links)]
-    listed = json.dumps(sorted(steps, reverse=True)) if all_ranks.rank == 0 else ""
+    candidates: list[tuple[int, bool, bool]] = []  # step, whether on disk, whether a link
+    for is_link in (False, True):
+        candidates += [(step, True, is_link) for step in steps_in(directory, is_link)]
+        if memory is not None:
+            candidates += [(step, False, is_link) for step in steps_in(memory.directory, is_link)]
+    listed = json.dumps(sorted(candidates, reverse=True)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
-    for step, number, is_link in json.loads(comm.gather_texts(listed, all_ranks)[0]):
-        place, readers = places[-number]
-        path = place / step_name(step)
+    for step, is_on_disk, is_link in json.loads(comm.gather_texts(listed, all_ranks)[0]):
+        in_memory = None if is_on_disk else memory
+        path = (in_memory.directory if in_memory else directory) / step_name(step)
         try:
             if is_link:
                 raise Damaged(
                     f"{path} is a symbolic link: resume=PATH takes what it leads to, or copy it there"
                 )
-            opened = open_checkpoint(path, all_ranks, readers)
+            opened = open_checkpoint(path, all_ranks, in_memory and in_memory.hosts.own)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
             return Newest(opened, step, damaged)
@@ -252,11 +243,51 @@ def newest(directory: Path, all_ranks: Ranks, memory: Store | None = None) -> Ne
     return Newest(None, 0, [])
 
 
+def clear(directory: Path) -> None:
+    """Remove what killed saves left."""
+    for path in directory.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def retain(directory: Path, keep: int, best: int | None = None) -> None:
+    """Delete all but the newest ``keep`` checkpoints and the ``best`` one.
+
+    Each is renamed first, so that a kill leaves no incomplete directory with a checkpoint's name.
+    """
+    for step in steps_in(directory)[:-keep]:
+        if step != best:
+            path = directory / step_name(step)
+            deleted = path.with_name(f"{TEMPORARY}deleted-{path.name}")
+            with contextlib.suppress(OSError):  # a checkpoint that cannot be deleted is harmless
+                os.rename(path, deleted)
+                shutil.rmtree(deleted)
+
+
+def rehearse(place: Place, all_ranks: Ranks) -> bool:
+    """Save, read, verify and delete a small checkpoint. Return whether directories can be synced. Collective.
+
+    Raises SaveFailed or Damaged on every rank if the file system lacks something.
+    """
+    rank = all_ranks.rank
+    part = Part("rehearsal", shape=(all_ranks.world,), stride=(1,), start=rank, stop=rank + 1)
+    named: Named = {"rehearsal": (part, torch.tensor([rank]))}
+    content = agree(place.directory, all_ranks, named, {"optimizer": None, "facts": {}})
+    path = place.directory / f"{TEMPORARY}rehearsal-{content.token}"
+    draft = Draft(path, content, all_ranks, place.hosts)
+    try:
+        draft.save(writer_of(content))
+        open_checkpoint(path, all_ranks, place.hosts.own)
+    finally:
+        if place.hosts.leads:
+            shutil.rmtree(path, ignore_errors=True)
+    return draft.syncs
+
+
 class Store:
     """Save and keep the checkpoints of the current run. ``keep``: how many remain beside the best one.
 
-    ``hosts``: by default all ranks see ``directory``. At most one save is under way. All methods but `clear`,
-    `busy` and `settle` are collective.
+    ``memory``: where the newest step is kept, too. At most one save to disk is under way. All methods but
+    `clear` and `busy` are collective.
     """
 
     def __init__(
@@ -265,63 +296,45 @@ class Store:
         all_ranks: Ranks,
         *,
         keep: int,
-        asynchronous: bool,
-        hosts: Hosts | None = None,
+        asynchronous: bool = True,
+        memory: Place | None = None,
     ) -> None:
         self.directory = directory
-        self.hosts = hosts or Hosts([range(all_ranks.world)], all_ranks.rank)
+        self.memory = memory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
-        self.writer: Work | None = None  # runs the current stage, or ran the last one
+        self.latest_in_memory = 0
+        self.writer: Background | None = None  # writes to the disk, or did so last
         self._all_ranks = all_ranks
+        self._hosts = Hosts.one(all_ranks)
         self._keep = keep
         self._snapshot = Snapshot() if asynchronous else None
-        self._step = 0  # the step of the last save that began
-        self._stages: Iterator[Work] | None = None  # the stages of the save under way
+        self._draft: Draft | None = None  # of the save under way, of the step `_step`
+        self._step = 0
+        self._retain: Callable[[], None] = lambda: None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is writing."""
+        """Whether this rank is writing to the disk."""
         return self.writer is not None and self.writer.is_alive()
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun and is not committed."""
-        return self._stages is not None
+        """Whether a save to the disk has begun and is not committed."""
+        return self._draft is not None
 
-    def newest(self, memory: Store | None = None) -> Newest:
+    def newest(self) -> Newest:
         """Find the checkpoint to resume from. Changes nothing, since another job may be writing here."""
-        start = newest(self.directory, self._all_ranks, memory)
+        start = newest(self.directory, self._all_ranks, self.memory)
         self.latest = start.step
         return start
 
     def clear(self, damaged: Iterable[tuple[Path, str]]) -> None:
         """Remove what killed saves left, and rename ``damaged`` checkpoints. Called on one rank."""
-        for path in self.directory.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        clear(self.directory)
         for path, _ in damaged:
             with contextlib.suppress(OSError):
                 if path.parent == self.directory:
                     path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
-
-    def rehearse(self) -> bool:
-        """Write, commit, read and delete a file as a save does. Return whether directories can be synced.
-
-        Raises OSError or ValueError if that fails. Called on one rank.
-        """
-        path = self.directory / f"{TEMPORARY}rehearsal-{secrets.token_hex(4)}"
-        renamed = path.with_name(f"{path.name}-renamed")
-        try:
-            path.mkdir(parents=True)
-            write_text(path / "file", path.name)
-            synced = sync_directory(path)
-            path.rename(renamed)
-            synced &= sync_directory(self.directory)
-            if read_text(renamed / "file", 1000) != path.name:
-                raise OSError(errno.EIO, "reads something else than was written", str(renamed))
-        finally:
-            for each in (path, renamed):
-                shutil.rmtree(each, ignore_errors=True)
-        return synced
 
     def save(
         self,
@@ -331,60 +344,105 @@ class Store:
         *,
         extra: Any,
         facts: Mapping[str, Any],
-        best: int | None,
+        best: int | None = None,
         averages: Averages | None = None,
-    ) -> None:
-        """Save ``step``. If asynchronous, forward and backward may continue, but updates after `settle`.
+        to_disk: bool = True,
+    ) -> str:
+        """Save ``step`` in memory, if there is a place, and begin to save it to the disk.
 
         ``step`` is greater than that of any checkpoint there. ``facts``: JSON for the manifest, beside the
-        step. ``best``: the step whose checkpoint is kept whatever its age.
+        step. ``best``: the step whose checkpoint is kept whatever its age. Returns why it is not in memory.
         """
-        self.finish()
+        if to_disk:
+            self.finish()
         path = self.directory / step_name(step)
         facts = {"step": step, **facts}
-        self._step = step
-        retain = partial(self._retain, best)
-        self._stages = save_in_stages(
-            path, module, optimizer, extra, facts, averages, self._snapshot, retain, self.hosts
-        )
-        self.advance()
-        if self._snapshot is None:
-            self.finish()
+        content = collect(path, module, optimizer, extra=extra, facts=facts, averages=averages)
+        problem = ""
+        write_file: Writer | None = None
+        if self.memory is not None:
+            try:
+                write_file = self._save_in_memory(self.memory, step, content, to_disk)
+            except SaveFailed as error:
+                problem = str(error)
+        if to_disk:
+            self._step = step
+            self._draft = Draft(path, content, self._all_ranks, self._hosts)
+            self._retain = partial(retain, self.directory, self._keep, best)
+            self._start(partial(self._draft.write, write_file or self._copied(content)))
+            if self._snapshot is None:
+                self.finish()
+        return problem
 
-    def settle(self) -> None:
-        """Wait until parameters and optimizer state may change."""
-        if self.writer is not None:
-            self.writer.copied.wait()
+    def _save_in_memory(self, memory: Place, step: int, content: Content, to_disk: bool) -> Writer | None:
+        """Save ``step`` in memory. Return what copies this rank's file to the disk, if it is to."""
+        draft = Draft(memory.directory / step_name(step), content, self._all_ranks, memory.hosts)
+        with contextlib.ExitStack() as stack:
+
+            def write(path: Path) -> Record:
+                record = write_tensors(path, content.tensors, content.notes)
+                if to_disk:  # opened now, since the next step replaces it
+                    stack.enter_context(source := open_plain(path))
+                    sources.append(source)
+                return record
+
+            sources: list[io.FileIO] = []
+            draft.save(write)
+            opened = stack.pop_all()
+        if memory.hosts.leads:
+            retain(memory.directory, keep=1)
+        self.latest_in_memory = step
+
+        def copy(path: Path) -> Record:
+            with opened:
+                copy_file(sources[0], path)
+            assert draft.record is not None, "saved"
+            return draft.record
+
+        return copy if to_disk else None
+
+    def _copied(self, content: Content) -> Writer:
+        """Copy what is to be saved into this process, unless saves are synchronous; return what writes it."""
+        if self._snapshot is None:
+            return writer_of(content)
+        try:
+            return writer_of(content._replace(tensors=self._snapshot.copy(content.tensors)))
+        except (MemoryError, RuntimeError) as error:
+            reason = error
+
+            def fail(path: Path) -> Record:
+                raise reason  # in the thread, so that all ranks learn of it
+
+            return fail
 
     def advance(self) -> None:
-        """Begin the next stage of the save under way, or end it after the last. No rank may be busy."""
-        stages = self._stages
-        self._stages = None
-        assert stages is not None, "nothing is under way"
-        work = next(stages, None)
-        if work is None:
+        """Begin to commit the save under way once all files are written, or end it. No rank may be busy."""
+        draft = self._draft
+        assert draft is not None, "nothing is under way"
+        assert self.writer is not None, "its file is written"
+        self._draft = None
+        problem = self.writer.problem
+        if draft.has_all_files:
+            draft.agree(problem)
             self.latest = self._step
-        else:
-            self._stages = stages
-            self.writer = work
-            work.start()
+            return
+        draft.gather(problem)
+        self._draft = draft
+        self._start(partial(self._commit, draft))
+
+    def _commit(self, draft: Draft) -> None:
+        draft.commit()
+        if self._hosts.leads:
+            self._retain()
+
+    def _start(self, action: Callable[[], object]) -> None:
+        assert self._draft is not None, "begun"
+        self.writer = Background(partial(self._draft.problem_of, action))
+        self.writer.start()
 
     def finish(self) -> None:
         """Complete the save under way, if there is one."""
-        while self._stages is not None:
+        while self._draft is not None:
             if self.writer is not None:
                 self.writer.join()
             self.advance()
-
-    def _retain(self, best: int | None) -> None:
-        """Delete all but the newest ``keep`` checkpoints and the ``best`` one.
-
-        Each is renamed first, so that a kill leaves no incomplete directory with a checkpoint's name.
-        """
-        for step in steps_in(self.directory)[: -self._keep]:
-            if step != best:
-                path = self.directory / step_name(step)
-                deleted = path.with_name(f"{TEMPORARY}deleted-{path.name}")
-                with contextlib.suppress(OSError):  # a checkpoint that cannot be deleted is harmless
-                    os.rename(path, deleted)
-                    shutil.rmtree(deleted)

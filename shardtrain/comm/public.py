@@ -319,7 +319,7 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
     read_storages = {part.untyped_storage().data_ptr() for part in outgoing}
     written_storages = {part.untyped_storage().data_ptr() for part in incoming}
     is_in_place = call.movement is not ALL_TO_ALL and outgoing[rank].data_ptr() == incoming[rank].data_ptr()
-    if read_storages & written_storages and not is_in_place:
+    if read_storages & written_storages - {0} and not is_in_place:  # 0: of tensors without elements
         outgoing = [part.clone() for part in outgoing]
     if call.op is None:
         start_exchange(mailbox, tag, outgoing, incoming).wait()

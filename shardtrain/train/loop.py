@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm, introspect, recording
-from shardtrain.checkpoint.store import Store
+from shardtrain.checkpoint.store import Place
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
@@ -32,9 +32,12 @@ from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, st
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
 from shardtrain.train.resume import (
+    Identity,
     disk_in_words,
     find_start,
+    identify,
     memory_of,
+    require_own_rights,
     restore,
     run_directory,
     start_messages,
@@ -70,7 +73,6 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
             )
             if not gradients.are_finite(step, norm):
                 job.optimizer.zero_grad()  # so that the update changes nothing
-            saver.before_update()
             one_step.update(step)
         last = step == job.steps
         monitor.step(step)
@@ -172,24 +174,26 @@ class Finiteness:
 
 def train(config: Config, context: Context) -> float | None:
     """Run one job; return its best score, of `train.best`, or None without an evaluation."""
-    with memory_of(config, context) as memory:
-        return _train(config, context, memory)
+    require_own_rights()
+    identity = identify(config, context)
+    with memory_of(config, context, identity) as memory:
+        return _train(config, context, identity, memory)
 
 
-def _train(config: Config, context: Context, memory: Store | None) -> float | None:
+def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
-    store, start = find_start(config, context, memory)
+    store, start = find_start(config, context, identity, memory)
     if config.eval_only and start.opened is not None:
         config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
     with (
-        run_directory(store, start, config, context, memory) as messages,
+        run_directory(store, start, config, context, identity) as messages,
         open_monitor(config, context, job, metrics, state.best) as monitor,
         StopSignals() as signals,
     ):
@@ -197,7 +201,7 @@ def _train(config: Config, context: Context, memory: Store | None) -> float | No
         notes = [*messages, *loss_notes(job.loss, job.scoring.classes), *start_messages(start, job, config)]
         monitor.say("\n".join([*table, *notes]))
         training = Training(config, job, metrics, monitor)
-        saver = Saver(training, store, state, signals, memory)
+        saver = Saver(training, store, state, signals)
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference))

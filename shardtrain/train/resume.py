@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -12,15 +14,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
+from typing import Any, NamedTuple
 
 from shardtrain import comm
-from shardtrain.checkpoint import Damaged, memory
+from shardtrain.checkpoint import Damaged, SaveFailed, memory
+from shardtrain.checkpoint.files import read_text, write_text
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
-from shardtrain.checkpoint.store import Newest, Store, newest, step_name, steps_in
+from shardtrain.checkpoint.store import TEMPORARY, Newest, Place, Store, newest, rehearse, step_name, steps_in
+from shardtrain.device import is_accelerator
 from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0, together
@@ -35,6 +38,14 @@ from shardtrain.train.saving import Best, RunState, machine
 CHECKPOINTS = "checkpoints"
 BEST = "best"
 LOCK = ".lock"
+IDENTITY = "run"  # the file beside the checkpoints that holds the run's identity
+
+
+class Identity(NamedTuple):
+    """Identify a run. ``is_new``: it starts anew, and its directory does not have ``name`` yet."""
+
+    name: str
+    is_new: bool
 
 
 def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
@@ -48,6 +59,11 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
         asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
         warnings.append(f"warning: {asked}: the warm-up takes {counted(warmup, 'step')}")
+    if not (config.checkpoint.keep or config.eval_only or config.dry_run):
+        kept = "the step after which it is stopped is in memory for ten minutes"
+        if not config.checkpoint.memory_every_steps:
+            kept = "a run that is stopped begins anew"
+        warnings.append(f"warning: checkpoint.keep=0 saves nothing to the disk: {kept}")
     ranks = comm.world_size()
     wanted = config.parallel.virtual_ranks
     if wanted and not config.virtual_ranks(ranks):
@@ -72,12 +88,56 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     return [*warnings, f"{where} ({start.opened.path}){ignored}"]
 
 
-@contextlib.contextmanager
-def memory_of(config: Config, context: Context) -> Iterator[Store | None]:
-    """Yield the store in memory of this host, if the run has one. Collective.
+def identify(config: Config, context: Context) -> Identity:
+    """Return the identity of the run in the run directory, or a new one. Collective; changes no disk.
 
-    It is removed when the last rank of this host leaves, unless they leave after a failure: then a restart
-    may continue from it. Raises UserError on every rank if there is no such memory.
+    A run whose ranks torchrun restarted, after a failure or with more or fewer ranks, keeps its identity
+    whatever `resume` says.
+    """
+    identity = Identity("", is_new=False)
+    if context.rank_info.rank == 0:
+        saved = _saved_identity(context.run_dir / CHECKPOINTS / IDENTITY)
+        proposal = secrets.token_hex(8)
+        name = saved or proposal
+        if config.resume == "none":
+            name = proposal
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                name = context.rank_info.agree(f"start/{context.run_dir}", proposal)
+            if name == proposal and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+                name = saved or proposal  # the launcher's store is a new one after a restart
+        identity = Identity(name, is_new=name != saved)
+    return Identity(*json.loads(comm.gather_texts(json.dumps(identity), comm.plain_transport())[0]))
+
+
+def _saved_identity(path: Path) -> str:
+    """Return the identity in the file ``path``; an empty text if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        if re.fullmatch("[0-9a-f]{16}", text := read_text(path, 100)):
+            return text
+    return ""
+
+
+def require_own_rights() -> None:
+    """Raise UserError on every rank if a rank may not use the files that it makes. Collective."""
+
+    def look() -> None:
+        mask = os.umask(0o077)
+        os.umask(mask)
+        if mask & 0o700:
+            raise UserError(
+                f"umask {mask:03o} takes from this user the right to use what the run writes; "
+                "umask 077 keeps others out"
+            )
+
+    together(look)
+
+
+@contextlib.contextmanager
+def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[Place | None]:
+    """Yield the run's place in memory of this host, if it has one. Collective.
+
+    When the last rank of this host leaves, it is removed if the run has ended, or if its newest step is on
+    disk. Otherwise a restart may continue from it. Raises UserError on every rank if there is no such memory.
     """
     every = config.checkpoint.memory_every_steps
     if not every or config.dry_run or config.eval_only:
@@ -85,28 +145,31 @@ def memory_of(config: Config, context: Context) -> Iterator[Store | None]:
         return
     all_ranks = comm.plain_transport()
     key = f"checkpoint.memory_every_steps={every}"
-    hosts = Hosts([*comm.ranks_by_host(all_ranks).values()], context.rank_info.rank, context.device)
+    ranks = [*comm.ranks_by_host(all_ranks).values()]
+    # Files are in the hosts' memory, also where the ranks' tensors are not.
+    needs_group = is_accelerator(context.device) and len(ranks) > 1
+    group: Any = comm.new_group(backend="gloo") if needs_group else None
+    hosts = Hosts(ranks, context.rank_info.rank, group)
 
     def claim() -> tuple[Path, int]:
         with reading(key, "checkpoint.memory_every_steps=0 does without", OSError):
             return memory.claim(context.run_dir)
 
     directory, lock = together(claim)
-    keep = True
+    has_ended = False
     try:
         if hosts.leads:
             memory.watch(directory)
-        yield Store(directory, all_ranks, keep=1, asynchronous=False, hosts=hosts)
-        keep = False
-    except (KeyboardInterrupt, Exception) as error:
-        # Where one rank alone found a user's mistake, the others see that it has ended.
-        keep = not (isinstance(error, KeyboardInterrupt | UserError) or context.rank_info.add("speaker", 0))
-        raise
+        yield Place(directory / identity.name, hosts)
+        has_ended = True
     finally:
-        memory.release(directory, lock, keep=keep)
+        disk = context.run_dir / CHECKPOINTS
+        memory.release(directory, lock, keep=not (has_ended or memory.is_on_disk(directory, disk)))
 
 
-def find_start(config: Config, context: Context, in_memory: Store | None = None) -> tuple[Store, Newest]:
+def find_start(
+    config: Config, context: Context, identity: Identity, in_memory: Place | None = None
+) -> tuple[Store, Newest]:
     """Return where the run saves, and what it starts from as `resume` says. Changes no disk. Collective.
 
     Raises UserError if `resume` requires a complete checkpoint and there is none, or if another job writes.
@@ -123,33 +186,20 @@ def find_start(config: Config, context: Context, in_memory: Store | None = None)
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),
         keep=config.checkpoint.keep,
-        asynchronous=True,
+        memory=in_memory,
     )
-    if config.resume == "none" and (config.eval_only or not _restarted(context)):
+    if config.resume == "none" and (config.eval_only or identity.is_new):
         return store, Newest(None, 0, [])
     with reading(f"resume={config.resume}", "resume=none starts anew", (Damaged, OSError)):
         elsewhere = is_path(config.resume)
         if in_memory is not None:
             memory.complete(in_memory, comm.plain_transport())
-        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest(in_memory)
+        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest()
         if found.opened is None and elsewhere:
             found = open_named(path_of("resume", config.resume))
             if found.opened is None:
                 raise Damaged("neither a checkpoint nor a run with checkpoints")
     return store, found
-
-
-def _restarted(context: Context) -> bool:
-    """Return whether torchrun restarted this run: after a failure, or with more or fewer ranks.
-
-    Then it resumes from its own checkpoints, whatever `resume` says. Collective.
-    """
-    before = False
-    if context.rank_info.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-        token = secrets.token_hex(8)
-        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        before = context.rank_info.agree(f"start/{context.run_dir}", token) != token or count != "0"
-    return bool(comm.broadcast(torch.tensor(int(before))).item())
 
 
 def is_path(resume: str) -> bool:
@@ -185,11 +235,12 @@ def free_space(directory: Path) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def run_directory(
-    store: Store, start: Newest, config: Config, context: Context, in_memory: Store | None = None
+    store: Store, start: Newest, config: Config, context: Context, identity: Identity
 ) -> Iterator[list[str]]:
     """Lock the run directory for this job, prepare it for checkpoints, and yield lines to print about that.
 
-    Collective. Raises UserError on every rank if another job writes there, or it is not writable.
+    Collective. Raises UserError on every rank if another job writes there, or if a file system lacks what a
+    save needs.
     """
     messages: list[str] = []
     with contextlib.ExitStack() as held:
@@ -199,23 +250,59 @@ def run_directory(
             if config.resume == "none" and start.opened is None:
                 messages.extend(_set_aside(store.directory))
             store.clear(start.damaged)
+            if identity.is_new:
+                _write_identity(store.directory / IDENTITY, identity.name, store.memory is not None)
             if config.checkpoint.keep and free_space(store.directory)[1] < MIB:
                 messages.append(f"warning: the disk of {context.run_dir} is full; training continues")
-            elif config.checkpoint.keep:
-                with reading(
-                    f"run.dir={context.run_dir}", "a save was rehearsed there; choose another run.dir"
-                ):
-                    if not store.rehearse():
-                        messages.append(
-                            f"warning: the file system of {context.run_dir} cannot sync directories: after a "
-                            "crash of the host the newest checkpoints may be missing"
-                        )
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
-        if in_memory is not None and in_memory.hosts.leads:
-            memory.keep_only(in_memory, start.step)
+            if store.memory is not None and store.memory.hosts.leads:
+                memory.keep_only(store.memory, start.step)
+            messages += _rehearse(store, config, context)
         yield messages
+
+
+def _rehearse(store: Store, config: Config, context: Context) -> list[str]:
+    """Rehearse a save where the run saves; return what is to be said about that. Collective."""
+    all_ranks = comm.plain_transport()
+    problems = (SaveFailed, Damaged)
+    if store.memory is not None:
+        key = f"checkpoint.memory_every_steps={config.checkpoint.memory_every_steps}"
+        with reading(
+            key, "a save was rehearsed there; checkpoint.memory_every_steps=0 does without", problems
+        ):
+            rehearse(store.memory, all_ranks)
+    has_room = comm.rank() > 0 or shutil.disk_usage(context.run_dir).free >= MIB
+    if not config.checkpoint.keep or not all(comm.gather_texts("1" if has_room else "", all_ranks)):
+        return []
+    place = Place(store.directory, Hosts.one(all_ranks))
+    with reading(
+        f"run.dir={context.run_dir}", "a save was rehearsed there; choose another run.dir", problems
+    ):
+        syncs = rehearse(place, all_ranks)
+    if syncs:
+        return []
+    return [
+        f"warning: the file system of {context.run_dir} cannot sync directories: after a crash of the host "
+        "the newest checkpoints may be missing"
+    ]
+
+
+def _write_identity(path: Path, name: str, required: bool) -> None:
+    """Write the run's identity. Raises UserError if that fails and it is ``required``, as memory does."""
+    temporary = path.with_name(f"{TEMPORARY}{IDENTITY}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        write_text(temporary, name)
+        temporary.replace(path)
+    except OSError as error:
+        if required:
+            raise UserError(
+                f"{path}: {error.strerror}: without the run's identity no restart finds its memory; "
+                "make room, or checkpoint.memory_every_steps=0"
+            ) from None
 
 
 def _set_aside(directory: Path) -> list[str]:

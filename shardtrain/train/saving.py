@@ -20,6 +20,7 @@ import torch
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
+from shardtrain.checkpoint.memory import keep_only
 from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.device import HostCopy
 from shardtrain.job import tags
@@ -67,13 +68,13 @@ def machine(where: torch.device) -> dict[str, str | int]:
     return {"processor": processor, "threads": threads, "device": name, "torch": torch.__version__}
 
 
-def require_room(copy: Path, every: int) -> None:
-    """Raise UserError unless memory holds the first ``copy`` and has room for the one that replaces it."""
+def require_room(copy: Path, every: int, more: int) -> None:
+    """Raise UserError unless memory holds the first ``copy`` and has room for so many ``more``."""
     size = sum(file.stat().st_size for file in copy.glob("rank-*")) if copy.exists() else 0
     free = shutil.disk_usage(copy.parent).free
     place = copy.parents[1]
-    if not size or free < size:
-        needs = f"takes {size / MIB:,.1f} MiB twice" if size else "found no room for a copy"
+    if not size or free < more * size:
+        needs = f"takes {size / MIB:,.1f} MiB {more + 1} times" if size else "found no room for a copy"
         raise UserError(
             f"checkpoint.memory_every_steps={every} {needs}, and {place} has {free / MIB:,.1f} MiB left; "
             "make it larger (mount -o remount,size=…, docker run --shm-size=…), or "
@@ -95,11 +96,10 @@ class Saver:
         store: Store,
         state: RunState,
         signals: StopSignals,
-        memory: Store | None = None,
     ) -> None:
         self._store = store
         self._signals = signals
-        self._memory = memory
+        self._is_first_copy = not training.job.first_step
         self._config, self._job, self._metrics, self._monitor = training
         best, self.pending_evaluation = state
         # Another score than the one that the run began with begins anew.
@@ -109,11 +109,6 @@ class Saver:
         self._copies_fail = False  # in memory, and a warning has said so
         self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
         self._evaluation_signal = 0  # the signal that ended an evaluation
-
-    def before_update(self) -> None:
-        """Wait until a save has copied the parameters, before they change."""
-        with self._metrics.phase("checkpoint"):
-            self._store.settle()
 
     def evaluate_pending(self, step: int) -> None:
         """Evaluate the step from which this process resumes; raise Stopped on a signal. Collective."""
@@ -133,14 +128,18 @@ class Saver:
         last = step == self._job.steps or self.is_stale(step)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused("checkpoint"):
-            if self._memory is not None and step % self._config.checkpoint.memory_every_steps == 0:
-                self._copy(self._memory, step)
+            is_due = bool(signal) or last or better or step % self._every == 0
+            to_disk = self._config.checkpoint.keep > 0 and is_due
+            every = self._config.checkpoint.memory_every_steps
+            to_memory = self._store.memory is not None and (step % every == 0 or bool(signal))
             if self._store.under_way and not busy:
                 self._try(self._store.advance)
-            if self._config.checkpoint.keep and (signal or last or better or step % self._every == 0):
+            if to_disk:
                 # An earlier save's failure must not keep this step from being saved.
                 self._try(self._store.finish)
-                self._try(lambda: self._save(self._store, step), final=last or bool(signal))
+                self._try(lambda: self._save(step), final=last or bool(signal))
+            elif to_memory:
+                self._copy(step)
             if stopping:
                 self._store.finish()
         if stopping:
@@ -207,11 +206,13 @@ class Saver:
             raise Stopped(signal)
 
     def _stop(self, step: int, signal: int) -> NoReturn:
+        run = self._config.run
+        again = "the same command" if run.name or run.dir else f"resume={self._store.directory.parent}"
         saved = "nothing is saved"
         if self._store.latest == step:
-            run = self._config.run
-            again = "the same command" if run.name or run.dir else f"resume={self._store.directory.parent}"
             saved = f"step {step} is saved, and {again} resumes from it"
+        elif self._store.latest_in_memory == step:
+            saved = f"step {step} is in memory, from which the same run.dir resumes within ten minutes"
         stopped = Stopped(signal)
         self._monitor.say(f"{stopped} after step {step}; {saved}")
         raise stopped
@@ -228,22 +229,38 @@ class Saver:
         writer = before[1]
         return signal, bool(busy) or writer is not self._store.writer
 
-    def _copy(self, memory: Store, step: int) -> None:
-        """Save ``step`` in memory, before the next step begins. Warn at the first of several failures.
-
-        Raises UserError on every rank after the first copy of a run if there is no room for a second one.
-        """
+    def _copy(self, step: int) -> None:
+        """Save ``step`` in memory alone, before the next step begins."""
         try:
-            self._save(memory, step)
-            self._copies_fail = False
+            self._save(step, to_disk=False)
         except SaveFailed as error:
-            if not self._copies_fail:
-                self._monitor.say(f"warning: checkpoint {error}; training continues")
-            self._copies_fail = True
-        if not self._job.first_step and step == self._config.checkpoint.memory_every_steps:
-            together(lambda: require_room(memory.directory / step_name(step), step))
+            self._judge_copy(str(error), step)
 
-    def _save(self, store: Store, step: int) -> None:
+    def _judge_copy(self, problem: str, step: int) -> None:
+        """Warn at the first of several copies in memory that fail.
+
+        Raises UserError on every rank after the first copy of a run if there is no room for further ones.
+        """
+        memory = self._store.memory
+        if memory is None:
+            return
+        if problem and not self._copies_fail:
+            self._monitor.say(f"warning: checkpoint {problem}; training continues")
+        self._copies_fail = bool(problem)
+        if self._is_first_copy:
+            self._is_first_copy = False
+            checkpoint = self._config.checkpoint
+            # The copy that replaces it, and one of which the disk's is being written.
+            more = 2 if checkpoint.keep else 1
+            copy = memory.directory / step_name(step)
+            try:
+                together(lambda: require_room(copy, checkpoint.memory_every_steps, more))
+            except UserError:
+                if memory.hosts.leads:
+                    keep_only(memory, 0)
+                raise
+
+    def _save(self, step: int, to_disk: bool = True) -> None:
         self.before_save()
         job = self._job
         extra = {  # part of the checkpoint format: these keys must not change
@@ -262,7 +279,7 @@ class Saver:
             "config": asdict(self._config),
             "best": best,
         }
-        store.save(
+        problem = self._store.save(
             step,
             job.model,
             job.optimizer,
@@ -270,7 +287,9 @@ class Saver:
             facts=facts,
             best=best,
             averages=None if job.ema is None else job.ema.averages,
+            to_disk=to_disk,
         )
+        self._judge_copy(problem, step)
 
     def _try(self, action: Callable[[], object], final: bool = False) -> None:
         """Call ``action``. Let its SaveFailed through if ``final``; otherwise warn."""
