@@ -316,15 +316,16 @@ OUTSIDE = [  # where names without dots may come from
 OTHERS = {  # names of others
     "a user's": """FOLDER/recipe/NAME.yaml configs/optim/NAME.yaml data.train logit_scale mine.py mine.yaml
         net.blocks opening.shards self.h self.mean self.w""",
-    "other packages'": """Accelerator.prepare ConfigStore.__deepcopy__ EventFileWriter GraphModule.recompile
+    "other packages'": """Accelerator.prepare ConfigStore.__deepcopy__ EventFileWriter Figure
+        GraphModule.recompile
         ModelParallelStrategy PeriodicModelAverager PostLocalSGDOptimizer apply_fsdp cpu_ram_efficient_loading
-        empty_init load_state merge_and_unload mixed_precision save_file save_pretrained""",
+        empty_init load_state merge_and_unload mixed_precision save_file save_pretrained timm.create_model""",
     "torch's arguments and private names": """FakeTensorMode _foreach _post_backward_hook_state autograd.grad
         create_graph find_unused_parameters foreach full_tensor p.full_tensor p.to_local param_dtype
         queue_callback reduce_dtype retain_graph use_orig_params""",
-    "the system's": "fcntl pickle",
+    "the system's": "fcntl flock pickle",
     "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 log.txt outputs/ result.json
-        smoke traces/ val/ weights""",
+        digits.safetensors.json         smoke traces/ val/ weights""",
     "of an earlier commit, which the text names": "shardtrain.recipes.bench.compare",
 }
 KNOWN = {name for names in OTHERS.values() for name in names.split()}

@@ -24,7 +24,7 @@ from shardtrain.job.evaluate import Scoring, evaluate
 from shardtrain.job.step import Step
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
-from shardtrain.train.saving import Best, RunState, Saver
+from shardtrain.train.saving import Best, RunState, Saver, Training
 from shardtrain.train.sweep import Outcome
 
 from pool import each_rank
@@ -227,10 +227,8 @@ def test_directions() -> None:
 
 
 def test_another_score_begins_anew() -> None:
-    training: Any = (
-        composed("+recipe=resnet", *TINY, "train.best=val/loss"),
-        *(MagicMock() for _ in range(3)),
-    )
+    config = composed("+recipe=resnet", *TINY, "train.best=val/loss")
+    training = Training(config, MagicMock(), MagicMock(), MagicMock())
     for tag, kept in (("val/acc1", False), ("val/loss", True)):
         best = Best(1, 50.0, tag)
         saver = Saver(training, MagicMock(), RunState(best), MagicMock())
