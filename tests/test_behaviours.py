@@ -61,6 +61,7 @@ def shard_and_die(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrapper", "limit_s", "expected"),
     [
@@ -80,6 +81,7 @@ def judged(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_the_command_judges_a_wrapper_of_ones_own(tmp_path: Path) -> None:
     """The one that the document shows."""
     (example,) = re.findall(r"```python\n(# mine.py\n.*?)```", DOCUMENT, re.DOTALL)

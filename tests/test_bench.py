@@ -184,6 +184,7 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     assert conditions["torch"] == torch.__version__
 
 
+@pytest.mark.long
 def test_one_command_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +229,7 @@ def test_memory_of_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert TITLES["ddp"] in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     words = "model=tiny", "rounds=100000", "warmup=0", "contenders=[fsdp2,ddp]", "device=cpu", "out=x.json"
     command = [sys.executable, str(BENCH / "steps.py"), *words]

@@ -58,6 +58,7 @@ def test_a_short_command_is_the_program(monkeypatch: Any, capsys: Any) -> None:
     assert "zero_init_residual:" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_short_command_finds_modules_in_the_working_directory(tmp_path: Path) -> None:
     """As a console script does, `-I` leaves the working directory out of `sys.path`."""
     (tmp_path / "mymodel.py").write_text("import torch\n\n\nclass Net(torch.nn.Flatten):\n    pass\n")
@@ -67,6 +68,7 @@ def test_a_short_command_finds_modules_in_the_working_directory(tmp_path: Path) 
     assert "mymodel has no builder Nett; did you mean Net?" in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
     done = in_a_shell(torchrun("+recipe=resnet", "train.batch_size=9"), tmp_path)
     message = "error: train.batch_size=9 is not divisible by 2 ranks × train.accumulate=1; 8 or 10 would fit"

@@ -196,6 +196,7 @@ def launches(model: nn.Module, dtype: torch.dtype) -> int:
     return footprint(lambda: contender, [[(x.to(dtype), y)]] * POOL, DEVICE)["launches"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "precision", "budget"),
     [

@@ -112,7 +112,7 @@ def sharded(inside: Inside, make: Callable[[], nn.Module] = OddNet, **options: A
     [
         (counting, checkpoint_blocks, False, True),
         pytest.param(Vit, both, True, True, marks=pytest.mark.long),
-        (dropping, both, False, False),
+        pytest.param(dropping, both, False, False, marks=pytest.mark.long),
     ],
 )
 @each_rank(3, transport="auto")
@@ -138,6 +138,7 @@ def test_blocks_compute_what_others_do(
     assert_same_parameters(model, replica, rounding)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_compiled_blocks_evaluate() -> None:
     """Evaluation at several sizes, whole parameters, then training again: few graphs, right results."""

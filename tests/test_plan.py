@@ -226,6 +226,7 @@ def test_kinds_are_told_apart() -> None:
     assert timeline.points[-1].phase == "update"
 
 
+@pytest.mark.long
 def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     muon = settings(*VIT, "world_size=4", "optim=muon")
     by_rank = [simulate(muon.config, replace(muon.question, rank=rank)) for rank in range(4)]
@@ -283,6 +284,7 @@ class Layers(nn.Sequential):
         super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
 
 
+@pytest.mark.long
 def test_the_host_does_as_much_for_1024_ranks_as_for_8() -> None:
     """Counted in functions called: in a step, which depends on the units alone, and in wrapping."""
     batch = torch.randn(2, 4)

@@ -252,6 +252,7 @@ def threads_of(folder: str, **environment: str) -> list[str]:
     return re.findall(r"\d threads? each", (Path(folder) / "log.txt").read_text())
 
 
+@pytest.mark.long
 def test_a_run_has_the_same_threads_alone_and_under_torchrun(on_ranks: Any, tmp_path: Path) -> None:
     """torchrun sets OMP_NUM_THREADS=1 where the user does not."""
     torchrun = {"TORCHELASTIC_RUN_ID": "none"}
