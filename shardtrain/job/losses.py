@@ -77,6 +77,11 @@ def sum_and_weight(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, 
     images = torch.tensor(float(len(labels)))
     if not len(labels):  # the mean over no image is not a number
         return images, images
+    if type(loss) is nn.CrossEntropyLoss and loss.weight is None and loss.ignore_index < 0:
+        # In fp64, so that the sum depends on no batch size.
+        smoothing = loss.label_smoothing
+        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return each.double().sum(), images
     return loss(logits, labels) * len(labels), images
 
 
