@@ -35,7 +35,6 @@ DENSE: dict[str, list[str]] = {
     ],
     "long function": [
         "shardtrain/engine/api.py",
-        "shardtrain/job/build.py",
     ],
 }
 

@@ -249,7 +249,7 @@ def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, exp
 
     def of_another_version(manifest: dict[str, Any]) -> None:
         facts = manifest["facts"]
-        del facts["channels"], facts["inference"], facts["config"]["train"]
+        del facts["inference"], facts["config"]["train"]
         facts["config"]["later"] = {"key": 1}
 
     run_dir = shutil.copytree(trained, tmp_path / "run")

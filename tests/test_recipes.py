@@ -20,13 +20,14 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.checkpoint.store import Newest
 from shardtrain.job import model
-from shardtrain.job.build import loss_of, lr_factor
+from shardtrain.job.build import lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
 from shardtrain.job.data import Batch, Share
 from shardtrain.job.data.feed import Mix
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.launch import run_dir
+from shardtrain.job.losses import CrossEntropy
 from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes.augment import Affine, Photo
@@ -366,7 +367,7 @@ def test_losses_of_hard_and_soft_labels(smoothing: float) -> None:
     logits = torch.randn(6, 5)
     labels = torch.tensor([0, 1, 2, 3, 4, 0])
     one_hot = F.one_hot(labels, 5).float()
-    loss = loss_of("cross_entropy", smoothing)
+    loss = CrossEntropy(smoothing=smoothing)
     torch.testing.assert_close(loss(logits, labels), loss(logits, one_hot))
     half = loss(logits, 0.5 * one_hot + 0.5 * one_hot.roll(1, 1))
     parts = [loss(logits, each) for each in (labels, (labels + 1) % 5)]

@@ -128,7 +128,9 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
         state = shardtrain.full_state_dict(model)
         files.write(files.weights, partial(write_weights, state))
         load_weights(plain, read_weights(files.weights), files.weights)
-        channels = facts.get("channels", keys.get("in_channels", 3))  # older checkpoints do not have it
+        channels = facts.get("channels", keys.get("in_channels", 3))  # of checkpoints without `inference`
+        if inference is not None:
+            channels = inference.channels
         images = torch.randn(IMAGES, channels, side, side, generator=torch.Generator().manual_seed(0))
         expected = model.eval()(images.to(device)).cpu()
         _require_equal(expected, plain.eval()(images), files.weights)

@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardtrain
 from shardtrain import device as devices
 from shardtrain.job import data
-from shardtrain.job.config import Config, ImageFolder, Parallel, Sched
+from shardtrain.job.config import Config, ImageFolder, Parallel, Sched, Train
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, not_valid, reading
 from shardtrain.job.evaluate import FEW_CLASSES, Evaluation, Scores, Scoring
 from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, inference_of
-from shardtrain.job.losses import Loss, WeightedCrossEntropy, weights_of
+from shardtrain.job.losses import CrossEntropy, Loss, weights_of
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
 from shardtrain.job.schema import typed
 from shardtrain.job.scores import chosen_scores, rehearse
@@ -49,7 +49,6 @@ class Job(NamedTuple):
     val: data.EvalFeed
     test: data.EvalFeed | None  # images evaluated once, at the end; they influence no decision
     device: torch.device  # of computation and batches; shards may lie in host memory
-    channels: int  # per image
     inference: Inference
     class_counts: Mapping[str, Mapping[str, int]]  # images by part (train, val, test) and class, where known
     steps: int
@@ -75,12 +74,7 @@ def build(
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
-    steps_per_epoch = len(images.train) // share.batch_size
-    if steps_per_epoch == 0 and not config.eval_only:
-        raise too_few_images(images, share)
-    steps_per_epoch = max(1, steps_per_epoch)  # an evaluation alone trains on no batch, so any size will do
-    steps = steps_per_epoch * config.train.epochs
-    steps = min(steps, config.train.max_steps or steps)
+    steps, steps_per_epoch = length_of(config, images, share)
 
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (share.micro_batch, images.channels)
@@ -91,22 +85,14 @@ def build(
     inference = inference_of(config, images, model)
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
-    init_from_images = getattr(model, "init_from_images", None)
-    if init_from_images is not None and first_step == 0 and not config.model.get("weights"):
-        shown, _ = images.train[list(range(min(SHOWN, len(images.train))))]
-        with shardtrain.unsharded(model):
-            init_from_images(data.Prepare(images, config.data.image_size, device)(shown))
+    if first_step == 0 and not config.model.get("weights"):
+        show_images(model, images, config.data.image_size, device)
     seed_process(device, config.seed, rank, first_step)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     factor = lr_factor(config.sched, steps, steps_per_epoch)
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
-    loss = loss_of(
-        config.train.loss,
-        config.train.label_smoothing,
-        config.allow,
-        weights_of(config.train.class_weights, images),
-    )
+    loss = loss_of(config.train, config.allow, weights_of(config.train.class_weights, images))
     if isinstance(loss, nn.Module):  # it may have weights
         loss.to(device)
     job = Job(
@@ -121,7 +107,6 @@ def build(
         val=val,
         test=test,
         device=device,
-        channels=images.channels,
         inference=inference,
         class_counts=images.counts,
         steps=steps,
@@ -132,6 +117,16 @@ def build(
         forward_flops=flops,
     )
     return job, config
+
+
+def length_of(config: Config, images: data.DataSet, share: data.Share) -> tuple[int, int]:
+    """Return the steps of the run, and of an epoch. Raises UserError if not one batch can be filled."""
+    per_epoch = len(images.train) // share.batch_size
+    if per_epoch == 0 and not config.eval_only:
+        raise too_few_images(images, share)
+    per_epoch = max(1, per_epoch)  # an evaluation alone trains on no batch, so any size will do
+    steps = per_epoch * config.train.epochs
+    return min(steps, config.train.max_steps or steps), per_epoch
 
 
 def too_few_images(images: data.DataSet, share: data.Share) -> UserError:
@@ -145,6 +140,15 @@ def too_few_images(images: data.DataSet, share: data.Share) -> UserError:
     fitting = parts << (most.bit_length() - 1)  # four steps or more per epoch
     length = counted(count // fitting, "step")
     return UserError(f"{message}; train.batch_size={fitting} makes {length} per epoch")
+
+
+def show_images(model: nn.Module, images: data.DataSet, side: int, device: torch.device) -> None:
+    """Give a sharded model's method `init_from_images`, if it has one, images as it will get them."""
+    init_from_images = getattr(model, "init_from_images", None)
+    if init_from_images is not None:
+        shown, _ = images.train[list(range(min(SHOWN, len(images.train))))]
+        with shardtrain.unsharded(model):
+            init_from_images(data.Prepare(images, side, device)(shown))
 
 
 def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
@@ -246,20 +250,15 @@ def feeds(
     return train, evaluated(images.val), evaluated(images.test) if images.test else None
 
 
-def loss_of(
-    name: str | Mapping[str, Any],
-    smoothing: float,
-    allow: Sequence[str] = (),
-    class_weights: Tensor | None = None,
-) -> Loss:
+def loss_of(train: Train, allow: Sequence[str] = (), class_weights: Tensor | None = None) -> Loss:
     """Return cross-entropy, weighted by classes or not, or what the keys of `train.loss` describe."""
+    name = train.loss
+    smoothing = train.label_smoothing
     if isinstance(name, Mapping):
         smoothed = {"label_smoothing": smoothing} if smoothing else {}  # refused where it has none
         loss: Loss = instantiate({**smoothed, **name}, "train.loss", Callable, allow)  # type: ignore[arg-type]
         return loss
-    if class_weights is not None:
-        return WeightedCrossEntropy(class_weights, smoothing)
-    return nn.CrossEntropyLoss(label_smoothing=smoothing)
+    return CrossEntropy(class_weights, smoothing)
 
 
 def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:

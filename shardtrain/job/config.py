@@ -115,9 +115,8 @@ class Images:
     repeats: int = at_least(1, mark=Mark.IMAGES)
     validation: float = at_least(0, mark=Mark.IMAGES)
     limit: int | None = at_least(1, mark=Mark.IMAGES)
-    classes: tuple[str, ...] | None = marked(
-        Mark.IMAGES | Mark.HIDDEN
-    )  # `completed` fills in what is open here
+    # `completed` fills in what is open of the next three.
+    classes: tuple[str, ...] | None = marked(Mark.IMAGES | Mark.HIDDEN)
     mean: tuple[float, ...] | None = at_least(0, at_most=1)
     std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)

@@ -15,7 +15,7 @@ from shardtrain import average_buffers, comm, introspect
 from shardtrain.job import tags
 from shardtrain.job.data import Batch
 from shardtrain.job.errors import UserError
-from shardtrain.job.losses import Loss, sum_and_weight
+from shardtrain.job.losses import CrossEntropy, Loss, sum_and_weight
 from shardtrain.job.scores import Gathering, Results, Score, results_of
 from shardtrain.optim.ema import Ema
 
@@ -62,7 +62,7 @@ def by_tag(names: Iterable[str], scores: Scores) -> dict[str, float]:
 class Scoring(NamedTuple):
     """Say what an evaluation computes."""
 
-    loss: Loss = nn.CrossEntropyLoss()
+    loss: Loss = CrossEntropy()
     mixed: bool = False  # labels are soft, as the loss has them in training
     metrics: Mapping[str, Metric] = MappingProxyType({})  # of each image; their means are scores
     functions: Mapping[str, Score] = MappingProxyType({})  # of all logits and labels

@@ -30,64 +30,67 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 CHUNK = 256  # images that are read at once for their labels
 
 
-class WeightedCrossEntropy(nn.Module):
-    """Compute cross-entropy in which each image counts by the weight of its class.
+class CrossEntropy(nn.Module):
+    """Compute cross-entropy in which all images count alike, or each by the weight of its class.
 
     A soft label has the mean weight of its classes. Outputs of the model beyond the data set's classes have
     weight 1; they matter to label smoothing alone.
     """
 
-    weight: Tensor  # float32 [classes]
+    weight: Tensor | None  # float32 [classes]
 
-    def __init__(self, weight: Tensor, smoothing: float = 0.0) -> None:
+    def __init__(self, weight: Tensor | None = None, smoothing: float = 0.0) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.smoothing = smoothing
 
     def weight_of(self, labels: Tensor) -> Tensor:
         """Return the sum of the images' weights: float64, 0-dim."""
+        if self.weight is None:
+            return torch.tensor(len(labels), dtype=torch.float64)
         if labels.ndim == 1:
             return self.weight[labels].double().sum()
-        columns = self._of_width(labels.shape[1])
+        columns = F.pad(self.weight, (0, labels.shape[1] - len(self.weight)), value=1.0)
         return (labels @ columns).double().sum()
 
     def total(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weighted sum over the images, float32, 0-dim."""
-        weight = self._of_width(logits.shape[1])
-        return F.cross_entropy(
-            logits.float(), labels, weight, reduction="sum", label_smoothing=self.smoothing
-        )
+        """Return the weighted sum over the images: float64, so that it depends on no batch size, 0-dim."""
+        weight = self.weight
+        if weight is not None:
+            weight = F.pad(weight, (0, logits.shape[1] - len(weight)), value=1.0)
+        smoothing = self.smoothing
+        each = F.cross_entropy(logits.float(), labels, weight, reduction="none", label_smoothing=smoothing)
+        return each.double().sum()
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted mean over the images of one batch, as torch's."""
+        if self.weight is None:
+            return F.cross_entropy(logits, labels, label_smoothing=self.smoothing)
         return self.over(self.weight_of(labels), logits, labels)
 
     def over(self, weight: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weighted sum over the images, divided by ``weight``, 0-dim."""
-        return self.total(logits, labels) / weight.float()
-
-    def _of_width(self, columns: int) -> Tensor:
-        return F.pad(self.weight, (0, columns - len(self.weight)), value=1.0)
+        """Return the weighted sum over the images, divided by ``weight``: float32, 0-dim."""
+        return (self.total(logits, labels) / weight).float()
 
 
 def sum_and_weight(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of ``loss`` over the images, none at all included, and what divides it for the mean."""
-    if isinstance(loss, WeightedCrossEntropy):
+    """Return the sum of ``loss`` over the images, none at all included, and what divides it for the mean.
+
+    Of a loss of one's own only the mean over a batch is known.
+    """
+    if isinstance(loss, CrossEntropy):
         return loss.total(logits, labels), loss.weight_of(labels)
     images = torch.tensor(float(len(labels)))
     if not len(labels):  # the mean over no image is not a number
         return images, images
-    if type(loss) is nn.CrossEntropyLoss and loss.weight is None and loss.ignore_index < 0:
-        # In fp64, so that the sum depends on no batch size.
-        smoothing = loss.label_smoothing
-        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        return each.double().sum(), images
     return loss(logits, labels) * len(labels), images
 
 
 def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
     """Return the lines that a run prints about its loss. Raises UserError for too few weights."""
-    if isinstance(loss, WeightedCrossEntropy):
+    if isinstance(loss, CrossEntropy):
+        if loss.weight is None:
+            return []
         weights = zip(classes, loss.weight.tolist(), strict=True)
         return ["class weights  " + ", ".join(f"{name} {weight:.4g}" for name, weight in weights)]
     weight = loss.weight if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None

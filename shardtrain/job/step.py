@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardtrain import clip_grad_norm_, introspect, no_sync, replay, virtual_rank
 from shardtrain.job.build import Job
 from shardtrain.job.evaluate import table_of, table_rows
-from shardtrain.job.losses import Loss, WeightedCrossEntropy
+from shardtrain.job.losses import CrossEntropy, Loss
 from shardtrain.optim import Ema, GradScaler
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -118,7 +118,7 @@ class Step(NamedTuple):
         ranks = introspect(self.model).virtual_ranks
         scale = self.scaler.scale
         loss = self.loss
-        if isinstance(loss, WeightedCrossEntropy):
+        if isinstance(loss, CrossEntropy) and loss.weight is not None:
             with phase("data"):
                 loaded = list(itertools.islice(batches, count))
             batches = iter(loaded)
@@ -151,7 +151,7 @@ class Step(NamedTuple):
             for number in ranks:
                 compute(number)
 
-    def _mean_weight(self, loss: WeightedCrossEntropy, batches: Sequence[Sequence[Any]]) -> Tensor:
+    def _mean_weight(self, loss: CrossEntropy, batches: Sequence[Sequence[Any]]) -> Tensor:
         """Return the weight of all images of the step, over the number of micro-batches of all ranks.
 
         Collective, with the same bits on any number of ranks that compute the same virtual ranks. The mean

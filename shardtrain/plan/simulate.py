@@ -73,7 +73,7 @@ def simulate(config: Config, question: Question) -> Plan:
             if question.rank:
                 model, optimizer = _sharded(config, question)
         ema = ema_of(model, config, steps_per_epoch=1)
-        loss = loss_of(config.train.loss, config.train.label_smoothing, config.allow)
+        loss = loss_of(config.train, config.allow)
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         side = config.data.image_size
         shape = (question.micro_batch, question.channels, side, side)
@@ -112,7 +112,7 @@ def plan_of(config: Config, job: Job) -> Plan:
         world_size=transport.all_ranks.world,
         replicate=transport.all_ranks.world // transport.world,
         micro_batch=job.train.share.micro_batch,
-        channels=job.channels,
+        channels=job.inference.channels,
         in_place=in_place,
         inbox=not (in_place or device.is_accelerator(job.device)),
     )

@@ -273,7 +273,6 @@ class Saver:
         best = None if self.best is None else self.best.step
         facts = {  # with the step they determine which images have been used
             "position": {"images": job.train.sampler.images},
-            "channels": job.channels,
             "inference": asdict(job.inference),
             "machine": machine(job.device),
             "config": asdict(self._config),

@@ -50,9 +50,8 @@ class DataSet(NamedTuple):
     std: tuple[float, ...]
     test: Batches | None = None
     train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
-    resize: int | None = (
-        None  # pixels of the shorter side before a centre crop; None: squares of whole images
-    )
+    # Pixels of the shorter side before a centre crop; None: squares of whole images.
+    resize: int | None = None
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
