@@ -158,7 +158,7 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
 
 
 def _check_own_file(path: Path, known: bool) -> None:
-    """Raise UserError for a user's file that cannot be read, or has a resolver, whose result would be stored.
+    """Raise UserError unless a user's file can be read, and has no resolver: its result would be stored.
 
     ``known``: whether it is in one of the program's groups. Other files need not be configurations.
     """

@@ -108,7 +108,7 @@ class Step(NamedTuple):
         *,
         first: bool = False,
     ) -> None:
-        """Reduce the gradients of ``count`` micro-batches.
+        """Compute the gradients of ``count`` micro-batches, and reduce them.
 
         ``seed`` is called with the number of each virtual rank, before its micro-batch. With ``again``, from
         such a number to its images and labels in this ``step``, a neighbour checks this rank by a replay.

@@ -237,7 +237,7 @@ class Saver:
             self._judge_copy(str(error), step)
 
     def _judge_copy(self, problem: str, step: int) -> None:
-        """Warn at the first of several copies in memory that fail.
+        """Warn of a copy in memory that failed, but not again while further ones fail.
 
         Raises UserError on every rank after the first copy of a run if there is no room for further ones.
         """

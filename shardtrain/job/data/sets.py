@@ -131,7 +131,7 @@ def _read(config: Data, allow: Sequence[str]) -> DataSet:
 
 
 def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
-    """Call the user's function, which returns a `DataSet`, or two of torch's; the second may be None."""
+    """Open what the user's function returns: a `DataSet`, or a pair of torch's, the second perhaps None."""
     found = f"data._target_={config._target_}"
     parts = _returned(config, allow)
     if isinstance(parts, DataSet):
