@@ -112,18 +112,30 @@ def _values(layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(layout.padded, generator=generator).to(dtype)
 
 
+def _filled(channel: Channel, whole: Tensor, layout: Layout) -> Flat:
+    """Allocate a unit of which each rank has its interval of ``whole``; all else is not a number.
+
+    Memory that was freed may hold the values of an earlier gather.
+    """
+    full, local = channel.allocate(layout, torch.empty(0, dtype=whole.dtype), whole.dtype)
+    channel.fence(ENTER)
+    full.fill_(float("nan"))
+    channel.fence(LEAVE)
+    channel.fence(ENTER)
+    local.copy_(whole[layout.interval(channel.rank)])
+    channel.fence(LEAVE)
+    return Flat(full, local, layout)
+
+
 def gathers(channel: Channel) -> None:
     """Every rank's interval arrives, also where intervals are empty or of other lengths."""
     for layout in _layouts(channel):
         for dtype in DTYPES:
             whole = _values(layout, 0, dtype)
-            full, local = channel.allocate(layout, torch.empty(0, dtype=dtype), dtype)
+            unit = _filled(channel, whole, layout)
             channel.fence(ENTER)
-            local.copy_(whole[layout.interval(channel.rank)])
-            channel.fence(LEAVE)
-            channel.fence(ENTER)
-            channel.gather("a unit", [Flat(full, local, layout)]).wait()
-            assert torch.equal(full, whole), f"gather of {dtype} by {layout}"
+            channel.gather("a unit", [unit]).wait()
+            assert torch.equal(unit.full, whole), f"gather of {dtype} by {layout}"
             channel.fence(LEAVE)
 
 
@@ -158,17 +170,15 @@ def reductions(channel: Channel) -> None:
 def many_at_once(channel: Channel) -> None:
     """Gathers and reductions under way together, waited for in another order."""
     layout = next(_layouts(channel))
-    full, local = channel.allocate(layout, torch.empty(0), torch.float32)
-    channel.fence(ENTER)
-    local.copy_(_values(layout, 0, torch.float32)[layout.interval(channel.rank)])
-    channel.fence(LEAVE)
+    whole = _values(layout, 0, torch.float32)
+    unit = _filled(channel, whole, layout)
     channel.fence(ENTER)
     reduction = _start_reduction(channel, layout, torch.float32)
-    pending = [channel.gather("a unit", [Flat(full, local, layout)]) for _ in range(MANY)]
+    pending = [channel.gather("a unit", [unit]) for _ in range(MANY)]
     for each in reversed(pending):
         each.wait()
     reduction.wait()
-    assert torch.equal(full, _values(layout, 0, torch.float32))
+    assert torch.equal(unit.full, whole)
     channel.fence(LEAVE)
 
 

@@ -402,8 +402,12 @@ def test_work_shows_in_processor_time_and_bytes(tmp_path: Path) -> None:
     assert not works(lambda: time.sleep(0.1))
     assert works(lambda: [sum(range(10**7)) for _ in range(4)])
     assert works(lambda: (tmp_path / "file").write_bytes(b"1"))
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as child:
         assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"1\n")  # it has started once it answers, and then waits
+        assert child.stdout.readline() == b"1\n"
+        until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
         assert not works(lambda: time.sleep(0.1))
         assert works(lambda: child.communicate(b"1"))
     guard_thread = in_guard(spin)
