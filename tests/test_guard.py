@@ -31,7 +31,7 @@ from shardtrain.comm.reports import Links, Reports
 from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
 
-from pool import Ranks, each_rank
+from pool import Pool, Ranks, each_rank
 from small import Block, OddNet, Parts, classify, mesh, raised_soon, sgd, shard, train, until
 
 
@@ -255,14 +255,24 @@ def is_killed(sizes: tuple[int, int] | None, where: str) -> None:
     assert re.match(rf"{named} ended: rank {dist.get_rank()} was at step 3, ", text), text
 
 
+def all_reduce() -> None:
+    comm.all_reduce(torch.ones(1))
+
+
+def all_to_all() -> None:
+    three = torch.zeros(3, 1)
+    comm.all_to_all([*three], [*three])
+
+
 @each_rank(3, transport="auto")
-def test_a_rank_that_ends_outside_of_models_is_named() -> None:
+@pytest.mark.parametrize("collective", [all_reduce, all_to_all])
+def test_a_rank_that_ends_outside_of_models_is_named(collective: Callable[[], object]) -> None:
     comm.guard_world()
     assert comm.all_reduce(torch.ones(1)).item() == 3
     if is_last():
         dist.destroy_process_group()
         return
-    told = raised_soon(comm.PeerLost, lambda: comm.all_reduce(torch.ones(1)))
+    told = raised_soon(comm.PeerLost, collective)
     where = "at a point between steps, all-reducing 4 bytes"
     assert told == f"rank 2 has ended: rank {dist.get_rank()} was {where}"
 
@@ -336,8 +346,7 @@ def read_for_ever(pipe: Path) -> None:
         file.read()
 
 
-@each_rank(2, 3)
-def test_a_rank_that_does_nothing_is_named_with_where_it_stands(tmp_path: Path) -> None:
+def do_nothing_on_the_last_rank(tmp_path: Path) -> None:
     model, optimizer = trained()
     pipe = tmp_path / "pipe"
     last = dist.get_world_size() - 1
@@ -361,6 +370,15 @@ def test_a_rank_that_does_nothing_is_named_with_where_it_stands(tmp_path: Path) 
     assert re.fullmatch(
         rf"{waited}; the main thread of rank {last} is at .*test_guard.py:\d+ in read_for_ever.*", text
     ), text
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_a_rank_that_does_nothing_is_named_with_where_it_stands(
+    world: int, transport: str, tmp_path: Path
+) -> None:
+    """In processes of their own: a thread that an earlier test left behind would be at work."""
+    Pool(fresh=True).run(transport, world, do_nothing_on_the_last_rank, tmp_path)
 
 
 @each_rank(2)

@@ -15,6 +15,8 @@ from shardtrain.checkpoint.manifest import file_name
 import pool
 from tiny import TINY, files_of
 
+pytestmark = pytest.mark.timeout(480)  # several waits of two minutes, so that each says what it waits for
+
 PROGRAM = ("-m", "shardtrain.train")
 EVERY_STEP = "checkpoint.memory_every_steps=1"
 OPTIONS = ("train.log_every=1", "optim.lr=0.003", "run.dir=run")
@@ -64,7 +66,7 @@ class Run:
 
     def wait_for(self, pattern: str, after: int = 0) -> int:
         """Wait until host 0 has said this after a position; return the position of its end."""
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 120
         while (match := re.compile(pattern, re.MULTILINE).search(self.said(), after)) is None:
             if time.monotonic() > deadline:
                 for host in self.two.hosts:  # every thread says where it is
@@ -73,6 +75,14 @@ class Run:
                 pytest.fail(f"no {pattern!r}: {self.said()}\n\nThe other host:\n{self.said(1)}")
             time.sleep(0.05)
         return match.end()
+
+    def start_together(self, *command: str) -> int:
+        """Start a rank on each host, and wait until the two train as one, some steps far.
+
+        The first host trains alone, and then anew, if the second comes later than `MEET` allows.
+        """
+        self.start_both(1, *command)
+        return self.wait_for(r"^world +2 ranks.*\n(.*\n)+?(step.*\n){20}")
 
     def codes(self) -> list[int]:
         return [self.running[side].wait(300) for side in (0, 1)]
@@ -148,10 +158,9 @@ def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
     """From 2 hosts to 1 and back, from checkpoints in a directory that both see, with the same losses."""
     endless = (*ENDLESS, "parallel.virtual_ranks=2")
     command = (*MEET.split(), "steady.py", *endless)
-    run.start_both(1, *command)
-    run.wait_for("^step +20/")
+    position = run.start_together(*command)
     run.two.hosts[1].end_all()
-    position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ")
+    position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ", position)
     position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\nstep", position)
     run.start(1, 1, *command)
     position = run.wait_for(r"^world +2 ranks.*\n.*\ncontinuing after step \d+ ", position)
@@ -182,8 +191,7 @@ def test_a_lost_host_costs_the_step_under_way(run: Run) -> None:
     never = ("sched=constant", "train.epochs=4000", "checkpoint.every_steps=1000000")
     endless = (*JOB, "parallel.virtual_ranks=2", *never)
     command = (*MEET.split(), "steady.py", *endless, EVERY_STEP)
-    run.start_both(1, *command)
-    position = run.wait_for("^step +20/")
+    position = run.start_together(*command)
     lose(run, 1, memory_too=True)
     position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ", position)
     position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\n(step.*\n)+", position)

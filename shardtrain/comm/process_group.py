@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -49,6 +49,12 @@ def guard_world() -> None:
     group = dist.group.WORLD
     if group is not None and group.size() > 1 and native.has_gloo(group):
         _guards[group] = Reports(group)
+
+
+def guarded(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+    """Guard messages of ``group`` within the block as part of its latest collective, if it has a guard."""
+    reports = None if group is None else _guards.get(group)
+    return nullcontext() if reports is None else reports.waiting(reports.paths.end - 1)
 
 
 class ProcessGroupTransport(Transport):

@@ -35,6 +35,7 @@ from shardtrain.comm.agreement import Row, check_agreement, start_sharing
 from shardtrain.comm.arithmetic import check_op, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.norms import refuse_pieces
+from shardtrain.comm.process_group import guarded
 from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement, count
 
 Op = dist.ReduceOp.RedOpType
@@ -244,7 +245,8 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
 
     if async_op:
         return Background(finish)
-    finish()
+    with guarded(group):
+        finish()
     return None
 
 
