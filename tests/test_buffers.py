@@ -453,6 +453,7 @@ def test_a_sample_of_the_product_has_the_same_bits_with_and_without_replays(on_r
     check_product(on_ranks, SAMPLE, (0,))
 
 
+@pytest.mark.long
 def test_muon_has_the_same_bits(on_ranks: Any) -> None:
     check_product(on_ranks, MUON, (0, 3))
 

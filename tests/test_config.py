@@ -309,6 +309,7 @@ def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> 
         assert words in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
     """One job is refused, one gives a loss that is no number; the other two train as they would alone."""
     swept = ("optim.lr=0.001,1e30", "train.batch_size=12,13")

@@ -116,6 +116,7 @@ def test_a_file_that_answers_otherwise_is_not_left(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None:
     out = tmp_path / "weights.safetensors"
     checkpoint = trained / "checkpoints/step-00000005"
@@ -150,6 +151,7 @@ def told(folder: Path, *arguments: str) -> str:
     return f"{ending}\n{said.getvalue()}"
 
 
+@pytest.mark.long
 def test_an_evaluation_alone_scores_test_images_too(tmp_path: Path, capsys: Any) -> None:
     for mode in (["eval_only=false"], ["eval_only=true", "train.batch_size=5000"]):
         capsys.readouterr()

@@ -418,7 +418,7 @@ def test_a_copy_is_refused_before_and_after_the_first_call() -> None:
         train(model)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.long)])
 @each_rank(2, transport="auto")
 def test_torch_compile_before_the_first_call(in_place: bool) -> None:
     """Of a module that no call has enclosed, which is sharded by that call."""

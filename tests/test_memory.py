@@ -196,7 +196,8 @@ def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path
     assert re.findall(r"continuing after step (\d+) of 10 ", log) == ["3", "6"]
 
 
-@pytest.mark.parametrize("damage", ["flipped", pytest.param("cut", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_damaged_memory_falls_back_to_the_disk(
     on_ranks: Ranks, tmp_path: Path, undisturbed: Path, damage: str
 ) -> None:
@@ -311,7 +312,7 @@ def anew_to_four(folder: str) -> None:
     assert run_to_end(folder, QUIET, "resume=none", at={5: crash}) == "RuntimeError crash"
 
 
-@pytest.mark.parametrize("abandoned_by", ["resume=none", "rm"])
+@pytest.mark.parametrize("abandoned_by", ["resume=none", pytest.param("rm", marks=pytest.mark.long)])
 def test_an_abandoned_run_is_not_continued(on_ranks: Ranks, tmp_path: Path, abandoned_by: str) -> None:
     folder = tmp_path / "run"
     crashed = functools.partial(run_in, at={8: crash})

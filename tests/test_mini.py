@@ -59,7 +59,7 @@ def losses_of(model: nn.Module, loss_of: Losses, lr: float = 1e-3) -> list[float
     return losses
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["walk", pytest.param("resnet", marks=pytest.mark.long)])
 @each_rank(2, 4, transport="auto")
 def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
     make, loss_of = MODELS[name]

@@ -124,7 +124,7 @@ CHANGES = "train.accumulate=2 parallel.precision=bf16 optim=adamw parallel.resha
     [
         (2, [*VIT, "parallel.transport=shared_memory"]),
         (2, [*VIT, MESSAGES, *CHANGES.split(), "ema.decay=0.9"]),
-        (1, [*DEEPER, MESSAGES, AGAIN]),
+        pytest.param(1, [*DEEPER, MESSAGES, AGAIN], marks=pytest.mark.long),
         (2, [*VIT, MESSAGES, "optim=muon"]),
         pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),
         pytest.param(4, [*VIT, "parallel.replicate=2", "parallel.precision=bf16"], marks=pytest.mark.long),

@@ -237,7 +237,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # others have all their parts
-AGAIN = {"resnet18_cifar10", "resnet20_cifar10", "resnet50_imagenet_v1"}
+AGAIN = {"resnet18_cifar10", "resnet20_cifar10", "resnet50_imagenet_v1", "resnet50_imagenet_v2"}
 
 
 @pytest.mark.parametrize(

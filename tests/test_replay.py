@@ -487,6 +487,7 @@ def test_mistakes_in_replays_are_named() -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_run_with_replays_has_the_same_bits(on_ranks: Any, tmp_path: Path) -> None:
     given = ("parallel.virtual_ranks=4", "train.mixup=0.2", "train.cutmix=1", QUIET)
     given = (*given, "augment=photo", "train.clip_grad_norm=1")

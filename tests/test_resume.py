@@ -204,6 +204,7 @@ def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
         assert [value for _, value in ours[tag]] == pytest.approx([v for _, v in theirs[tag]], rel=2e-4), tag
 
 
+@pytest.mark.long
 def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")
