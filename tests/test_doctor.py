@@ -39,7 +39,7 @@ def examined(fault: Callable[[Job], object] | None, *arguments: str) -> str:
     ("world", "arguments", "how"),
     [
         (1, [*LOW, "optim=adamw"], "bit for bit, updates to 1e-06"),
-        (2, ["parallel.transport=shared_memory", "optim=adamw"], "bit for bit, "),
+        (2, ["parallel.transport=shared_memory", "optim=adamw", "train.channels_last=true"], "bit for bit, "),
         pytest.param(3, [MESSAGES, *LOW], "bit for bit, ", marks=LONG),
         (2, ["parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, "),
         (2, [*LOW, "parallel.precision=bf16"], "to 0.05, updates to 0.05"),

@@ -163,7 +163,7 @@ class Twins:
                 comm.all_gather_into_tensor(gathered, own.contiguous())
                 mean = own.new_empty(own.numel())
                 merge([*gathered.view(self.world, -1)], mean, ReduceOp.AVG)
-                param.grad = mean.view_as(own)
+                param.grad = torch.empty_like(own).copy_(mean.view_as(own))  # in its order of memory
 
     def _update(self) -> None:
         """Clip and update both models, at the schedule's learning rate."""

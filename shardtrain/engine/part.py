@@ -106,7 +106,10 @@ def dense_stride(tensor: Tensor) -> Index:
 
 
 def in_memory_order(tensor: Tensor, stride: Index) -> Tensor:
-    """Return ``tensor`` as 1-D in the order of ``stride``: a view if it has these strides, else a copy."""
+    """Return ``tensor`` as 1-D in the order of ``stride``: a view if it has these strides, else a copy.
+
+    Gradients from autograd have their parameter's strides. What users assign may have others.
+    """
     if tensor.stride() != stride:
         ordered = empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)

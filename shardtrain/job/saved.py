@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -39,14 +41,29 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
     """Yield what differs between two configurations, nested as by `asdict`.
 
     A key that only one has is left out: another version has it, or another choice from its group, which has
-    another name. But of a model's own keys each counts.
+    another name. But of a callable's own keywords each counts, such as a model's, or an augmentation's. Where
+    one has no such key, its value is the default of the callable's parameter.
     """
     before = marked_values(saved)
     now = marked_values(config)
     for key, (_, mark) in {**before, **now}.items():
-        old, new = (values.get(key, (None,))[0] for values in (before, now))
+        default = None if key in MARKS else _default(config, key)
+        old, new = (values.get(key, (default,))[0] for values in (before, now))
         if old != new and (key not in MARKS or (key in before and key in now)):
             yield Change(key, old, new, mark)
+
+
+def _default(config: Mapping[str, Any], key: str) -> Any:
+    """Return the default of a callable's parameter, for a callable that has been imported; else None."""
+    section, _, name = key.rpartition(".")
+    node: Any = config
+    for part in section.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    path = str(node.get("_target_")) if isinstance(node, Mapping) else ""
+    module, _, function = path.rpartition(".")
+    target = getattr(sys.modules.get(module), function, None)
+    parameter = inspect.signature(target).parameters.get(name) if callable(target) else None
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 def as_saved(config: Config, saved: Mapping[str, Any], overrides: Sequence[str]) -> Config:
