@@ -660,6 +660,48 @@ def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> No
     assert_same_parameters(model, replica)
 
 
+def linears(place: Callable[[nn.Linear, nn.Linear], object]) -> nn.Sequential:
+    """Return two layers, of which ``place`` has decided in which memory their parameters lie."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    place(model[0], model[1])
+    return model
+
+
+def lie_apart(a: nn.Linear, b: nn.Linear) -> None:
+    memory = torch.randn(60)
+    a.weight.data = memory[:25].view(5, 5)
+    b.weight.data = memory[25:50].view(5, 5)
+    for layer in (a, b):
+        layer.register_buffer("both", memory[50:])
+
+
+@pytest.mark.parametrize(
+    ("place", "pair"),
+    [
+        (lambda a, b: setattr(b.weight, "data", a.weight.data), "parameter 0.weight and parameter 1.weight"),
+        (lambda a, b: setattr(a.bias, "data", b.weight.data[2]), "parameter 1.weight and parameter 0.bias"),
+        (lambda a, b: a.register_buffer("own", a.weight.detach()), "buffer 0.own and parameter 0.weight"),
+    ],
+)
+def test_parameters_that_share_memory_are_refused(place: Any, pair: str) -> None:
+    """Each would get memory of its own, and no longer be what the other is."""
+    with pytest.raises(ValueError, match=f"^{pair} share memory, and sharding would give each its own: tie"):
+        shardtrain.shard(linears(place))
+    model = linears(place)
+    shardtrain.shard(model, ignored=[model[0], model[1]])
+    shardtrain.shard(linears(lie_apart))
+    shardtrain.shard(linears(lambda a, b: setattr(b, "weight", a.weight)))
+
+
+@each_rank(2, transport="auto")
+def test_a_sparse_buffer_is_named() -> None:
+    model = linears(lambda a, _: a.register_buffer("own", torch.eye(3).to_sparse()))
+    with pytest.raises(
+        ValueError, match=r"^buffer 0.own is sparse, and ranks exchange .*: make it a plain attr"
+    ):
+        shard(model)
+
+
 @each_rank(3)
 def test_models_that_differ_between_ranks_are_refused_on_all() -> None:
     """Those of other shapes are a row."""

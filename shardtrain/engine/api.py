@@ -24,6 +24,7 @@ from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.transport import Transport
 from shardtrain.device import is_accelerator, is_deterministic, return_freed_memory
 from shardtrain.engine.deferred_init import InitialValues, become
+from shardtrain.engine.extents import require_apart, require_dense_buffers
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
@@ -301,6 +302,8 @@ def check(
                 "tensor subclass cannot be cut into pieces; convert it, or leave it whole with ignored=[...]"
             )
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    require_dense_buffers(module, comm.world_size())
+    require_apart(module, left_alone)
     if world > 1 and isinstance(transport, str) and not dist.is_initialized():
         raise RuntimeError(
             f"WORLD_SIZE is {world} but there is no process group: call "
