@@ -195,13 +195,6 @@ class HostCopy:
 # Memory.
 
 
-def total_memory(device: torch.device) -> int:
-    """Return the bytes of memory of ``device``, or of this host for the CPU."""
-    if is_accelerator(device):
-        return torch.accelerator.get_memory_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def keep_freed_memory() -> None:
     """Have glibc keep freed host memory for reuse. Otherwise it may return some in every step."""
     if tune := getattr(ctypes.CDLL(None), "mallopt", None):

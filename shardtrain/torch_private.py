@@ -1,7 +1,7 @@
 """List every private name of torch that this package uses, and find those that functions and classes have.
 
-A private name may be gone in any release of torch. So each has one row here: why it is used, with which
-versions it was tried, the public name that could replace it, and a test that fails without it.
+A private name may be gone in any release of torch. So each has one row here: why it is used, the public name
+that could replace it, and a test that fails without it.
 
 Functions and classes are attributes of this module, without their underscores: ``torch_private.NormBase``.
 They are looked up at their first use, so that a release without one breaks what needs it, and nothing else.
@@ -24,14 +24,12 @@ TRIED = "2.11 to 2.14"
 class Row(NamedTuple):
     """Say of one private name why it is used, and its ``test``, as ``file::function`` in tests.
 
-    ``public``: the public substitute, and why it does not serve; empty if there is none. ``tried``: versions
-    of torch.
+    ``public``: the public substitute, and why it does not serve; empty if there is none.
     """
 
     why: str
     test: str
     public: str = ""
-    tried: str = TRIED
 
 
 _STEP = "test_engine.py::test_losses_and_gradients_of_three_steps_equal_ddp_s"
@@ -221,17 +219,13 @@ def __getattr__(name: str) -> Any:
     """Return torch's private function or class ``name``. Raises ImportError if this torch has none."""
     if name not in _BY_NAME:
         raise AttributeError(f"module {__name__!r} has no row for {name!r}")
-    value = find(_BY_NAME[name], NAMES[_BY_NAME[name]])
-    globals()[name] = value
-    return value
-
-
-def find(path: str, row: Row) -> Any:
-    """Return what ``path`` names in this torch. Raises ImportError, naming it, if there is nothing."""
+    path = _BY_NAME[name]
     try:
-        return pkgutil.resolve_name(path)
+        value = pkgutil.resolve_name(path)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"torch {torch.__version__} has no {path.replace(':', '.')}, which shardtrain uses {row.why}: "
-            f"install a torch with which it was tried, {row.tried}"
+            f"torch {torch.__version__} has no {path.replace(':', '.')}, which shardtrain uses "
+            f"{NAMES[path].why}: install a torch with which it was tried, {TRIED}"
         ) from error
+    globals()[name] = value
+    return value

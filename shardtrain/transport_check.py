@@ -91,12 +91,12 @@ def broadcasts(channel: Channel) -> None:
 
 
 def all_reduces(channel: Channel) -> None:
-    """Sums and extremes of integers and of fp32."""
+    """Sums and extremes of integers and of fp32, also if they are not contiguous."""
     world = channel.world
     expected = {"sum": world * (world + 1) // 2, "max": world, "min": 1}
     for op, value in expected.items():
         for dtype in (torch.float32, torch.int64):
-            tensor = torch.full((5,), channel.rank + 1, dtype=dtype)
+            tensor = torch.full((5, 2), channel.rank + 1, dtype=dtype)[:, 0]
             channel.all_reduce(tensor, op)
             assert tensor.tolist() == [value] * 5, f"{op} of {dtype}: {tensor.tolist()}, expected {value}"
 

@@ -254,6 +254,9 @@ def test_without_a_process_group_the_input_is_the_output() -> None:
     comm.reduce_scatter(output, [torch.ones(1, 3)], comm.ReduceOp.AVG)
     finish(comm.all_to_all([output[0]], [torch.arange(3.0)], async_op=True), True)
     equal(output, [[0.0, 1.0, 2.0]])
+    for collective in (comm.all_reduce, comm.broadcast):
+        finish(collective(output, async_op=True), True)
+    equal(output, [[0.0, 1.0, 2.0]])
     with pytest.raises(ValueError, match=r"^all_to_all refused on every rank: rank 0: expected input_list"):
         comm.all_to_all([output[0]], [])
 
@@ -429,6 +432,20 @@ def test_all_reduce_takes_torchs_operations_too() -> None:
     for op, expected in (("sum", [2.0, 9.0]), ("max", [1.0, 5.0]), ("min", [1.0, 4.0])):
         equal(dist.all_reduce(mine.clone(), op), expected)
         equal(dist.all_reduce(mine.clone(), getattr(dist.ReduceOp, op.upper())), expected)
+
+
+@each_rank(2, transport="auto")
+def test_what_lies_between_the_elements_of_a_tensor_stays() -> None:
+    rank = dist.get_rank()
+    whole = torch.arange(6.0)
+    equal(dist.all_reduce(whole[::2]), [0.0, 4.0, 8.0])
+    equal(dist.broadcast(whole[1::2].add_(10 * rank), 1), [11.0, 13.0, 15.0])
+    equal(whole, [0.0, 11.0, 4.0, 13.0, 8.0, 15.0])
+    for collective in (dist.all_reduce, dist.broadcast):
+        with pytest.raises(
+            ValueError, match=r"^expected a contiguous tensor with async_op, found strides \(2,\)"
+        ):
+            collective(whole[::2], async_op=True)
 
 
 @each_rank(3, transport="auto")

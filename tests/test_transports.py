@@ -373,7 +373,7 @@ def test_the_backends_own_collectives_serve_as_well() -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
     model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
     transport = shardtrain.introspect(model).transport
-    for part in (transport.inner, transport.across):
+    for part in (transport, transport.across):
         part.transport.has_gloo = False
     train_alike(model, replica)
     assert_replicas_are_equal(model)

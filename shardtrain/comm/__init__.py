@@ -28,9 +28,7 @@ from torch import Tensor
 from torch.distributed import (
     ReduceOp,
     Work,
-    all_gather,
     destroy_process_group,
-    gather,
     get_rank,
     get_world_size,
     init_process_group,
@@ -38,10 +36,10 @@ from torch.distributed import (
     new_group,
     recv,
     reduce_op,
-    scatter,
     send,
 )
 
+from shardtrain.comm import public
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.channel import Channel, Ranks
@@ -51,12 +49,16 @@ from shardtrain.comm.norms import refuse_pieces
 from shardtrain.comm.opening import TRANSPORTS, open_transport, ranks_by_host
 from shardtrain.comm.process_group import ProcessGroupTransport, guard_world
 from shardtrain.comm.public import (
+    Background,
     Group,
+    all_gather,
     all_gather_into_tensor,
     all_to_all,
     all_to_all_single,
+    gather,
     reduce_scatter,
     reduce_scatter_tensor,
+    scatter,
 )
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, Meter, Wait, count, meter
@@ -93,24 +95,32 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async
     name = op if isinstance(op, str) else op_name(op).lower()
     if name not in ("sum", "max", "min"):
         raise ValueError(f"expected op to be ReduceOp.SUM, MAX or MIN, found {op}")
-    if async_op:
-        world = dist.get_world_size(group)
-        count(ALL_REDUCE, [2 * tensor.nbytes * (world - 1) // world])
+    ranks = plain_transport(group)
+    if async_op and ranks.world > 1:
+        _require_contiguous(tensor)
+        count(ALL_REDUCE, [2 * tensor.nbytes * (ranks.world - 1) // ranks.world])
         return dist.all_reduce(tensor, getattr(ReduceOp, name.upper()), group, async_op=True)
-    plain_transport(group).all_reduce(tensor, name)
-    return tensor
+    ranks.all_reduce(tensor, name)
+    return Background(lambda: None) if async_op else tensor
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op: bool = False) -> Any:
     """Overwrite ``tensor`` with rank ``src``'s on every rank of ``group``. Returns as `all_reduce`."""
     refuse_pieces("broadcast", [tensor])
-    if async_op:
-        count(BROADCAST, [tensor.nbytes * (dist.get_world_size(group) - 1) if dist.get_rank() == src else 0])
-        return dist.broadcast(tensor, src, group, async_op=True)
     ranks = plain_transport(group)
+    if async_op and ranks.world > 1:
+        _require_contiguous(tensor)
+        count(BROADCAST, [tensor.nbytes * (ranks.world - 1) if dist.get_rank() == src else 0])
+        return dist.broadcast(tensor, src, group, async_op=True)
     if ranks.world > 1:
         ranks.broadcast(tensor, src if group is None else dist.get_group_rank(group, src))
-    return tensor
+    return Background(lambda: None) if async_op else tensor
+
+
+def _require_contiguous(tensor: Tensor) -> None:
+    """Raise ValueError where gloo would read and write elements between those of ``tensor``."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"expected a contiguous tensor with async_op, found strides {tensor.stride()}")
 
 
 def plain_transport(group: Group | None = None) -> Ranks:
@@ -123,4 +133,4 @@ def plain_transport(group: Group | None = None) -> Ranks:
 
 def barrier(*args: Any, **keywords: Any) -> Any:
     """Call torch's ``barrier``; do nothing without a process group."""
-    return dist.barrier(*args, **keywords) if dist.is_initialized() else None
+    return public.barrier(*args, **keywords) if dist.is_initialized() else None

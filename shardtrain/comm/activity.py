@@ -76,9 +76,10 @@ def _spent() -> _Spent:
 def _descendants(process: int) -> list[int]:
     """Return the processes that ``process`` has started, and those that these have started."""
     processes = list[int]()
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in map(int, _read(file).split()):
-            processes += [child, *_descendants(child)]
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{process}/task"):
+            for child in map(int, _read(Path(f"/proc/{process}/task/{thread}/children")).split()):
+                processes += [child, *_descendants(child)]
     return processes
 
 
@@ -99,7 +100,7 @@ def _bytes(file: str, names: tuple[str, ...]) -> int:
 
 def _read(file: Path) -> str:
     with suppress(OSError):  # no such system, or the thread or process has ended
-        return file.read_text()
+        return file.read_text(errors="replace")  # a process may have any name
     return ""
 
 

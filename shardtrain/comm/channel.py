@@ -169,24 +169,3 @@ class Channel:
 
 
 Ranks = Channel  # where `Channel.all_ranks` is meant
-
-
-class ChannelWrapper(Channel):
-    """Wrap the channel ``inner``, and forward all that subclasses do not override."""
-
-    def __init__(self, inner: Channel, all_ranks: Channel | None = None) -> None:
-        super().__init__(inner.transport, all_ranks or inner.all_ranks, inner.guard)
-        self.inner = inner
-        self.stages = inner.stages
-
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.inner.allocate(layout, like, reduced)
-
-    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        return self.inner.gradient(layout, like)
-
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
-        return self.inner.gather(name, flats)
-
-    def fence(self, what: Movement, name: str = "the model") -> None:
-        self.inner.fence(what, name)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardtrain.comm import native
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.channel import Channel, Ranks
-from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.process_group import ProcessGroupTransport, guarded
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.signals import connect
@@ -50,7 +50,8 @@ class Opening:
         groups: Sequence[Sequence[int]] | None = None,
         inside: dist.ProcessGroup | None = None,
     ) -> None:
-        reports = Reports(group) if native.has_gloo(group) else None
+        with guarded(group):
+            reports = Reports(group) if native.has_gloo(group) else None
         self.messages = ProcessGroupTransport(group, reports)
         self.shards = self.messages
         self.all_ranks = Channel(self.messages)

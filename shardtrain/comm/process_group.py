@@ -51,10 +51,10 @@ def guard_world() -> None:
         _guards[group] = Reports(group)
 
 
-def guarded(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-    """Guard messages of ``group`` within the block as part of its latest collective, if it has a guard."""
-    reports = None if group is None else _guards.get(group)
-    return nullcontext() if reports is None else reports.waiting(reports.paths.end - 1)
+def guarded(group: object) -> AbstractContextManager[None]:
+    """Guard the block as part of the latest collective of ``group``, if that is a group with a guard."""
+    reports = _guards.get(group) if isinstance(group, dist.ProcessGroup) else None
+    return reports.waiting(reports.paths.end - 1) if reports else nullcontext()
 
 
 class ProcessGroupTransport(Transport):
@@ -104,7 +104,8 @@ class ProcessGroupTransport(Transport):
         if row is not None:
             own_row = torch.tensor(row, device=self._device_types[0])
             table = own_row.new_empty(2 * self.group.size())
-            native.all_gather(table, own_row, self.group)
+            with self._waiting(self._paths.end - 1):
+                native.all_gather(table, own_row, self.group)
             numbers = table.tolist()
             self._paths.compare_hashes(dict(enumerate(zip(numbers[::2], numbers[1::2], strict=True))))
 
@@ -126,13 +127,9 @@ class ProcessGroupTransport(Transport):
         return self._average_in_two_stages(gradients, means.wait())
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        target = tensor.detach()
-        dense = target.contiguous()
-        # As bytes, since gloo does not know all dtypes: neither int16 nor fp8.
-        with self._handshake(dense.view(-1).view(torch.uint8)) as moved:
-            dist.broadcast(moved, group=self.group, group_src=src)
-        if dense is not target:
-            target.copy_(dense)
+        with self._handshake(tensor) as moved:
+            # As bytes, since gloo does not know all dtypes: neither int16 nor fp8.
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=src)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         with self._handshake(tensor) as moved:
@@ -206,32 +203,35 @@ class ProcessGroupTransport(Transport):
     def _watched(self, starts: Sequence[Start[T]], call: Call | None = None) -> Pending[list[T]]:
         """Start the messages of every segment, each with its own tag, under the guard."""
         call = call or self._call
-        reports = self.reports
         mailbox = self._mailbox
-        with nullcontext() if reports is None else reports.waiting(call.position):
+        with self._waiting(call.position):
             moving = list[Pending[T]]()
             for index, start in enumerate(starts, call.messages):
                 moving.append(start(mailbox, collective_tag(call.position, call.digest, index)))
         together = Pending(lambda: [pending.wait() for pending in moving])
-        return together if reports is None else reports.watch(call.position, together)
+        return together if self.reports is None else self.reports.watch(call.position, together)
+
+    def _waiting(self, position: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.reports is None else self.reports.waiting(position)
 
     @contextmanager
     def _handshake(self, tensor: Tensor) -> Iterator[Tensor]:
         """Make sure that all ranks call the same collective of the backend, on the yielded tensor.
 
         Gloo does not check that, so ranks first exchange messages, whose tags match only if the calls do.
-        The yielded tensor is ``tensor``, or a copy of it on a device that the backend supports.
+        The yielded tensor is ``tensor``, or a contiguous copy of it on a device that the backend supports.
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
-        moved = tensor if tensor.device.type in self._device_types else tensor.to(self._device_types[0])
-        if self.reports is None:
-            yield moved
-        else:
-            position = self._paths.end - 1
+        tensor = tensor.detach()
+        is_supported = tensor.device.type in self._device_types
+        # Gloo takes as many elements from the first one on, whatever the strides.
+        moved = tensor.to(tensor.device if is_supported else self._device_types[0]).contiguous()
+        position = self._paths.end - 1
+        if self.reports is not None:
             token = torch.zeros(self.world, 1)
             self._send_to_all([(token[self.rank], list(token))]).wait()
-            with self.reports.waiting(position):
-                yield moved
+        with self._waiting(position):
+            yield moved
         if moved is not tensor:
             tensor.copy_(moved)
 

@@ -220,6 +220,24 @@ def all_to_all_single(
     return _run(Call("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single), group, async_op)
 
 
+def _guarded(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap torch's ``function``, so that a rank that is lost meanwhile is named."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        groups = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, Group))
+        with guarded(next(groups, dist.group.WORLD)):
+            return function(*args, **kwargs)
+
+    return call
+
+
+all_gather = _guarded(dist.all_gather)
+barrier = _guarded(dist.barrier)
+gather = _guarded(dist.gather)
+scatter = _guarded(dist.scatter)
+
+
 def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     """Check the arguments, agree with the other ranks, and run the collective."""
     group = group or dist.group.WORLD
@@ -233,19 +251,19 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     # The others must learn of any error, or they would wait for this rank until the time-out.
     except Exception as error:
         row = Row(str(error), True, 0, [0] * world, [0] * world)
-    # Started here, since rows of different ranks meet in the order of the calls, not of the threads.
-    rows = start_sharing(row, group, rank)
-    on_cpu = row.is_wrong or call.input.items[0].is_cpu
-    if not (group is None or world == 1 or (native.has_gloo(group) and on_cpu)):
-        check_agreement(call.name, rows())
-        return _backends_own(call)(group=group, async_op=async_op)
-
-    def finish() -> None:
-        _move(call, Mailbox(group, rank, world), check_agreement(call.name, rows()))
-
-    if async_op:
-        return Background(finish)
     with guarded(group):
+        # Started here, since rows of different ranks meet in the order of the calls, not of the threads.
+        rows = start_sharing(row, group, rank)
+        on_cpu = row.is_wrong or call.input.items[0].is_cpu
+        if not (group is None or world == 1 or (native.has_gloo(group) and on_cpu)):
+            check_agreement(call.name, rows())
+            return _backends_own(call)(group=group, async_op=async_op)
+
+        def finish() -> None:
+            _move(call, Mailbox(group, rank, world), check_agreement(call.name, rows()))
+
+        if async_op:
+            return Background(finish, group)
         finish()
     return None
 
@@ -253,8 +271,9 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
 class Background(Work):
     """Run ``move`` in a thread, since gloo reports an arrived message only to a thread that waits for it."""
 
-    def __init__(self, move: Callable[[], None]) -> None:
+    def __init__(self, move: Callable[[], None], group: Group | None = None) -> None:
         super().__init__()
+        self._group = group
         self._end = Future[None]()
         Thread(target=self._run, args=(move, torch.is_inference_mode_enabled()), daemon=True).start()
 
@@ -268,7 +287,8 @@ class Background(Work):
             self._end.set_exception(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._end.result(None if timeout is None else timeout.total_seconds())
+        with guarded(self._group):
+            self._end.result(None if timeout is None else timeout.total_seconds())
         return True
 
     def is_completed(self) -> bool:

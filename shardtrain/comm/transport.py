@@ -62,10 +62,6 @@ class Gradient(NamedTuple):
         """Bytes that this rank sends to other ranks."""
         return (self.layout.padded - self.layout.length(self.rank)) * self.full.element_size()
 
-    def of_a_stage(self) -> Gradient:
-        """Return the same, for a stage of the reduction that another follows: with ``terms`` it only sums."""
-        return self._replace(terms=min(self.terms, 1))
-
     def new_mean(self) -> Tensor:
         """Allocate the mean of this rank's interval: 1-D, uninitialized."""
         return self.full.new_empty(self.layout.length(self.rank), dtype=self.dtype)

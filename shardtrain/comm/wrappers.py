@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import device as devices
-from shardtrain.comm.channel import Channel, ChannelWrapper
+from shardtrain.comm.channel import Channel
 from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import open_inbox
 from shardtrain.comm.trace import LEAVE, Movement
@@ -19,7 +19,7 @@ from shardtrain.device import current_stream
 from shardtrain.layout import Layout
 
 
-class Offloaded(ChannelWrapper):
+class Offloaded(Channel):
     """Run ``inner``'s collectives on ``device``, for shards that lie in host memory.
 
     At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks, a unit of 4 elements::
@@ -43,7 +43,9 @@ class Offloaded(ChannelWrapper):
 
     def __init__(self, inner: Channel, device: torch.device) -> None:
         assert not inner.in_place or inner.world == 1
-        super().__init__(inner)
+        super().__init__(inner.transport, inner.all_ranks, inner.guard)
+        self.inner = inner
+        self.stages = inner.stages
         self.device = device
         self.in_place = False
         self._stream = devices.new_stream(device)
@@ -92,7 +94,7 @@ class Offloaded(ChannelWrapper):
 
     def fence(self, what: Movement, name: str = "the model") -> None:
         """Run ``inner``'s fence; at ``LEAVE``, also wait until gradients have arrived in host memory."""
-        super().fence(what, name)
+        self.inner.fence(what, name)
         if what is LEAVE and self._downloaded is not None:
             self._downloaded.synchronize()
             self._downloaded = None
@@ -101,7 +103,7 @@ class Offloaded(ChannelWrapper):
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._stream is not None)
 
 
-class Replicated(ChannelWrapper):
+class Replicated(Channel):
     """Train several shard groups, each with a full copy of the model, as one: hybrid sharding (HSDP).
 
     A rank exchanges parameters ``inside`` its shard group only. Gradients are averaged there first. Then the
@@ -127,12 +129,13 @@ class Replicated(ChannelWrapper):
     def __init__(
         self, inside: Channel, across: Channel, all_ranks: Channel, groups: Sequence[Sequence[int]]
     ) -> None:
-        super().__init__(inside, all_ranks)
+        super().__init__(inside.transport, all_ranks, inside.guard)
         self.stages = groups
         self.across = across
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
-        means = self.inner.reduce(name, [gradient.of_a_stage() for gradient in gradients])
+        # With ``terms`` the first stage only sums.
+        means = super().reduce(name, [each._replace(terms=min(each.terms, 1)) for each in gradients])
         if self.in_place:
             means.wait()
         elif gradients[0].terms or not devices.on_accelerator(gradients[0].full):
@@ -140,7 +143,8 @@ class Replicated(ChannelWrapper):
         return self.across.average(name, gradients, means)
 
     def fence(self, what: Movement, name: str = "the model") -> None:
-        (self.inner if self.world > 1 else self.all_ranks).fence(what, name)
+        fence = super().fence if self.world > 1 else self.all_ranks.fence
+        fence(what, name)
 
 
 class Simulated(Alone):
