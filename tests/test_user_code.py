@@ -33,6 +33,7 @@ from pool import each_rank
 from small import (
     Block,
     OddNet,
+    Parts,
     assert_same_parameters,
     classify,
     like_a_replica,
@@ -84,6 +85,44 @@ def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
         model.blocks[0](model.blocks[1](x)).sum().backward()
         assert all(param.grad is not None for param in model.blocks[1].parameters())
         sgd(model).step()
+
+
+@each_rank(2, transport="auto")
+def test_a_graph_from_before_a_backward_that_failed_is_reduced() -> None:
+    model, replica = sharded_and_replica(Net, units=[Unit])
+    older = model(batch(0)).square().mean()
+    newer = model(batch(1)).square().mean()
+    handle = model.head.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        newer.backward()
+    handle.remove()
+    older.backward()
+    replica(batch(0)).square().mean().backward()
+    for net in (model, replica):
+        sgd(net).step()
+    assert_same_parameters(model, replica)
+
+
+def twice(self: Any, x: torch.Tensor) -> Any:
+    if x.shape[1] == 5:
+        return self(self.blocks[0](self.stem(x))) + self.head(self.blocks[1](torch.ones(1, 7)))
+    return self.head(self.blocks[1](x)) * self.scale
+
+
+@each_rank(2, transport="auto")
+def test_a_root_that_calls_itself() -> None:
+    like_a_replica(lambda: Net(root=twice), squares, units=[Unit])
+
+
+def test_a_backward_inside_a_forward_in_another_dtype() -> None:
+    """A vector, whose local shard has the shape of the whole on a single rank."""
+
+    def learn(self: Any, x: torch.Tensor) -> None:
+        self.layer(x).sum().backward()
+
+    model = Parts(learn, layer=nn.Linear(3, 3))
+    shardtrain.shard(model, precision=shardtrain.Precision(param=torch.bfloat16))(torch.ones(2, 3))
+    assert model.layer.bias.grad.dtype is torch.float32
 
 
 # refusals
@@ -552,8 +591,7 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     }.items():
         assert raised_soon(ValueError, call).startswith(f"{what} {waiting}")
     model.float()
-    for param in model.parameters():
-        param.grad.mul_(2.0)
+    model.blocks[2].conv.weight.grad.mul_(2.0)  # of the last unit, so that others have been looked at
     assert "was changed while it waits under no_sync" in raised_soon(ValueError, backward)
     optimizer.zero_grad()
     train_alike(model, replica)

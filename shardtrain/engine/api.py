@@ -217,7 +217,7 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     micro_batch, is_last = virtual.place(number)
     driver.micro_batch = micro_batch
     if seed is not None:
-        seed_random_numbers(engine.device, seed, step, number)
+        seed_random_numbers(engine.driver.device, seed, step, number)
     try:
         with _reducing(engine, is_last):
             yield

@@ -6,6 +6,7 @@ is no decision: fences between ranks that share memory, refusals of edits, gradi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,12 @@ class Driver:
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
         self._captured: list[str] = []  # parameters whose gradient autograd did not keep
+        self._callback: weakref.ref[Callable[[], None]]  # autograd's, which ends this backward
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the first parameters compute; the CPU for a model without parameters."""
+        return next((unit for unit in self.units if unit.segments), self.root).device
 
     @property
     def is_idle(self) -> bool:
@@ -72,7 +79,7 @@ class Driver:
     def _fence(self, what: Movement) -> None:
         for name in self.steps.take() if what is ENTER else ():
             self.root.transport.fence(STEP, name)
-        with waiting(what, "the model", self.root.device):
+        with waiting(what, "the model", self.device):
             self.root.transport.fence(what)
 
     # verbs: what the schedule decides
@@ -226,6 +233,7 @@ class Driver:
 
     def _reach(self, forward: Forward[Unit], unit: Unit, moment: int, _: object) -> None:
         """Autograd runs a node that ``unit`` made after ``moment``, in ``forward``."""
+        self.reset_failed_backward()
         if self.schedule.backward is None:
             self._begin_backward(forward)
         self.schedule.reach(forward, unit, moment)
@@ -241,18 +249,19 @@ class Driver:
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
         self.refuse_edits()
-        put_aside = []
+        # First, so that a refusal below is an error in backward, after which all gradients are dropped.
+        self.schedule.begin_backward(forward, self._training())
+        callback = self._end_backward
+        self._callback = weakref.ref(callback)
+        torch_private.execution_engine.queue_callback(callback)
         for unit in self.units:
             self.reductions[unit].begin_backward()
             for member in unit.members:
                 postpone(member.param)
                 if (grad := member.take_grad()) is not None:
-                    put_aside.append((member, grad))
-        self._put_aside = put_aside
-        self.schedule.begin_backward(forward, self._training())
+                    self._put_aside.append((member, grad))
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)
-        torch_private.execution_engine.queue_callback(self._end_backward)
 
     def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
         """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
@@ -267,6 +276,7 @@ class Driver:
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
         # The root's, used after forward; or shown as a shard since (`show_shards`).
+        self.reset_failed_backward()
         if schedule.backward is None:
             self._begin_backward(schedule.forward)
         schedule.arrive(unit)
@@ -290,7 +300,7 @@ class Driver:
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.transport.uploads:
-            finish_downloads(self.root.device)
+            finish_downloads(self.device)
         call_postponed(params)
 
     def require_reduced(self, what: str) -> None:
@@ -310,8 +320,8 @@ class Driver:
         """
         if self.schedule.backward is None:
             return
-        is_inside_autograd = torch_private.current_graph_task_id() != -1
-        if not is_inside_autograd:
+        # Autograd forgets its callback if it fails. On an accelerator it may do so a moment later.
+        if self._callback() is None or torch_private.current_graph_task_id() == -1:
             self.drop_backward()
 
     def drop_backward(self) -> None:

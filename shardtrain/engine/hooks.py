@@ -65,11 +65,6 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which the first unit computes; the CPU for a model without parameters."""
-        return self.segments[0].full.device if self.segments else torch.device("cpu")
-
     # attaching
 
     def attach(self) -> None:
@@ -184,7 +179,7 @@ class Calls:
         @user_code.undisturbed
         def begin() -> None:
             engine.adopt_changes()
-            if is_root:
+            if is_root and unit not in driver.schedule.calls:  # a root may call itself
                 driver.begin_forward()
             driver.begin_call(unit)
 
@@ -193,7 +188,7 @@ class Calls:
             if error is not None and driver.under_way[0] != "backward":
                 note_shards(error, engine.units)
             driver.end_call(unit, outputs, error is not None)
-            if is_root:
+            if is_root and unit not in driver.schedule.calls:
                 driver.end_forward(error is not None)
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

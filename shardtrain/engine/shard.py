@@ -122,8 +122,7 @@ class ShardedParam:
         if self.owners is not None and not isinstance(grad, GradientPiece):
             grad = GradientPiece.of(grad, self.owners)
         shown = self.param.data
-        if shown.shape != grad.shape:  # torch compares them
-            self.param.data = self.local_view
+        self.param.data = self.local_view  # torch compares shapes, dtypes and devices
         self.param.grad = grad
         self.param.data = shown
 
