@@ -149,9 +149,11 @@ def test_calls_are_refused() -> None:
     around = nn.Sequential(model, nn.Linear(3, 3))
     on_cpu = init_device_mesh("cpu", (2,))
     classes = r"^units must be module classes, a callable, a dict of UnitOptions or 'blocks', got \('Unit'"
+    linear = nn.Linear(3, 3)
+    options = shardtrain.UnitOptions()
     precision = r"^precision must be a shardtrain.Precision, such as Precision\(param=torch.bfloat16\), "
     for message, call in (
-        ("^Net is sharded already", lambda: shard(sharded())),
+        ("^Net is sharded already", lambda: shard(sharded(units=Unit))),
         ("^0 is sharded already", lambda: shard(nn.Sequential(sharded()))),
         ("^0 is sharded already", lambda: shard(nn.Sequential(sharded().blocks[0]))),  # of another model
         ("^the root is a ModuleList, which has no forward", lambda: shard(nn.ModuleList([Net()]))),
@@ -159,6 +161,11 @@ def test_calls_are_refused() -> None:
         ("^units names LSTM, but the model has no such module", lambda: sharded(units=[nn.LSTM, Unit])),
         (classes, lambda: sharded(units=["Unit"])),
         (classes, lambda: sharded(units="Unit")),
+        (r"^units must be module classes, .*, got \(3,\)", lambda: sharded(units=3)),
+        ("^units must be module classes, .*, got .Linear", lambda: sharded(units={linear: precision})),
+        ("^units=Linear: expected modules inside the one that is", lambda: sharded(units={linear: options})),
+        ("^ignored must hold modules and parameters, got str", lambda: sharded(ignored=["head"])),
+        ("^ignored must hold modules and parameters, got Tensor", lambda: sharded(ignored=linear.weight)),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
         ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),

@@ -40,10 +40,8 @@ class Driver:
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
-        # Called with whether the backward that begins reduces: virtual ranks refuse some.
-        self.before_backward: Callable[[bool], None] = lambda reduces: None
+        self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.steps = Steps()  # of optimizers since the last forward
-        self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
@@ -128,7 +126,7 @@ class Driver:
         self.forget_nodes()
 
     def forget_nodes(self) -> None:
-        """Give computations on full parameters and users' computations on shards different nodes."""
+        """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
         for unit in self.units if torch.is_grad_enabled() else ():
             for segment in unit.segments if unit.shown is Shown.SHARD else ():
                 segment.forget_nodes()
@@ -242,7 +240,7 @@ class Driver:
         """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
         if self.root.shown is Shown.PRIVATE:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
-        self.before_backward(not self.schedule.accumulates)
+        self.before_backward()
         if torch.is_grad_enabled():
             raise ValueError(
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "

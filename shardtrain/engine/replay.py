@@ -116,12 +116,12 @@ def recording(
                     add(record.outputs, name, leaf)
 
     with ExitStack() as stack:
-        hooks = [module.get_submodule(name).register_forward_hook(partial(output, name)) for name in names]
+        for name in names:
+            hooked = module.get_submodule(name)
+            stack.enter_context(hooked.register_forward_hook(partial(output, name)))
         for name, param in module.named_parameters():
             if param.requires_grad:
-                hooks.append(param.register_hook(partial(add, record.gradients, name)))
-        for hook in hooks:
-            stack.callback(hook.remove)
+                stack.enter_context(param.register_hook(partial(add, record.gradients, name)))
         yield record
 
 
