@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.engine import initialize
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.schedule import Call
+from shardtrain.engine.unit import Shown
 
 from behaviours.calls import CALLS
 from behaviours.rows import Net, Outer, Unit, batch, squares
@@ -420,6 +423,14 @@ def test_reset_parameters_draws_what_it_draws_for_the_whole_model() -> None:
         model[0].weight.zero_()
     reset(model)
     torch.testing.assert_close(shardtrain.full_state_dict(model), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_an_initialization_without_memory_leaves_local_shards() -> None:
+    model = shardtrain.shard(Initialized(), units=[nn.Sequential])
+    parts = [*map(initialize._with_unknown, engine_of(model).members[:-1]), MemoryError]
+    with mock.patch.object(initialize, "_with_unknown", side_effect=parts), pytest.raises(MemoryError):
+        model.init_weights()
+    assert all(unit.shown is Shown.SHARD for unit in engine_of(model).units)
 
 
 class Initialized(nn.Module):
