@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import Precision, ReplayMismatch
-from shardtrain.engine.hooks import engine_of
 from shardtrain.optim import Ema
 from shardtrain.recipes.muon import Muon
 
@@ -333,14 +332,7 @@ def test_what_would_depend_on_the_number_of_ranks_is_refused_between_virtual_ran
     for number in range(4):  # statistics alone
         compute(number, learns=False)
     compute(0)
-    with shardtrain.virtual_rank(model, 1):
-        schedule = engine_of(model).driver.schedule
-        before = schedule.accumulates
-        schedule.accumulate(())  # as set_requires_gradient_sync does
-        with pytest.raises(ValueError, match=r"set_requires_gradient_sync\(\) inside virtual_rank\(1\)"):
-            model(x).sum().backward()
-        schedule.accumulate(before)
-        model(x).sum().backward()
+    compute(1)
     with shardtrain.no_sync(model), pytest.raises(ValueError, match="inside no_sync"):
         compute(2)
     compute(2)

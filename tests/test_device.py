@@ -131,6 +131,17 @@ def test_streams_are_in_order_and_the_host_never_waits(
     assert len(waits) <= 3 * away + scaled * (1 + away), waits
 
 
+def test_gradients_of_a_root_without_parameters_wait_on_the_host(device: SimulatedDevice) -> None:
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)).to(DEVICE)
+    shardtrain.shard(model, units=[nn.Linear], offload=True)
+    with shardtrain.no_sync(model):
+        model(torch.ones(2, 30).to(DEVICE)).sum().backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.as_subclass(torch.Tensor).numpy()
+    assert list(device.findings) == []
+
+
 def test_virtual_ranks_need_deterministic_kernels(device: SimulatedDevice) -> None:
     model = OddNet().to(DEVICE)
     with pytest.raises(

@@ -485,6 +485,11 @@ def test_mistakes_in_replays_are_named() -> None:
         shardtrain.replay(model, lambda number: torch.zeros(()))
     with pytest.raises(ValueError, match="is not sharded"), shardtrain.recording(nn.Linear(3, 3), torch.sum):
         pass
+    plain = nn.Sequential(nn.Linear(3, 3))
+    names = ["0", "head"]
+    with pytest.raises(AttributeError, match="head"), shardtrain.recording(plain, torch.sum, names):
+        pass
+    assert not plain[0]._forward_hooks
 
 
 @pytest.mark.long

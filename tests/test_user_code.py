@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.engine import initialize
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.schedule import Call
+from shardtrain.engine.unit import Shown
 
 from behaviours.calls import CALLS
 from behaviours.rows import Net, Outer, Unit, batch, squares
@@ -33,6 +36,7 @@ from pool import each_rank
 from small import (
     Block,
     OddNet,
+    Parts,
     assert_same_parameters,
     classify,
     like_a_replica,
@@ -86,6 +90,44 @@ def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
         sgd(model).step()
 
 
+@each_rank(2, transport="auto")
+def test_a_graph_from_before_a_backward_that_failed_is_reduced() -> None:
+    model, replica = sharded_and_replica(Net, units=[Unit])
+    older = model(batch(0)).square().mean()
+    newer = model(batch(1)).square().mean()
+    handle = model.head.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        newer.backward()
+    handle.remove()
+    older.backward()
+    replica(batch(0)).square().mean().backward()
+    for net in (model, replica):
+        sgd(net).step()
+    assert_same_parameters(model, replica)
+
+
+def twice(self: Any, x: torch.Tensor) -> Any:
+    if x.shape[1] == 5:
+        return self(self.blocks[0](self.stem(x))) + self.head(self.blocks[1](torch.ones(1, 7)))
+    return self.head(self.blocks[1](x)) * self.scale
+
+
+@each_rank(2, transport="auto")
+def test_a_root_that_calls_itself() -> None:
+    like_a_replica(lambda: Net(root=twice), squares, units=[Unit])
+
+
+def test_a_backward_inside_a_forward_in_another_dtype() -> None:
+    """A vector, whose local shard has the shape of the whole on a single rank."""
+
+    def learn(self: Any, x: torch.Tensor) -> None:
+        self.layer(x).sum().backward()
+
+    model = Parts(learn, layer=nn.Linear(3, 3))
+    shardtrain.shard(model, precision=shardtrain.Precision(param=torch.bfloat16))(torch.ones(2, 3))
+    assert model.layer.bias.grad.dtype is torch.float32
+
+
 # refusals
 
 
@@ -110,9 +152,11 @@ def test_calls_are_refused() -> None:
     around = nn.Sequential(model, nn.Linear(3, 3))
     on_cpu = init_device_mesh("cpu", (2,))
     classes = r"^units must be module classes, a callable, a dict of UnitOptions or 'blocks', got \('Unit'"
+    linear = nn.Linear(3, 3)
+    options = shardtrain.UnitOptions()
     precision = r"^precision must be a shardtrain.Precision, such as Precision\(param=torch.bfloat16\), "
     for message, call in (
-        ("^Net is sharded already", lambda: shard(sharded())),
+        ("^Net is sharded already", lambda: shard(sharded(units=Unit))),
         ("^0 is sharded already", lambda: shard(nn.Sequential(sharded()))),
         ("^0 is sharded already", lambda: shard(nn.Sequential(sharded().blocks[0]))),  # of another model
         ("^the root is a ModuleList, which has no forward", lambda: shard(nn.ModuleList([Net()]))),
@@ -120,6 +164,11 @@ def test_calls_are_refused() -> None:
         ("^units names LSTM, but the model has no such module", lambda: sharded(units=[nn.LSTM, Unit])),
         (classes, lambda: sharded(units=["Unit"])),
         (classes, lambda: sharded(units="Unit")),
+        (r"^units must be module classes, .*, got \(3,\)", lambda: sharded(units=3)),
+        ("^units must be module classes, .*, got .Linear", lambda: sharded(units={linear: precision})),
+        ("^units=Linear: expected modules inside the one that is", lambda: sharded(units={linear: options})),
+        ("^ignored must hold modules and parameters, got str", lambda: sharded(ignored=["head"])),
+        ("^ignored must hold modules and parameters, got Tensor", lambda: sharded(ignored=linear.weight)),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
         ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
@@ -376,6 +425,14 @@ def test_reset_parameters_draws_what_it_draws_for_the_whole_model() -> None:
     torch.testing.assert_close(shardtrain.full_state_dict(model), plain.state_dict(), rtol=0, atol=0)
 
 
+def test_an_initialization_without_memory_leaves_local_shards() -> None:
+    model = shardtrain.shard(Initialized(), units=[nn.Sequential])
+    parts = [*map(initialize._with_unknown, engine_of(model).members[:-1]), MemoryError]
+    with mock.patch.object(initialize, "_with_unknown", side_effect=parts), pytest.raises(MemoryError):
+        model.init_weights()
+    assert all(unit.shown is Shown.SHARD for unit in engine_of(model).units)
+
+
 class Initialized(nn.Module):
     """Has units, parameters of the root, and methods that initialize, as users write them."""
 
@@ -552,8 +609,7 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     }.items():
         assert raised_soon(ValueError, call).startswith(f"{what} {waiting}")
     model.float()
-    for param in model.parameters():
-        param.grad.mul_(2.0)
+    model.blocks[2].conv.weight.grad.mul_(2.0)  # of the last unit, so that others have been looked at
     assert "was changed while it waits under no_sync" in raised_soon(ValueError, backward)
     optimizer.zero_grad()
     train_alike(model, replica)

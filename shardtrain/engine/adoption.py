@@ -33,11 +33,11 @@ class Adoption:
         self._ignored = set(root.parameters()).difference(member.param for member in self._members)
         self._below = _modules_below(root)
 
-    def adopt(self, before_conversion: Callable[[], None]) -> None:
+    def adopt(self, require_reduced: Callable[[str], None]) -> None:
         """Adopt the local shards that users have replaced. Call it between steps only.
 
-        ``before_conversion`` is called before a unit takes another dtype or device; it may raise. Raises
-        ValueError if a local shard does not fit; then nothing of its unit is adopted.
+        Raises ValueError if a local shard does not fit, or, by ``require_reduced``, if a unit takes another
+        dtype or device while gradients wait; then nothing of the unit is adopted.
         """
         for unit in self._units:
             replaced = [segment for segment in unit.segments if any(map(was_replaced, segment.members))]
@@ -45,7 +45,7 @@ class Adoption:
                 continue
             locals_ = [shown_local(segment) for segment in replaced]
             if any(segment.converts(local) for segment, local in zip(replaced, locals_, strict=True)):
-                before_conversion()
+                require_reduced("parameters were converted")
             for segment, local in zip(replaced, locals_, strict=True):
                 segment.adopt(local)
 
@@ -90,7 +90,8 @@ def was_replaced(member: ShardedParam) -> bool:
 def shown_local(segment: Segment) -> torch.Tensor:
     """Return the local shards that the parameters show now, laid out like ``segment.local``.
 
-    Raises ValueError if one is not of its part's size, or if dtypes or devices differ.
+    Members take over parameters that a user has put in the place of theirs. Raises ValueError if one is not
+    of its part's size, or if dtypes or devices differ.
     """
     for member in segment.members:
         member.param = member.info.parameter
@@ -125,7 +126,7 @@ def _check_like(member: ShardedParam, first: ShardedParam) -> None:
 
 
 def _modules_below(root: nn.Module) -> Below:
-    """Return all modules with their children and parameter counts, to notice when one is attached."""
+    """Return all modules with their children and numbers of parameters, to notice what is attached."""
     below = []
     for module in root.modules():
         below.append((module, tuple(module._modules.values()), len(module._parameters)))

@@ -100,10 +100,11 @@ def shard(
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
-    link = _open(transport, mesh, [initial.device(param) for param in module.parameters()], offload)
-    _check_sums(module, left_alone, [option.precision for option in options.values()], link, virtual_ranks)
+    devices = [initial.device(param) for param in module.parameters()]
+    link = _open(transport, mesh, devices, offload)
     if virtual_ranks:
-        _require_deterministic_kernels([initial.device(param) for param in module.parameters()])
+        _check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
+        _require_deterministic_kernels(devices)
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
     segments: dict[str, list[Segment]] = {}
@@ -218,7 +219,7 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     micro_batch, is_last = virtual.place(number)
     driver.micro_batch = micro_batch
     if seed is not None:
-        seed_random_numbers(engine.device, seed, step, number)
+        seed_random_numbers(engine.driver.device, seed, step, number)
     try:
         with _reducing(engine, is_last):
             yield
@@ -315,6 +316,8 @@ def check(
 def _parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
     params = set[nn.Parameter]()
     for item in items:
+        if not isinstance(item, nn.Module | nn.Parameter):
+            raise ValueError(f"ignored must hold modules and parameters, got {type(item).__name__}")
         params.update(item.parameters() if isinstance(item, nn.Module) else [item])
     return params
 
@@ -328,8 +331,6 @@ def _check_sums(
 ) -> None:
     """Raise ValueError if ``count`` virtual ranks would not give the same bits."""
     world = link.all_ranks.world
-    if not count:
-        return
     if count < world or count & (count - 1) or world & (world - 1):
         raise ValueError(
             f"virtual_ranks={count} on {world} ranks: expected powers of two, and at least one virtual rank "
@@ -385,11 +386,11 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 def _open(
     transport: str | Transport | Channel,
     mesh: DeviceMesh | None,
-    homes: Sequence[torch.device],
+    devices: Sequence[torch.device],
     offload: bool,
 ) -> Channel:
-    """Open ``transport`` for parameters on the devices ``homes``, or return it if it is open."""
-    on_accelerators = any(is_accelerator(home) for home in homes)
+    """Open ``transport`` for parameters on ``devices``, or return it if it is open."""
+    on_accelerators = any(map(is_accelerator, devices))
     kind = "process_group" if transport == "auto" and on_accelerators else transport
     if isinstance(kind, Channel):
         link = kind
@@ -401,7 +402,7 @@ def _open(
         link = comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
     else:
         link = comm.open_transport(kind, None, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
-    return comm.Offloaded(link, homes[0]) if offload and homes and is_accelerator(homes[0]) else link
+    return comm.Offloaded(link, devices[0]) if offload and devices and is_accelerator(devices[0]) else link
 
 
 def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:

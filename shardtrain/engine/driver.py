@@ -6,6 +6,7 @@ is no decision: fences between ranks that share memory, refusals of edits, gradi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -39,14 +40,18 @@ class Driver:
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
-        # Called with whether the backward that begins reduces: virtual ranks refuse some.
-        self.before_backward: Callable[[bool], None] = lambda reduces: None
+        self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.steps = Steps()  # of optimizers since the last forward
-        self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
         self._captured: list[str] = []  # parameters whose gradient autograd did not keep
+        self._callback: weakref.ref[Callable[[], None]]  # autograd's, which ends this backward
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the first parameters compute; the CPU for a model without parameters."""
+        return next((unit for unit in self.units if unit.segments), self.root).device
 
     @property
     def is_idle(self) -> bool:
@@ -72,7 +77,7 @@ class Driver:
     def _fence(self, what: Movement) -> None:
         for name in self.steps.take() if what is ENTER else ():
             self.root.transport.fence(STEP, name)
-        with waiting(what, "the model", self.root.device):
+        with waiting(what, "the model", self.device):
             self.root.transport.fence(what)
 
     # verbs: what the schedule decides
@@ -121,7 +126,7 @@ class Driver:
         self.forget_nodes()
 
     def forget_nodes(self) -> None:
-        """Give computations on full parameters and users' computations on shards different nodes."""
+        """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
         for unit in self.units if torch.is_grad_enabled() else ():
             for segment in unit.segments if unit.shown is Shown.SHARD else ():
                 segment.forget_nodes()
@@ -226,6 +231,7 @@ class Driver:
 
     def _reach(self, forward: Forward[Unit], unit: Unit, moment: int, _: object) -> None:
         """Autograd runs a node that ``unit`` made after ``moment``, in ``forward``."""
+        self.reset_failed_backward()
         if self.schedule.backward is None:
             self._begin_backward(forward)
         self.schedule.reach(forward, unit, moment)
@@ -234,25 +240,26 @@ class Driver:
         """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
         if self.root.shown is Shown.PRIVATE:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
-        self.before_backward(not self.schedule.accumulates)
+        self.before_backward()
         if torch.is_grad_enabled():
             raise ValueError(
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
         self.refuse_edits()
-        put_aside = []
+        # First, so that a refusal below is an error in backward, after which all gradients are dropped.
+        self.schedule.begin_backward(forward, self._training())
+        callback = self._end_backward
+        self._callback = weakref.ref(callback)
+        torch_private.execution_engine.queue_callback(callback)
         for unit in self.units:
             self.reductions[unit].begin_backward()
             for member in unit.members:
                 postpone(member.param)
                 if (grad := member.take_grad()) is not None:
-                    put_aside.append((member, grad))
-        self._put_aside = put_aside
-        self.schedule.begin_backward(forward, self._training())
+                    self._put_aside.append((member, grad))
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)
-        torch_private.execution_engine.queue_callback(self._end_backward)
 
     def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
         """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
@@ -267,6 +274,7 @@ class Driver:
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
         # The root's, used after forward; or shown as a shard since (`show_shards`).
+        self.reset_failed_backward()
         if schedule.backward is None:
             self._begin_backward(schedule.forward)
         schedule.arrive(unit)
@@ -290,7 +298,7 @@ class Driver:
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.transport.uploads:
-            finish_downloads(self.root.device)
+            finish_downloads(self.device)
         call_postponed(params)
 
     def require_reduced(self, what: str) -> None:
@@ -310,8 +318,8 @@ class Driver:
         """
         if self.schedule.backward is None:
             return
-        is_inside_autograd = torch_private.current_graph_task_id() != -1
-        if not is_inside_autograd:
+        # Autograd forgets its callback if it fails. On an accelerator it may do so a moment later.
+        if self._callback() is None or torch_private.current_graph_task_id() == -1:
             self.drop_backward()
 
     def drop_backward(self) -> None:

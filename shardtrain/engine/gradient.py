@@ -236,8 +236,8 @@ class Reduction:
     """Collect the gradients of one unit, and start their reductions.
 
     ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
-    which autograd has had a gradient. ``_shown``: what ``.grad`` shows
-    under `no_sync`, with its version, and whether `show_waiting` put it there.
+    which autograd has had a gradient. ``_shown``: what ``.grad`` shows under `no_sync`, with its version, and
+    whether `show_waiting` put it there.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -299,11 +299,6 @@ class Reduction:
             if grads:
                 each.take(grads, micro_batch)
         self.arrived.clear()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether anything has been collected and not yet sent."""
-        return any(each.waiting for each in self.gradients)
 
     def show_waiting(self) -> None:
         """Let parameters show this rank's part of the gradient that waits under `no_sync`.

@@ -65,11 +65,6 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which the first unit computes; the CPU for a model without parameters."""
-        return self.segments[0].full.device if self.segments else torch.device("cpu")
-
     # attaching
 
     def attach(self) -> None:
@@ -81,7 +76,7 @@ class Engine:
             for module in entrances:
                 # A unit of which the root has a tied parameter enters the root's gather, and then its own.
                 outer = module.__dict__.get(_CALLS, ())
-                self._mark(module, _CALLS, (*outer, Calls(self, unit, is_root=module is self.module)))
+                self._mark(module, _CALLS, (*outer, _around_calls(self, unit, module is self.module)))
                 self._add_to_class(module, Entrance)
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
@@ -112,6 +107,7 @@ class Engine:
 
     def detach(self) -> None:
         """Undo `attach`."""
+        _ENGINES.discard(self)
         for handle in [*self._handles, *(handle for _, handle in self._hooked.values())]:
             handle.remove()
         self._handles.clear()
@@ -168,48 +164,46 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
-        self._adoption.adopt(self.driver.before_conversion)
+        self._adoption.adopt(self.driver.require_reduced)
         self._hook_parameters()
         self._adoption.refuse_attached()
         self._adoption.refuse_meta()
 
 
-class Calls:
-    """Gather a unit before each call of one of its modules, and release it however the call ends."""
+def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., Any]:
+    """Return what gathers ``unit`` before a call of a module, and releases it however the call ends."""
+    driver = engine.driver
+    is_only = len(engine.units) == 1
 
-    def __init__(self, engine: Engine, unit: Unit, is_root: bool) -> None:
-        driver = engine.driver
-        is_only = len(engine.units) == 1
+    @user_code.undisturbed
+    def begin() -> None:
+        engine.adopt_changes()
+        if is_root and unit not in driver.schedule.calls:  # a root may call itself
+            driver.begin_forward()
+        driver.begin_call(unit)
 
-        @user_code.undisturbed
-        def begin() -> None:
-            engine.adopt_changes()
-            if is_root:
-                driver.begin_forward()
-            driver.begin_call(unit)
+    @user_code.undisturbed
+    def end(outputs: Sequence[Any], error: BaseException | None) -> None:
+        if error is not None and not driver.schedule.backward:
+            note_shards(error, engine.units)
+        driver.end_call(unit, outputs, error is not None)
+        if is_root and unit not in driver.schedule.calls:
+            driver.end_forward(error is not None)
 
-        @user_code.undisturbed
-        def end(outputs: Sequence[Any], error: BaseException | None) -> None:
-            if error is not None and driver.under_way[0] != "backward":
-                note_shards(error, engine.units)
-            driver.end_call(unit, outputs, error is not None)
-            if is_root:
-                driver.end_forward(error is not None)
+    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
+        if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
+            return call(*args, **kwargs)
+        try:
+            begin()
+            output = call(*args, **kwargs)
+            end([*leaves(output)], None)
+        except BaseException as error:
+            end((), error)
+            raise
+        return output
 
-        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
-            if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
-                return call(*args, **kwargs)
-            try:
-                begin()
-                output = call(*args, **kwargs)
-                end([*leaves(output)], None)
-            except BaseException as error:
-                end((), error)
-                raise
-            return output
-
-        self.around = around
+    return around
 
 
 class Entrance(Unwrapped, Uncopied):
@@ -220,8 +214,8 @@ class Entrance(Unwrapped, Uncopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__
-        for calls in self.__dict__[_CALLS]:
-            call = partial(calls.around, call)
+        for around in self.__dict__[_CALLS]:
+            call = partial(around, call)
         return call(*args, **kwargs)
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -235,7 +229,7 @@ def check_optimizers(trial: Trial) -> None:
     """
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for engine in list(_ENGINES):
+        for engine in engines():
             engine.before_step(optimizer, trial)
 
     register_optimizer_step_pre_hook(before_step)
@@ -253,12 +247,12 @@ def engine_of(module: nn.Module) -> Engine:
 
 def engines() -> list[Engine]:
     """Return the engines of all sharded models that exist."""
-    return [engine for engine in _ENGINES if engine.module.__dict__.get(_ENGINE) is engine]
+    return list(_ENGINES)
 
 
 def is_inside(module: nn.Module) -> bool:
     """Return whether ``module`` is, or is inside, a module that is sharded now."""
-    return any(module in set(engine.module.modules()) for engine in engines())
+    return any(module in engine.module.modules() for engine in engines())
 
 
 def is_entrance(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition
 from shardtrain.engine.shard import ShardedParam
-from shardtrain.engine.unit import Shown, Unit
+from shardtrain.engine.unit import Unit
 
 MARK = "_shardtrain_initialization"  # the attribute of a module with its model's `Initialization`
 # Those of torch's layers, the private one of its attention included, and names that models use.
@@ -38,6 +38,8 @@ _INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
 
 
 class Applies(Addition):
+    """Have ``apply`` call the function on each module while that shows whole parameters."""
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         initialization: Initialization = self.__dict__[MARK]
         for submodule in _children_first(self):
@@ -121,13 +123,12 @@ class Initialization:
     @contextmanager
     def _shown(self, units: Iterable[Unit], members: Sequence[ShardedParam]) -> Iterator[None]:
         """Show whole values of ``members``, which are of ``units``, and keep this rank's parts of them."""
-        for unit in units:
-            if unit.shown is not Shown.SHARD:
-                self._driver.show_shards()
-            self._driver.schedule.release(unit)
-            unit.show_private({m: _with_unknown(m) for m in members if m in unit.members})
         self._is_under_way = True
         try:
+            self._driver.show_shards()
+            for unit in units:
+                self._driver.schedule.release(unit)
+                unit.show_private({m: _with_unknown(m) for m in members if m in unit.members})
             yield
             for member in members:
                 _keep(member)
@@ -144,11 +145,9 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 def _with_unknown(member: ShardedParam) -> torch.Tensor:
     """Return a whole tensor that holds this rank's part, and NaN elsewhere, or zeros if it is of integers."""
-    whole = member.part.padded(member.local_view)
-    if whole.is_floating_point() or whole.is_complex():
-        whole.fill_(math.nan)
-        member.part.of(whole).copy_(member.part.flattened(member.local_view))
-    return whole
+    local = member.local_view
+    has_nan = local.is_floating_point() or local.is_complex()
+    return member.part.padded(local, math.nan if has_nan else 0)
 
 
 def _keep(member: ShardedParam) -> None:

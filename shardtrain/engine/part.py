@@ -66,9 +66,10 @@ class Part:
         """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""
         return in_memory_order(piece, self.stride) if piece.shape == self.shape else piece.reshape(-1)
 
-    def padded(self, piece: Tensor) -> Tensor:
-        """Return a whole tensor that holds ``piece``, in its shape at rest, and zeros elsewhere."""
-        whole = empty_strided(self.shape, self.stride, dtype=piece.dtype, device=piece.device).zero_()
+    def padded(self, piece: Tensor, padding: float) -> Tensor:
+        """Return a whole tensor that holds ``piece``, in its shape at rest, and ``padding`` elsewhere."""
+        whole = empty_strided(self.shape, self.stride, dtype=piece.dtype, device=piece.device)
+        whole.fill_(padding)
         self.of(whole).copy_(self.flattened(piece))
         return whole
 

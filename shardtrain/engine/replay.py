@@ -116,12 +116,12 @@ def recording(
                     add(record.outputs, name, leaf)
 
     with ExitStack() as stack:
-        hooks = [module.get_submodule(name).register_forward_hook(partial(output, name)) for name in names]
+        for name in names:
+            hooked = module.get_submodule(name)
+            stack.enter_context(hooked.register_forward_hook(partial(output, name)))
         for name, param in module.named_parameters():
             if param.requires_grad:
-                hooks.append(param.register_hook(partial(add, record.gradients, name)))
-        for hook in hooks:
-            stack.callback(hook.remove)
+                stack.enter_context(param.register_hook(partial(add, record.gradients, name)))
         yield record
 
 
@@ -196,13 +196,13 @@ def replay(
     own_lines = _lines(engine, record, first)
     recompute = partial(_again, engine, compute, leaves=_leaves_of(engine, first))
     losses = [first, *(compute(number) for number in ranks[1:])]
-    state = devices.random_state(engine.device)
+    state = devices.random_state(engine.driver.device)
     distance = 1 if neighbour else 0  # from the rank that checks to the one that is checked
     checked_lines = recompute((ranks.start + distance * len(ranks)) % engine.virtual.count)
     if mismatch := _compared(engine, (own_lines, checked_lines), distance, recompute):
         engine.driver.drop_backward()
         raise ReplayMismatch(mismatch if step is None else f"step {step}: {mismatch}")
-    devices.set_random_state(engine.device, state)
+    devices.set_random_state(engine.driver.device, state)
     return losses
 
 
@@ -319,7 +319,7 @@ def _lines(engine: Engine, record: Record, loss: Tensor) -> str:
     entries = [*record.named()]
     entries.insert(len(record.outputs), ("the loss", digest(loss)))
     entries += [(f"buffer {name}", digest(value)) for name, value in engine.virtual.left.items()]
-    numbers = torch.stack([number.to(engine.device) for _, number in entries]).tolist()
+    numbers = torch.stack([number.to(engine.driver.device) for _, number in entries]).tolist()
     return "\n".join(f"{name}\t{number}" for (name, _), number in zip(entries, numbers, strict=True))
 
 

@@ -253,7 +253,6 @@ class Schedule(Generic[U]):
         ``learns``: a backward may follow. ``stays``: it may need the unit without a node that announces it.
         """
         call = self.calls[unit]
-        learns = learns and self.backward is None
         if learns and unit in self.trains:  # on another rank an output may have a gradient
             call.announced = True
         call.depth -= 1

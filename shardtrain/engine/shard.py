@@ -71,7 +71,8 @@ class ShardedParam:
 
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
-    ``owners``: marks gradients as pieces, for norms; None on a single rank and on simulated ones.
+    ``owners``: marks gradients as pieces, for norms; None on a simulated rank, and on a single one
+    without virtual ranks.
     ``address``: where ``local_view`` lies.
     """
 
@@ -122,8 +123,7 @@ class ShardedParam:
         if self.owners is not None and not isinstance(grad, GradientPiece):
             grad = GradientPiece.of(grad, self.owners)
         shown = self.param.data
-        if shown.shape != grad.shape:  # torch compares them
-            self.param.data = self.local_view
+        self.param.data = self.local_view  # torch compares shapes, dtypes and devices
         self.param.grad = grad
         self.param.data = shown
 
@@ -197,19 +197,19 @@ class Segment:
         if virtual > transport.world or (virtual and transport.stages):
             reduced = torch.promote_types(reduced, local.dtype)
         like = local.new_empty(0, dtype=compute)
-        self.full, wire = self.transport.allocate(self.layout, like, reduced)
+        self.full, wire = transport.allocate(self.layout, like, reduced)
         self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
-        self.wire = self.local if self.transport.uploads else wire  # each upload casts
+        self.wire = self.local if transport.uploads else wire  # each upload casts
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         another = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
         self._of_another_dtype = self.local.new_empty(0, dtype=another)
-        # If dtype or device differ, `show_full` already makes autograd forget the node.
+        # If dtype or device differ, showing `full` already makes autograd forget the node.
         self._shows_alike = self.full.dtype == local.dtype and self.full.device == self.local.device
         self.flat = Flat(self.full, self.wire, self.layout)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
-        self._releases = not (self.transport.in_place or self.full.is_meta)
+        self._releases = not (transport.in_place or self.full.is_meta)
         alone = transport.silent
         if virtual and transport.all_ranks.world == 1:
             alone = type(self.local) is not torch.Tensor  # a plan's fake tensors

@@ -131,7 +131,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     for name, whole in full_weights(module):
         if wanted:
             values[params[name]] = to_host(whole)
-    synchronize(engine.device)
+    synchronize(engine.driver.device)
     state = module.state_dict(keep_vars=True) if wanted else {}
     tensors = [(key, value) for key, value in state.items() if isinstance(value, Tensor)]
     copies = {k: values[v] if v in values else v.detach().to("cpu", copy=True) for k, v in tensors}

@@ -68,5 +68,5 @@ def _text(value: Any) -> str:
 
 
 def _shortened(line: str) -> str:
-    """Return ``line``, or its begin after a digest of all of it."""
+    """Return ``line``, or its beginning after a digest of all of it."""
     return line if len(line) <= _SHOWN else f"{zlib.crc32(line.encode()):08x} {line[: _SHOWN - 12]} ..."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
@@ -28,7 +28,7 @@ _TINY = 2 << 20  # bytes of a model that is not worth several
 
 
 def unit_modules(
-    root: nn.Module, units: UnitChoice, conditional: Iterable[nn.Module] = ()
+    root: nn.Module, units: UnitChoice, conditional: Sequence[nn.Module] = ()
 ) -> dict[str, nn.Module]:
     """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones.
 
@@ -37,12 +37,15 @@ def unit_modules(
     """
     if units is None or units == "blocks":
         chosen = choose_units(root, every_block=units is not None)
-    elif isinstance(units, Mapping):
+    elif isinstance(units, Mapping) and all(isinstance(each, UnitOptions) for each in units.values()):
+        _named(root, [module for module in units if module is not root], "units")
         chosen = {name: m for name, m in root.named_modules() if name and m in units}
-    elif callable(units):
+    elif callable(units) and not isinstance(units, type):
         chosen = {name: m for name, m in root.named_modules() if name and units(name, m)}
     else:
-        classes = (units,) if isinstance(units, str) else tuple(units)
+        classes: tuple[Any, ...] = (units,)
+        if isinstance(units, Iterable) and not isinstance(units, type | str):
+            classes = tuple(units)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise ValueError(
                 "units must be module classes, a callable, a dict of UnitOptions or 'blocks', got "
@@ -50,7 +53,7 @@ def unit_modules(
             )
         chosen = _instances(root, classes)
     skipped: dict[nn.Module, str] = {}
-    for name, module in _named(root, conditional).items():
+    for name, module in _named(root, conditional, "conditional").items():
         skipped.update(dict.fromkeys(module.modules(), name))
     both = [name for name, m in chosen.items() if m in skipped]
     if both and isinstance(units, Mapping):
@@ -78,11 +81,11 @@ def _instances(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[st
     return chosen
 
 
-def _named(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return ``modules`` by name. Raises ValueError unless all are inside ``root``."""
+def _named(root: nn.Module, modules: Sequence[nn.Module], argument: str) -> dict[str, nn.Module]:
+    """Return ``modules`` by name. Raises ValueError, naming ``argument``, unless all are inside ``root``."""
     names = {module: name for name, module in root.named_modules() if name}
     if foreign := [type(module).__name__ for module in modules if module not in names]:
-        raise ValueError(f"conditional={foreign[0]}: expected modules inside the one that is sharded")
+        raise ValueError(f"{argument}={foreign[0]}: expected modules inside the one that is sharded")
     return {names[module]: module for module in modules}
 
 

@@ -1,8 +1,7 @@
 """Compute several virtual ranks on one rank, so that the number of ranks changes no bit of a run.
 
 A step of V virtual ranks computes V micro-batches. On N ranks, N a divisor of V and both powers of two, rank
-r computes those of the virtual ranks r V/N, ..., (r+1) V/N - 1, one after the other. All that could tell one
-N from another is a function of the virtual rank:
+r computes those of the virtual ranks r V/N, ..., (r+1) V/N - 1, one after the other. Nothing depends on N:
 
 gradients           summed in one binary tree over V (``gradient.py`` on a rank, ``comm/arithmetic.py``
                     between ranks), in fp32 or wider, and divided by V once
@@ -42,24 +41,20 @@ SECOND = (
     "a second backward() in virtual_rank({}), whose first one may have reduced: add the losses and call "
     "backward() once, or run all but the last backward() inside shardtrain.no_sync(model)"
 )
-SYNCED = (
-    "set_requires_gradient_sync() inside virtual_rank({}), which decides itself when gradients are reduced: "
-    "leave it out, or run all but the last backward() inside shardtrain.no_sync(model)"
-)
 
 
 class Slot(NamedTuple):
     """Hold what was registered as a buffer ``name`` of ``module``, and a copy of its value.
 
-    ``value``: None where there was no tensor, or one without values. ``always``: whether it is one of
-    BatchNorm's statistics. These are not compared: almost every forward changes them.
+    ``value``: None where there was no tensor, or one without values. ``is_statistic``: whether it is one of
+    BatchNorm's. These are not compared: almost every forward changes them.
     """
 
     module: nn.Module
     name: str
     tensor: Tensor | None
     value: Tensor | None
-    always: bool
+    is_statistic: bool
 
     @property
     def now(self) -> Tensor | None:
@@ -142,16 +137,13 @@ class Virtual:
             return 0, False
         return number - self.ranks.start, number + 1 == self.ranks.stop
 
-    def begin_backward(self, reduces: bool) -> None:
-        """Begin a backward, which ``reduces`` or not. Raises ValueError if another one has been the last."""
+    def begin_backward(self) -> None:
+        """Begin a backward. Raises ValueError if another one of this micro-batch has been the last."""
         if self._inside is None:
             raise ValueError(OUTSIDE)
-        closes = not self._waits
-        if reduces != (closes and self.place(self._inside)[1]):
-            raise ValueError(SYNCED.format(self._inside))
         if self._reduced:
             raise ValueError(SECOND.format(self._inside))
-        self._reduced = closes
+        self._reduced = not self._waits
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -220,7 +212,7 @@ class Virtual:
             buffer = slot.now
             if buffer is None or slot.value is None:
                 continue
-            if slot.always or buffer is not slot.tensor or _kind(buffer) != _kind(slot.value):
+            if slot.is_statistic or buffer is not slot.tensor or _kind(buffer) != _kind(slot.value):
                 changed.add(name)
             else:
                 compared[name] = (words(buffer) != words(slot.value)).any()
@@ -234,7 +226,7 @@ class Virtual:
         """Raise ValueError if a buffer was changed since the virtual rank before ``number`` has ended."""
         for name in self._changed(self._before):
             slot = self._before[name]
-            if not slot.always or slot.now is not slot.tensor:
+            if not slot.is_statistic or slot.now is not slot.tensor:
                 raise ValueError(
                     f"buffer {name} was changed between virtual ranks {number - 1} and {number}, which start "
                     "from the same buffers: change it in forward, or between two steps"
@@ -279,7 +271,7 @@ class Virtual:
     def _to_average(self) -> list[str]:
         """Return the buffers that any virtual rank has changed. Collective where not all are statistics."""
         changed = set[str]().union(*self._after)
-        if all(slot.always for slot in self._before.values()) or self._all_ranks.silent:
+        if all(slot.is_statistic for slot in self._before.values()) or self._all_ranks.silent:
             return [name for name in self._before if name in changed]
         device = next(slot.value.device for slot in self._before.values() if slot.value is not None)
         flags = torch.tensor([name in changed for name in self._before], dtype=torch.int32, device=device)
@@ -334,11 +326,12 @@ def _slots_of(module: nn.Module, copies: bool = True) -> dict[str, Slot]:
     """Return the slots of all buffers of ``module``; without ``copies`` of values they serve as names."""
     slots = {}
     for path, part in module.named_modules():
-        always = isinstance(part, torch_private.NormBase)
+        is_statistic = isinstance(part, torch_private.NormBase)
         for name, buffer in part._buffers.items():
             has_value = copies and buffer is not None and not buffer.is_meta
             value = _copy(buffer) if has_value else None
-            slots[plain_name(f"{path}.{name}" if path else name)] = Slot(part, name, buffer, value, always)
+            key = plain_name(f"{path}.{name}" if path else name)
+            slots[key] = Slot(part, name, buffer, value, is_statistic)
     return slots
 
 
