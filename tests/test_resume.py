@@ -27,7 +27,7 @@ from shardtrain.job.signals import SIGNALS, Stopped, StopSignals
 from shardtrain.train import saving
 
 from pool import each_rank, once
-from tiny import QUIET, crash, curves, final, result_of, run_to_end, write_folders
+from tiny import QUIET, at_once, crash, curves, final, result_of, run_to_end, write_folders
 
 
 def on_rank_1(number: int) -> None:
@@ -39,12 +39,12 @@ def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> l
     return [run_to_end(folder, *arguments, at=event) for event in [*events, {}]]
 
 
-@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)  # each save ends before training goes on
+@at_once
 def interrupted_at_once(folder: str, events: list[dict[int, Any]]) -> list[str]:
     return interrupted(folder, events)
 
 
-@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)
+@at_once
 def crashed_at_once(folder: str, step: int, *arguments: str) -> str:
     return run_to_end(folder, *arguments, at={step: crash})
 

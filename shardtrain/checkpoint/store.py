@@ -23,7 +23,6 @@ call that exchanges results. Earlier checkpoints stay.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -43,13 +42,12 @@ from shardtrain.checkpoint.content import Averages, Content, Named, agree, colle
 from shardtrain.checkpoint.files import Record, copy_file, open_plain, sync_directory, write_tensors
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
-from shardtrain.checkpoint.manifest import Damaged, dump, file_name, write_manifest
+from shardtrain.checkpoint.manifest import dump, file_name, write_manifest
 from shardtrain.comm.channel import Ranks
 from shardtrain.device import current_stream, on_accelerator
-from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.part import Part
 from shardtrain.engine.state_dict import Spec
-from shardtrain.errors import SaveFailed as SaveFailed
+from shardtrain.errors import Damaged, SaveFailed
 
 TEMPORARY = ".tmp-"
 ASIDE = "damaged-"
@@ -97,7 +95,7 @@ class Draft:
         self.has_all_files = False
         self.syncs = True  # whether the file system can sync directories
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}-{content.token}")
-        self._file = file_name(all_ranks.rank)
+        self.file = file_name(all_ranks.rank)
         self._manifest = content.manifest
         self.record: Record | None = None  # of this rank's file
         self._all_ranks = all_ranks
@@ -106,7 +104,7 @@ class Draft:
     def write(self, write_file: Writer) -> None:
         """Write this rank's file."""
         self._temporary.mkdir(parents=True, exist_ok=True)
-        self.record = write_file(self._temporary / self._file)
+        self.record = write_file(self._temporary / self.file)
 
     def gather(self, problem: str) -> None:
         """Let every host have what all ranks wrote. ``problem``: why this rank has not."""
@@ -144,9 +142,9 @@ class Draft:
         try:
             action()
         except OSError as error:
-            return f"{Path(error.filename or self._file).name}: {error.strerror}"
+            return f"{Path(error.filename or self.file).name}: {error.strerror}"
         except Exception as error:  # told to all ranks; in a thread nobody would notice it
-            return f"{self._file}: {type(error).__name__} {error}"
+            return f"{self.file}: {type(error).__name__} {error}"
         return ""
 
 
@@ -163,29 +161,12 @@ class Background(Thread):
         del self._action  # which holds tensors
 
 
-def save_at_once(
-    path: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    averages: Averages | None,
-) -> None:
-    """Save the new directory ``path``, which all ranks see. Collective. Raises SaveFailed on every rank."""
-    all_ranks = engine_of(module).transport.all_ranks
-    problem = ""
-    if all_ranks.rank == 0:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                problem = f"{path}: exists already, and a checkpoint is never overwritten"
-        except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
-    content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
-    Draft(path, content, all_ranks, Hosts.one(all_ranks)).save(writer_of(content))
-
-
 def writer_of(content: Content) -> Writer:
     return lambda path: write_tensors(path, content.tensors, content.notes)
+
+
+def _fail(error: Exception, path: Path) -> Record:
+    raise error
 
 
 class Newest(NamedTuple):
@@ -296,7 +277,6 @@ class Store:
         all_ranks: Ranks,
         *,
         keep: int,
-        asynchronous: bool = True,
         memory: Place | None = None,
     ) -> None:
         self.directory = directory
@@ -307,7 +287,7 @@ class Store:
         self._all_ranks = all_ranks
         self._hosts = Hosts.one(all_ranks)
         self._keep = keep
-        self._snapshot = Snapshot() if asynchronous else None
+        self._snapshot = Snapshot()
         self._draft: Draft | None = None  # of the save under way, of the step `_step`
         self._step = 0
         self._retain: Callable[[], None] = lambda: None
@@ -359,61 +339,37 @@ class Store:
         facts = {"step": step, **facts}
         content = collect(path, module, optimizer, extra=extra, facts=facts, averages=averages)
         problem = ""
-        write_file: Writer | None = None
+        in_memory: Draft | None = None
         if self.memory is not None:
             try:
-                write_file = self._save_in_memory(self.memory, step, content, to_disk)
+                in_memory = self._save_in_memory(self.memory, step, content)
             except SaveFailed as error:
                 problem = str(error)
         if to_disk:
             self._step = step
             self._draft = Draft(path, content, self._all_ranks, self._hosts)
             self._retain = partial(retain, self.directory, self._keep, best)
-            self._start(partial(self._draft.write, write_file or self._copied(content)))
-            if self._snapshot is None:
-                self.finish()
+            self._start(partial(self._draft.write, self._writer_of_copy(content, in_memory)))
         return problem
 
-    def _save_in_memory(self, memory: Place, step: int, content: Content, to_disk: bool) -> Writer | None:
-        """Save ``step`` in memory. Return what copies this rank's file to the disk, if it is to."""
+    def _save_in_memory(self, memory: Place, step: int, content: Content) -> Draft:
         draft = Draft(memory.directory / step_name(step), content, self._all_ranks, memory.hosts)
-        with contextlib.ExitStack() as stack:
-
-            def write(path: Path) -> Record:
-                record = write_tensors(path, content.tensors, content.notes)
-                if to_disk:  # opened now, since the next step replaces it
-                    stack.enter_context(source := open_plain(path))
-                    sources.append(source)
-                return record
-
-            sources: list[io.FileIO] = []
-            draft.save(write)
-            opened = stack.pop_all()
+        draft.save(writer_of(content))
         if memory.hosts.leads:
             retain(memory.directory, keep=1)
         self.latest_in_memory = step
+        return draft
 
-        def copy(path: Path) -> Record:
-            with opened:
-                copy_file(sources[0], path)
-            assert draft.record is not None, "saved"
-            return draft.record
-
-        return copy if to_disk else None
-
-    def _copied(self, content: Content) -> Writer:
-        """Copy what is to be saved into this process, unless saves are synchronous; return what writes it."""
-        if self._snapshot is None:
-            return writer_of(content)
+    def _writer_of_copy(self, content: Content, in_memory: Draft | None) -> Writer:
+        """Return what writes a copy of this rank's file: the one in memory, or a copy made here."""
         try:
+            if in_memory is not None:
+                assert in_memory.record is not None, "saved"
+                source = open_plain(in_memory.path / in_memory.file)  # now, since the next step replaces it
+                return partial(copy_file, source, in_memory.record)
             return writer_of(content._replace(tensors=self._snapshot.copy(content.tensors)))
-        except (MemoryError, RuntimeError) as error:
-            reason = error
-
-            def fail(path: Path) -> Record:
-                raise reason  # in the thread, so that all ranks learn of it
-
-            return fail
+        except (OSError, ValueError, MemoryError, RuntimeError) as error:
+            return partial(_fail, error)  # in the thread, so that all ranks learn of it
 
     def advance(self) -> None:
         """Begin to commit the save under way once all files are written, or end it. No rank may be busy."""
