@@ -2,7 +2,7 @@
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
 ``content.py`` (what each rank writes), ``loading.py``, and ``store.py`` (how a save is committed, and the
-checkpoints of a run).
+checkpoints of a run). ``memory.py``, ``hosts.py`` and ``cleanup.py`` keep some in memory.
 """
 
 from __future__ import annotations

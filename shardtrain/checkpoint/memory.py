@@ -59,8 +59,8 @@ def _is_private(directory: Path) -> bool:
 
     `MEMORY` is sticky, so nobody else can put another in its place afterwards.
     """
-    found = directory.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    status = directory.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _open_lock(directory: Path) -> int:
