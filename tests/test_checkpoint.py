@@ -451,6 +451,15 @@ def test_the_newest_whole_one_is_found_and_damaged_ones_are_set_aside(tmp_path: 
     assert names == [*left, "step-note"]
 
 
+@each_rank(2, transport="auto")
+def test_a_directory_out_of_reach_of_rank_0_is_told_by_all(tmp_path: Path) -> None:
+    def closed(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with patch.object(Path, "is_dir", closed), pytest.raises(Damaged, match=r"rank 0: .*Permission denied"):
+        newest(tmp_path, comm.plain_transport())
+
+
 def assert_holds(checkpoint_dir: Path, wanted: list[torch.Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """What ``checkpoint_dir`` loads has the parameters and buffers ``wanted``."""
     model, optimizer = fresh()

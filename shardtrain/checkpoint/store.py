@@ -23,7 +23,6 @@ call that exchanges results. Earlier checkpoints stay.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -37,7 +36,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, Content, Named, agree, collect, exchange
 from shardtrain.checkpoint.files import Record, copy_file, open_plain, sync_directory, write_tensors
 from shardtrain.checkpoint.hosts import Hosts
@@ -148,19 +146,6 @@ class Draft:
         return ""
 
 
-class Background(Thread):
-    """Run ``action``, which returns why it failed, or an empty text, in a thread."""
-
-    def __init__(self, action: Callable[[], str]) -> None:
-        super().__init__(name="shardtrain-save", daemon=True)
-        self._action = action
-        self.problem = ""
-
-    def run(self) -> None:
-        self.problem = self._action()
-        del self._action  # which holds tensors
-
-
 def writer_of(content: Content) -> Writer:
     return lambda path: write_tensors(path, content.tensors, content.notes)
 
@@ -199,13 +184,18 @@ def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Ne
     complete.
     """
     candidates: list[tuple[int, bool, bool]] = []  # step, whether on disk, whether a link
-    for is_link in (False, True):
-        candidates += [(step, True, is_link) for step in steps_in(directory, is_link)]
-        if memory is not None:
-            candidates += [(step, False, is_link) for step in steps_in(memory.directory, is_link)]
-    listed = json.dumps(sorted(candidates, reverse=True)) if all_ranks.rank == 0 else ""
+    problem = ""
+    if all_ranks.rank == 0:
+        try:
+            for is_link in (False, True):
+                candidates += [(step, True, is_link) for step in steps_in(directory, is_link)]
+                if memory is not None:
+                    candidates += [(step, False, is_link) for step in steps_in(memory.directory, is_link)]
+        except OSError as error:
+            problem = str(error)
+    listed = exchange(Damaged, all_ranks, problem, candidates=sorted(candidates, reverse=True))
     damaged: list[tuple[Path, str]] = []
-    for step, is_on_disk, is_link in json.loads(comm.gather_texts(listed, all_ranks)[0]):
+    for step, is_on_disk, is_link in listed[0]["candidates"]:
         in_memory = None if is_on_disk else memory
         path = (in_memory.directory if in_memory else directory) / step_name(step)
         try:
@@ -283,7 +273,8 @@ class Store:
         self.memory = memory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.latest_in_memory = 0
-        self.writer: Background | None = None  # writes to the disk, or did so last
+        self.writer: Thread | None = None  # writes to the disk, or did so last
+        self._problem = ""  # why it failed
         self._all_ranks = all_ranks
         self._hosts = Hosts.one(all_ranks)
         self._keep = keep
@@ -347,9 +338,9 @@ class Store:
                 problem = str(error)
         if to_disk:
             self._step = step
-            self._draft = Draft(path, content, self._all_ranks, self._hosts)
             self._retain = partial(retain, self.directory, self._keep, best)
-            self._start(partial(self._draft.write, self._writer_of_copy(content, in_memory)))
+            draft = Draft(path, content, self._all_ranks, self._hosts)
+            self._start(draft, partial(draft.write, self._writer_of_copy(content, in_memory)))
         return problem
 
     def _save_in_memory(self, memory: Place, step: int, content: Content) -> Draft:
@@ -375,25 +366,27 @@ class Store:
         """Begin to commit the save under way once all files are written, or end it. No rank may be busy."""
         draft = self._draft
         assert draft is not None, "nothing is under way"
-        assert self.writer is not None, "its file is written"
         self._draft = None
-        problem = self.writer.problem
         if draft.has_all_files:
-            draft.agree(problem)
+            draft.agree(self._problem)
             self.latest = self._step
             return
-        draft.gather(problem)
-        self._draft = draft
-        self._start(partial(self._commit, draft))
+        draft.gather(self._problem)
+        self._start(draft, partial(self._commit, draft))
 
     def _commit(self, draft: Draft) -> None:
         draft.commit()
         if self._hosts.leads:
             self._retain()
 
-    def _start(self, action: Callable[[], object]) -> None:
-        assert self._draft is not None, "begun"
-        self.writer = Background(partial(self._draft.problem_of, action))
+    def _start(self, draft: Draft, action: Callable[[], object]) -> None:
+        """Run ``action`` in a thread, as the next of ``draft``."""
+
+        def run() -> None:
+            self._problem = draft.problem_of(action)
+
+        self._draft = draft
+        self.writer = Thread(target=run, name="shardtrain-save", daemon=True)
         self.writer.start()
 
     def finish(self) -> None:

@@ -214,7 +214,8 @@ def open_named(path: Path) -> Newest:
     all_ranks = comm.plain_transport()
     if path.name == BEST and (found := newest(path.parent / CHECKPOINTS, all_ranks)).opened is not None:
         path = path.parent / CHECKPOINTS / step_name(int(found.opened.manifest.facts.get(BEST) or found.step))
-    if (path / NAME).exists():
+    is_checkpoint = "1" if os.path.exists(path / NAME) else ""  # rank 0's counts: another host may not see it
+    if comm.gather_texts(is_checkpoint, all_ranks)[0]:
         opened = open_checkpoint(path, all_ranks)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
     return newest(path / CHECKPOINTS, all_ranks)
