@@ -214,12 +214,6 @@ def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Ne
     return Newest(None, 0, [])
 
 
-def clear(directory: Path) -> None:
-    """Remove what killed saves left."""
-    for path in directory.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def retain(directory: Path, keep: int, best: int | None = None) -> None:
     """Delete all but the newest ``keep`` checkpoints and the ``best`` one.
 
@@ -301,7 +295,8 @@ class Store:
 
     def clear(self, damaged: Iterable[tuple[Path, str]]) -> None:
         """Remove what killed saves left, and rename ``damaged`` checkpoints. Called on one rank."""
-        clear(self.directory)
+        for path in self.directory.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
         for path, _ in damaged:
             with contextlib.suppress(OSError):
                 if path.parent == self.directory:
