@@ -25,8 +25,9 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.checkpoint import store as checkpoint_store
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
-from shardtrain.checkpoint.manifest import Damaged, digest_line
+from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
+from shardtrain.errors import Damaged
 
 from pool import Ranks, each_rank, once
 from small import Block, OddNet, Parts, raised_soon, sgd, shard, train, whole_state
@@ -358,29 +359,59 @@ def test_a_save_fails_everywhere_with_its_reason(tmp_path: Path, how: str, path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "old"]
 
 
+@pytest.mark.parametrize(
+    ("spoiled", "text"),
+    [
+        ("missing", "averages lacks fc.weight"),
+        ("whole", "averages has fc.weight of shape (5, 7), expected "),
+    ],
+)
+@each_rank(2, transport="auto")
+def test_averages_that_are_not_sharded_like_the_parameters_are_refused(
+    tmp_path: Path, spoiled: str, text: str
+) -> None:
+    model, _ = fresh()
+    averages = {param: param.detach().clone() for param in model.parameters()}
+    checkpoint.save(tmp_path / "one", model, averages=averages)
+    before = values(model)
+    whole = averages.pop(model.fc.weight).new_zeros(5, 7)
+    if spoiled == "whole":
+        averages[model.fc.weight] = whole
+    with pytest.raises(checkpoint.SaveFailed, match=re.escape(text)):
+        checkpoint.save(tmp_path / "two", model, averages=averages)
+    with pytest.raises(ValueError, match=r"nothing was loaded: .*" + re.escape(text)):
+        checkpoint.load(tmp_path / "one", model, averages=averages)
+    assert all(map(torch.equal, values(model), before))
+
+
 # a run's checkpoints: the newest whole one, how many are kept, and saves that training does not wait for
 
 
-def opened(path: Path, keep: int = 2, asynchronous: bool = False) -> Store:
-    return Store(path, comm.plain_transport(), keep=keep, asynchronous=asynchronous)
+def opened(path: Path, keep: int = 2) -> Store:
+    return Store(path, comm.plain_transport(), keep=keep)
 
 
-def fill(store: Store, steps: Iterable[int], best: int | None = None, trained: Any = None) -> None:
+def fill(
+    store: Store, steps: Iterable[int], best: int | None = None, trained: Any = None, wait: bool = True
+) -> None:
+    """Train and save; ``wait``: for the end of each save."""
     model, optimizer = trained or fresh()
     for step in steps:
         train(model, optimizer, 1, start=step)
         store.save(step, model, optimizer, extra={}, facts={}, best=best)
+        if wait:
+            store.finish()
     store.finish()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(("keep", "best", "left"), [(1, 2, [2, 101]), (3, 77, [30, 100, 101])])
 @each_rank(2, transport="auto")
 def test_the_newest_and_the_best_are_kept(
-    tmp_path: Path, keep: int, best: int, left: list[int], asynchronous: bool
+    tmp_path: Path, keep: int, best: int, left: list[int], wait: bool
 ) -> None:
-    store = opened(tmp_path, keep, asynchronous)
-    fill(store, [1, 2, 30, 100, 101], best)
+    store = opened(tmp_path, keep)
+    fill(store, [1, 2, 30, 100, 101], best, wait=wait)
     assert store.latest == 101
     comm.barrier()
     assert store.newest().step == 101
@@ -420,6 +451,15 @@ def test_the_newest_whole_one_is_found_and_damaged_ones_are_set_aside(tmp_path: 
     assert names == [*left, "step-note"]
 
 
+@each_rank(2, transport="auto")
+def test_a_directory_out_of_reach_of_rank_0_is_told_by_all(tmp_path: Path) -> None:
+    def closed(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with patch.object(Path, "is_dir", closed), pytest.raises(Damaged, match=r"rank 0: .*Permission denied"):
+        newest(tmp_path, comm.plain_transport())
+
+
 def assert_holds(checkpoint_dir: Path, wanted: list[torch.Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """What ``checkpoint_dir`` loads has the parameters and buffers ``wanted``."""
     model, optimizer = fresh()
@@ -445,7 +485,7 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(tmp_path: Path)
 
     model, optimizer = fresh()
     train(model, optimizer, 2)
-    store = opened(tmp_path, asynchronous=True)
+    store = opened(tmp_path)
     before = values(model)
     with patch.object(checkpoint_store, "write_tensors", slowly):
         store.save(2, model, optimizer, extra={}, facts={}, best=None)
@@ -468,21 +508,20 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "call", "error", "reason"),
+    ("call", "error", "reason"),
     [
-        (False, "finish", FULL, "No space left on device"),
-        (True, "advance", FULL, "No space left on device"),
-        (True, "finish", MemoryError("no room for a copy"), "MemoryError no room for a copy"),
-        (True, "save", FULL, "No space left on device"),
+        ("advance", FULL, "No space left on device"),
+        ("finish", MemoryError("no room for a copy"), "MemoryError no room for a copy"),
+        ("save", FULL, "No space left on device"),
     ],
 )
 @each_rank(2, transport="auto")
 def test_a_failed_save_is_heard_everywhere_and_the_old_one_stays(
-    tmp_path: Path, asynchronous: bool, call: str, error: Exception, reason: str
+    tmp_path: Path, call: str, error: Exception, reason: str
 ) -> None:
     model, optimizer = fresh()
     train(model, optimizer, 1)
-    store = opened(tmp_path, asynchronous=asynchronous)
+    store = opened(tmp_path)
     fill(store, [1])
     write = checkpoint_store.write_tensors
 
@@ -519,18 +558,18 @@ class Kill(NamedTuple):
     count: int
 
 
-def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | None = None) -> None:
+def works(folder: str, steps: int, keep: int, wait: bool, kill: Kill | None = None) -> None:
     """Continue from the newest checkpoint, train on, save every step."""
     if kill is not None and kill.rank == comm.rank():
         _arm(kill)
     model, optimizer = fresh()
-    store = opened(Path(folder), keep, asynchronous)
+    store = opened(Path(folder), keep)
     start = store.newest()
     if comm.rank() == 0:
         store.clear(start.damaged)
     if start.opened is not None:
         load_into(start.opened, model, optimizer)
-    fill(store, range(start.step + 1, steps + 1), trained=(model, optimizer))
+    fill(store, range(start.step + 1, steps + 1), trained=(model, optimizer), wait=wait)
 
 
 POINTS = {
@@ -573,7 +612,7 @@ def survivor(folder: Path, undisturbed: Path) -> int:
     return start.step
 
 
-four_steps = once(works, "", 4, 4, False)  # checkpoints of ranks that nobody disturbs
+four_steps = once(works, "", 4, 4, True)  # checkpoints of ranks that nobody disturbs
 
 
 @pytest.fixture
@@ -584,21 +623,21 @@ def two_steps(four_steps: Path, tmp_path: Path) -> Path:
 
 
 BRIEFLY = ("in the middle of a data file", "after the rename")
-OFTEN = [(name, asynchronous) for name in BRIEFLY for asynchronous in (False, True)]
+OFTEN = [(name, wait) for name in BRIEFLY for wait in (True, False)]
 SELDOM = [(name, bool(i % 2)) for i, name in enumerate(POINTS) if name not in BRIEFLY]
 
 
 @pytest.mark.parametrize(
-    ("name", "asynchronous"), [*OFTEN, *(pytest.param(*each, marks=pytest.mark.long) for each in SELDOM)]
+    ("name", "wait"), [*OFTEN, *(pytest.param(*each, marks=pytest.mark.long) for each in SELDOM)]
 )
 def test_a_kill_in_a_save_leaves_a_complete_checkpoint(
-    on_ranks: Ranks, four_steps: Path, two_steps: Path, name: str, asynchronous: bool
+    on_ranks: Ranks, four_steps: Path, two_steps: Path, name: str, wait: bool
 ) -> None:
     """And the ranks that are started again leave nothing of it behind."""
     with pytest.raises(AssertionError, match=rf"ranks \[{POINTS[name].rank}\] died"):  # and the other left
-        on_ranks(2, works, str(two_steps), 3, 2, asynchronous, POINTS[name])
+        on_ranks(2, works, str(two_steps), 3, 2, wait, POINTS[name])
     assert survivor(two_steps, four_steps) >= 2
-    on_ranks(2, works, str(two_steps), 4, 2, asynchronous)
+    on_ranks(2, works, str(two_steps), 4, 2, wait)
     assert survivor(two_steps, four_steps) == 4
     assert sorted(path.name for path in two_steps.iterdir()) == [step_name(3), step_name(4)]
 

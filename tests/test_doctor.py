@@ -112,6 +112,7 @@ def test_a_difference_counts_beyond_the_tolerance() -> None:
     assert difference(other, one, tolerance=0.09) == ""
     nan = torch.tensor([1.0, -1.0, 0.0, torch.nan])  # equals NaN and nothing else
     assert difference(nan, nan.clone()) == ""
+    assert difference(torch.empty(0, 3), torch.empty(0, 3)) == ""
     for found, expected in ((nan, one), (one, nan)):
         assert difference(found, expected, tolerance=0.1).startswith("Mismatched elements: 1 / 4")
 

@@ -35,7 +35,7 @@ from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, togeth
 from shardtrain.job.errors import UserError
 from shardtrain.job.format import write_any_text
 from shardtrain.job.launch import Context
-from shardtrain.train.resume import Identity, find_start, identify, locked, run_directory
+from shardtrain.train.resume import Identity, find_start, free_space, identify, locked, run_directory
 
 from pool import each_rank, ended
 from small import until
@@ -387,6 +387,27 @@ def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, 
         text = f"no checkpoint is complete: {old} is damaged: .*; resume=none starts anew"
         with pytest.raises(UserError, match=text):
             find_start(config, place, identify(config, place))
+
+
+def test_a_run_is_set_aside_beside_others_of_which_some_are_gone(tmp_path: Path) -> None:
+    for folder in ("checkpoints/step-00000004", "checkpoints.2/step-00000002"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert taken(tmp_path, "resume=none")[0].endswith("/checkpoints.3 now")
+    assert (tmp_path / "checkpoints.3/step-00000004").is_dir()
+
+
+def test_a_run_directory_out_of_reach_is_a_mistake(tmp_path: Path) -> None:
+    def closed(path: Path, **_: Any) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    place = context(tmp_path / "run")
+    with patch.object(Path, "exists", closed):
+        told = refused(find_start, configure("resume=none"), place, Identity("0", is_new=True))
+        assert refused(free_space, place.run_dir).startswith(
+            f"run.dir={place.run_dir}: [Errno 13] Permission"
+        )
+    assert told.startswith(f"run.dir={place.run_dir}: [Errno 13] Permission denied: ")
+    assert told.endswith("; cannot write there; choose another run.dir")
 
 
 @each_rank(2, transport="auto")

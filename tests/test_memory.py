@@ -33,7 +33,7 @@ from shardtrain.train import loop, saving
 import pool
 from pool import Ranks, each_rank, once
 from small import Block, OddNet, shard, train, until
-from tiny import QUIET, TINY, crash, curves, files_of, final, run_to_end
+from tiny import QUIET, TINY, at_once, crash, curves, files_of, final, run_to_end
 
 undisturbed = once(run_to_end)
 EVERY_STEP = "checkpoint.memory_every_steps=1"
@@ -152,7 +152,7 @@ def run_in(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> st
         return run_to_end(folder, EVERY_STEP, "checkpoint.every_steps=100", *arguments, at=at)
 
 
-@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)  # each save ends before training goes on
+@at_once
 def run_at_once(folder: str, *arguments: str, at: dict[int, Any]) -> str:
     return run_in(folder, *arguments, at=at)
 
@@ -307,7 +307,7 @@ def test_no_mistake_frees_the_memory_of_a_run(on_ranks: Ranks, tmp_path: Path) -
     assert left_of(folder) == []
 
 
-@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)  # each save ends before training goes on
+@at_once
 def anew_to_four(folder: str) -> None:
     assert run_to_end(folder, QUIET, "resume=none", at={5: crash}) == "RuntimeError crash"
 

@@ -93,7 +93,7 @@ def measured(*arguments: str) -> dict[str, Any]:
     with comm.meter() as traffic:
         timeline = memory_of_step(step, batches)
     first = timeline.points[0]
-    gathered = first.bytes[list(MEMORY_KINDS).index("gathered")]
+    gathered = first.bytes[MEMORY_KINDS.index("gathered")]
     return {
         **state_bytes(job.model, job.optimizer, job.ema),
         "gathered": inside.take_gathered_peak().bytes,

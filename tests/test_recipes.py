@@ -18,6 +18,8 @@ from torchvision.models import resnet18
 
 import shardtrain
 from shardtrain import checkpoint, comm
+from shardtrain.checkpoint.loading import Opened
+from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.store import Newest
 from shardtrain.job import model
 from shardtrain.job.build import lr_factor
@@ -406,8 +408,17 @@ def test_schedules_are_torchs() -> None:
 def test_a_warm_up_that_is_cut_short_is_told(epochs: float, said: list[str]) -> None:
     config = composed("train.epochs=2", f"sched.warmup_epochs={epochs}")
     job = Mock(steps=20, steps_per_epoch=10)
-    messages = start_messages(Newest(None, 0, []), job, config)
+    messages = start_messages(Mock(), Newest(None, 0, []), job, config)
     assert [line.partition(" than half the run: the warm-up takes 10 steps")[0] for line in messages] == said
+
+
+def test_a_checkpoint_that_is_continued_is_not_said_to_be_ignored() -> None:
+    """`RUN/best` leads to another directory, as `~` does."""
+    opened = Opened(Path("there/checkpoints/step-00000003"), Manifest(1, {}, {}, None, {}))
+    job = Mock(steps=20, steps_per_epoch=10, device=torch.device("cpu"))
+    config = composed("resume=there/best", "sched.warmup_epochs=0")
+    messages = start_messages(Mock(latest=0), Newest(opened, 3, []), job, config)
+    assert messages == ["continuing after step 3 of 20 (there/checkpoints/step-00000003)"]
 
 
 def test_a_model_of_timm_has_its_own_name() -> None:

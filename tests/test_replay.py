@@ -22,7 +22,7 @@ from shardtrain.engine import replay as replays
 from shardtrain.engine.replay import digest
 
 from small import Block, images, shard
-from tiny import QUIET, final, result_of, run_to_end
+from tiny import QUIET, at_once, final, result_of, run_to_end
 
 V = 4
 
@@ -539,7 +539,7 @@ def wears_out() -> None:
         GLOBAL.append(nn.modules.module.register_module_forward_hook(wrong))
 
 
-@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)  # each save ends before training goes on
+@at_once
 def worn_out(folder: str, *given: str) -> str:
     try:
         return run_to_end(folder, *given, at={5: wears_out})

@@ -29,9 +29,10 @@ from shardtrain.job.saved import changed_keys
 from shardtrain.job.signals import SIGNALS, Stopped, StopSignals
 from shardtrain.recipes import augment
 from shardtrain.train import saving
+from shardtrain.train.resume import open_named
 
 from pool import each_rank, once
-from tiny import QUIET, composed, crash, curves, final, result_of, run_to_end, write_folders
+from tiny import QUIET, at_once, composed, crash, curves, final, result_of, run_to_end, write_folders
 
 
 def on_rank_1(number: int) -> None:
@@ -43,12 +44,12 @@ def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> l
     return [run_to_end(folder, *arguments, at=event) for event in [*events, {}]]
 
 
-@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)  # each save ends before training goes on
+@at_once
 def interrupted_at_once(folder: str, events: list[dict[int, Any]]) -> list[str]:
     return interrupted(folder, events)
 
 
-@patch("shardtrain.checkpoint.store.Snapshot", lambda: None)
+@at_once
 def crashed_at_once(folder: str, step: int, *arguments: str) -> str:
     return run_to_end(folder, *arguments, at={step: crash})
 
@@ -377,6 +378,14 @@ def test_what_a_run_could_not_read_back_is_refused_before_it(tmp_path: Path) -> 
     assert run_to_end(str(tmp_path / "run"), QUIET, "checkpoint.keep=0", "train.max_steps=2") == "finished"
     log = (tmp_path / "run/log.txt").read_text()
     assert "checkpoint.keep=0 saves nothing to the disk: a run that is stopped begins anew" in log
+
+
+@each_rank(2, transport="auto")
+def test_a_checkpoint_that_only_one_rank_sees_is_damaged_on_all(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "one", shardtrain.shard(torch.nn.Linear(3, 2)))
+    path = tmp_path / ("elsewhere" if comm.rank() else "one")
+    with pytest.raises(checkpoint.Damaged, match=r"rank 1: rank-00001\.safetensors is missing"):
+        open_named(path)
 
 
 @each_rank(2, transport="auto")

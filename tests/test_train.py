@@ -20,6 +20,7 @@ from shardtrain.job.data.feed import Arrays, DataSet, numbered
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
 from shardtrain.job.model import parameter_groups, plain_model
+from shardtrain.train.loop import scores_as_json
 
 import tiny
 from small import Parts
@@ -134,6 +135,8 @@ def test_scores_of_known_logits() -> None:
     evaluation = evaluate(model, [batch])
     total = logits[0].logsumexp(0).item()
     assert evaluation.scores == pytest.approx(Scores(total - (3 - 2 - 1) / 3, 100 / 3, 200 / 3))
+    unknown = scores_as_json(3, [Evaluation(Scores(math.nan, 50.0))])
+    assert unknown == '{"step": 3, "val/loss": null, "val/acc1": 50.0}'
     assert evaluation.scalars().keys() == {"val/loss", "val/acc1", "val/acc5"}
     ten_classes = evaluate(model, [batch._replace(images=logits[:, :10])])
     assert ten_classes.scores.acc5 is None

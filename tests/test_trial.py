@@ -113,6 +113,16 @@ def test_what_depends_on_whole_parameters_is_refused(direction: Callable[..., Te
         optimizer.step()
 
 
+def test_an_optimizer_that_fails_on_pieces_without_a_text_is_refused() -> None:
+    def requires_a_matrix(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+        if param.shape[1:] == (1,):
+            raise NotImplementedError
+        return grad
+
+    with pytest.raises(ValueError, match=r"cannot step on a sharded model: NotImplementedError\. A rank"):
+        Own(model().parameters(), requires_a_matrix).step()
+
+
 @pytest.mark.parametrize("virtual", [0, 2])
 @pytest.mark.parametrize("direction", [each for each in OTHER if each is not adapts_its_step] + [plain])
 def test_where_a_rank_has_whole_parameters_it_is_right(

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.checkpoint.store import step_name
+from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
@@ -34,6 +34,8 @@ SHORT = (
 # 6,362 parameters for images of three channels. Neither BatchNorm nor dropout.
 VIT = (*("model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2"), "model.mlp_width=16")
 TINY = (*SHORT, *VIT)
+_save = Store.save  # each of which ends, with `at_once`, before training goes on
+at_once = patch.object(Store, "save", lambda *args, **to: (_save(*args, **to), args[0].finish())[0])
 
 
 @functools.cache
@@ -106,12 +108,10 @@ def crash() -> None:
 def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     """Train in ``folder``, with ``at[step]()`` after a step's reports; return how the run ended here."""
     report = Monitor.step
-    events = at or {}
 
     def step_and_more(monitor: Monitor, step: int) -> None:
         report(monitor, step)
-        if step in events:
-            events[step]()
+        (at or {}).get(step, lambda: None)()
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60"]

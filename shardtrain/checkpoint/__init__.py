@@ -2,7 +2,7 @@
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
 ``content.py`` (what each rank writes), ``loading.py``, and ``store.py`` (how a save is committed, and the
-checkpoints of a run).
+checkpoints of a run). ``memory.py``, ``hosts.py`` and ``cleanup.py`` keep some in memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtrain.checkpoint.content import Averages
+from shardtrain.checkpoint.content import Averages, collect
+from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
-from shardtrain.checkpoint.manifest import Damaged
-from shardtrain.checkpoint.store import SaveFailed, save_at_once
+from shardtrain.checkpoint.store import Draft, writer_of
 from shardtrain.engine.hooks import engine_of
+from shardtrain.errors import Damaged, SaveFailed
 
 __all__ = ["Damaged", "SaveFailed", "load", "save"]
 
@@ -48,7 +49,18 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    save_at_once(Path(path), module, optimizer, extra, averages)
+    all_ranks = engine_of(module).transport.all_ranks
+    path = Path(path)
+    problem = ""
+    if all_ranks.rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                problem = f"{path}: exists already, and a checkpoint is never overwritten"
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}"
+    content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
+    Draft(path, content, all_ranks, Hosts.one(all_ranks)).save(writer_of(content))
 
 
 def load(

@@ -34,15 +34,13 @@ def take(lock: int) -> bool:
     return True
 
 
-def remove(directory: str, lock: int) -> bool:
-    """Remove ``directory`` if nobody else holds its ``lock``; return whether that was so.
+def remove(directory: str, lock: int) -> None:
+    """Remove ``directory`` if nobody else holds its ``lock``.
 
     The lock is kept until it is closed: who waits for it finds that the directory is gone.
     """
-    if not (is_in(directory, lock) and take(lock)):
-        return False
-    shutil.rmtree(directory, ignore_errors=True)
-    return True
+    if is_in(directory, lock) and take(lock):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def watch(directory: str, seconds: float) -> None:

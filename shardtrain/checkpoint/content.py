@@ -78,6 +78,19 @@ def local_shards(engine: Engine) -> list[LocalShard]:
     return [shard._replace(writes=rank == 0) if shard.param in empty else shard for shard in shards]
 
 
+def misfits(shards: Sequence[LocalShard], averages: Averages) -> list[str]:
+    """Return a line per parameter whose average is missing, or not sharded like it."""
+    problems = []
+    for param, part, _ in shards:
+        average = averages.get(param)
+        if average is None:
+            problems.append(f"averages lacks {part.name}")
+        elif average.shape != param.shape:
+            wanted = f"{tuple(param.shape)}, as the parameter's local piece"
+            problems.append(f"averages has {part.name} of shape {tuple(average.shape)}, expected {wanted}")
+    return problems
+
+
 def whole_part(name: str, tensor: torch.Tensor) -> Part:
     """Describe all elements of a tensor that is never cut."""
     return Part(name, tuple(tensor.shape), dense_stride(tensor), 0, tensor.numel(), whole=True)
@@ -116,6 +129,8 @@ def collect(
     equal = dict(equal_buffers(engine.module, all_ranks))  # collective, so before anything that may fail
     try:
         shards = local_shards(engine)
+        if averages is not None and (misfit := misfits(shards, averages)):
+            raise ValueError("; ".join(misfit))
         for shard in shards:
             if shard.writes:
                 named[f"parameters/{shard.name}"] = (shard.part, shard.param.data)

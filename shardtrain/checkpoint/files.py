@@ -78,14 +78,15 @@ def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
             yield raw[start : start + BLOCK_BYTES]
 
 
-def copy_file(source: io.FileIO, path: Path) -> None:
-    """Write the open file ``source`` as a new file, and wait until it is on disk."""
-    with path.open("xb", buffering=0) as file:
+def copy_file(source: io.FileIO, record: Record, path: Path) -> Record:
+    """Write the open file ``source``, which ``record`` describes, as a new file; wait until it is on disk."""
+    with source, path.open("xb", buffering=0) as file:
         size = os.fstat(source.fileno()).st_size
         done = 0
         while done < size:
             done += os.sendfile(file.fileno(), source.fileno(), done, size - done)
         os.fsync(file.fileno())
+    return record
 
 
 def write_text(path: Path, text: str) -> None:

@@ -86,7 +86,7 @@ class Hosts(NamedTuple):
         """Make ``moves`` between the hosts' ``directory``: one message per file, from memory to memory.
 
         Collective: ``moves`` are the same on all ranks. Returns what went wrong on this rank, or an empty
-        text. A copy has its name once it is complete.
+        text. A copy that a kill interrupts has no file's name; one that fails is found when it is verified.
         """
         problems: list[str] = []
         for together in _by_pair(moves):

@@ -29,16 +29,18 @@ from shardtrain.checkpoint.content import (
     decode_extra,
     exchange,
     local_shards,
+    misfits,
     whole_part,
 )
 from shardtrain.checkpoint.files import DTYPES, verify
-from shardtrain.checkpoint.manifest import DTYPE_NAMED, Damaged, Manifest, file_name, parse, read_manifest
+from shardtrain.checkpoint.manifest import DTYPE_NAMED, Manifest, file_name, parse, read_manifest
 from shardtrain.comm.channel import Ranks
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.part import Part
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
 from shardtrain.engine.state_dict import persistent_buffers
+from shardtrain.errors import Damaged
 
 
 class Opened(NamedTuple):
@@ -134,8 +136,10 @@ def load_into(
     problems += differences({name: Spec.of(buffer) for name, buffer in buffers}, saved.specs("averaged"))
     if optimizer is not None and not problems:
         problems = _compare_optimizer(saved, shards, optimizer)
-    if averages is not None and not saved.ema:
-        problems.append("it was saved without moving averages of the parameters")
+    if averages is not None:
+        problems += misfits(shards, averages)
+        if not saved.specs("ema"):
+            problems.append("it was saved without moving averages of the parameters")
     try:
         extra = reader.extra()
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError, OSError) as error:

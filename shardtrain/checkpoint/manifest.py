@@ -31,7 +31,7 @@ import torch
 from shardtrain.checkpoint.files import DTYPES, Record, read_text, write_text
 from shardtrain.engine.part import dense_stride
 from shardtrain.engine.state_dict import Spec
-from shardtrain.errors import Damaged as Damaged
+from shardtrain.errors import Damaged
 
 FORMAT = "shardtrain checkpoint"
 VERSION = 2
@@ -64,11 +64,6 @@ class Manifest(NamedTuple):
     tensors: dict[str, Entry]
     optimizer: dict[str, Any] | None  # as in the JSON above
     facts: dict[str, Any]  # the caller's JSON: step, configuration
-
-    @property
-    def ema(self) -> bool:
-        """Whether there is a moving average of each parameter."""
-        return any(name.startswith("ema/") for name in self.tensors)
 
     def specs(self, kind: str) -> dict[str, Spec]:
         """Return the specs of all tensors of a ``kind`` such as ``parameters``, by their names in it."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from shardtrain import comm
 from shardtrain.checkpoint import cleanup
 from shardtrain.checkpoint.manifest import parse, read_manifest, write_manifest
-from shardtrain.checkpoint.store import Place, clear, step_name, steps_in
+from shardtrain.checkpoint.store import Place, step_name, steps_in
 from shardtrain.comm.channel import Ranks
 
 MEMORY = Path("/dev/shm")
@@ -59,8 +59,8 @@ def _is_private(directory: Path) -> bool:
 
     `MEMORY` is sticky, so nobody else can put another in its place afterwards.
     """
-    found = directory.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    status = directory.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _open_lock(directory: Path) -> int:
@@ -102,10 +102,9 @@ def keep_only(place: Place, step: int) -> None:
     for run in place.directory.parent.iterdir():
         if run.is_dir() and run != place.directory:
             shutil.rmtree(run, ignore_errors=True)
-    clear(place.directory)
-    for each in steps_in(place.directory):
-        if each != step:
-            shutil.rmtree(place.directory / step_name(each), ignore_errors=True)
+    for path in place.directory.glob("*"):  # what killed saves left, too
+        if path.name != step_name(step):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def complete(place: Place, all_ranks: Ranks) -> None:

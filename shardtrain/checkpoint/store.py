@@ -23,8 +23,6 @@ call that exchanges results. Earlier checkpoints stay.
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import os
 import re
 import shutil
@@ -38,18 +36,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, Content, Named, agree, collect, exchange
 from shardtrain.checkpoint.files import Record, copy_file, open_plain, sync_directory, write_tensors
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
-from shardtrain.checkpoint.manifest import Damaged, dump, file_name, write_manifest
+from shardtrain.checkpoint.manifest import dump, file_name, write_manifest
 from shardtrain.comm.channel import Ranks
 from shardtrain.device import current_stream, on_accelerator
-from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.part import Part
 from shardtrain.engine.state_dict import Spec
-from shardtrain.errors import SaveFailed as SaveFailed
+from shardtrain.errors import Damaged, SaveFailed
 
 TEMPORARY = ".tmp-"
 ASIDE = "damaged-"
@@ -97,7 +93,7 @@ class Draft:
         self.has_all_files = False
         self.syncs = True  # whether the file system can sync directories
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}-{content.token}")
-        self._file = file_name(all_ranks.rank)
+        self.file = file_name(all_ranks.rank)
         self._manifest = content.manifest
         self.record: Record | None = None  # of this rank's file
         self._all_ranks = all_ranks
@@ -106,7 +102,7 @@ class Draft:
     def write(self, write_file: Writer) -> None:
         """Write this rank's file."""
         self._temporary.mkdir(parents=True, exist_ok=True)
-        self.record = write_file(self._temporary / self._file)
+        self.record = write_file(self._temporary / self.file)
 
     def gather(self, problem: str) -> None:
         """Let every host have what all ranks wrote. ``problem``: why this rank has not."""
@@ -144,48 +140,18 @@ class Draft:
         try:
             action()
         except OSError as error:
-            return f"{Path(error.filename or self._file).name}: {error.strerror}"
+            return f"{Path(error.filename or self.file).name}: {error.strerror}"
         except Exception as error:  # told to all ranks; in a thread nobody would notice it
-            return f"{self._file}: {type(error).__name__} {error}"
+            return f"{self.file}: {type(error).__name__} {error}"
         return ""
-
-
-class Background(Thread):
-    """Run ``action``, which returns why it failed, or an empty text, in a thread."""
-
-    def __init__(self, action: Callable[[], str]) -> None:
-        super().__init__(name="shardtrain-save", daemon=True)
-        self._action = action
-        self.problem = ""
-
-    def run(self) -> None:
-        self.problem = self._action()
-        del self._action  # which holds tensors
-
-
-def save_at_once(
-    path: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    averages: Averages | None,
-) -> None:
-    """Save the new directory ``path``, which all ranks see. Collective. Raises SaveFailed on every rank."""
-    all_ranks = engine_of(module).transport.all_ranks
-    problem = ""
-    if all_ranks.rank == 0:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                problem = f"{path}: exists already, and a checkpoint is never overwritten"
-        except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
-    content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
-    Draft(path, content, all_ranks, Hosts.one(all_ranks)).save(writer_of(content))
 
 
 def writer_of(content: Content) -> Writer:
     return lambda path: write_tensors(path, content.tensors, content.notes)
+
+
+def _fail(error: Exception, path: Path) -> Record:
+    raise error
 
 
 class Newest(NamedTuple):
@@ -218,13 +184,18 @@ def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Ne
     complete.
     """
     candidates: list[tuple[int, bool, bool]] = []  # step, whether on disk, whether a link
-    for is_link in (False, True):
-        candidates += [(step, True, is_link) for step in steps_in(directory, is_link)]
-        if memory is not None:
-            candidates += [(step, False, is_link) for step in steps_in(memory.directory, is_link)]
-    listed = json.dumps(sorted(candidates, reverse=True)) if all_ranks.rank == 0 else ""
+    problem = ""
+    if all_ranks.rank == 0:
+        try:
+            for is_link in (False, True):
+                candidates += [(step, True, is_link) for step in steps_in(directory, is_link)]
+                if memory is not None:
+                    candidates += [(step, False, is_link) for step in steps_in(memory.directory, is_link)]
+        except OSError as error:
+            problem = str(error)
+    listed = exchange(Damaged, all_ranks, problem, candidates=sorted(candidates, reverse=True))
     damaged: list[tuple[Path, str]] = []
-    for step, is_on_disk, is_link in json.loads(comm.gather_texts(listed, all_ranks)[0]):
+    for step, is_on_disk, is_link in listed[0]["candidates"]:
         in_memory = None if is_on_disk else memory
         path = (in_memory.directory if in_memory else directory) / step_name(step)
         try:
@@ -241,12 +212,6 @@ def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Ne
     if damaged:
         raise Damaged("no checkpoint is complete: " + "; ".join(text for _, text in damaged))
     return Newest(None, 0, [])
-
-
-def clear(directory: Path) -> None:
-    """Remove what killed saves left."""
-    for path in directory.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def retain(directory: Path, keep: int, best: int | None = None) -> None:
@@ -296,18 +261,18 @@ class Store:
         all_ranks: Ranks,
         *,
         keep: int,
-        asynchronous: bool = True,
         memory: Place | None = None,
     ) -> None:
         self.directory = directory
         self.memory = memory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.latest_in_memory = 0
-        self.writer: Background | None = None  # writes to the disk, or did so last
+        self.writer: Thread | None = None  # writes to the disk, or did so last
+        self._problem = ""  # why it failed
         self._all_ranks = all_ranks
         self._hosts = Hosts.one(all_ranks)
         self._keep = keep
-        self._snapshot = Snapshot() if asynchronous else None
+        self._snapshot = Snapshot()
         self._draft: Draft | None = None  # of the save under way, of the step `_step`
         self._step = 0
         self._retain: Callable[[], None] = lambda: None
@@ -330,7 +295,8 @@ class Store:
 
     def clear(self, damaged: Iterable[tuple[Path, str]]) -> None:
         """Remove what killed saves left, and rename ``damaged`` checkpoints. Called on one rank."""
-        clear(self.directory)
+        for path in self.directory.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
         for path, _ in damaged:
             with contextlib.suppress(OSError):
                 if path.parent == self.directory:
@@ -359,85 +325,63 @@ class Store:
         facts = {"step": step, **facts}
         content = collect(path, module, optimizer, extra=extra, facts=facts, averages=averages)
         problem = ""
-        write_file: Writer | None = None
+        in_memory: Draft | None = None
         if self.memory is not None:
             try:
-                write_file = self._save_in_memory(self.memory, step, content, to_disk)
+                in_memory = self._save_in_memory(self.memory, step, content)
             except SaveFailed as error:
                 problem = str(error)
         if to_disk:
             self._step = step
-            self._draft = Draft(path, content, self._all_ranks, self._hosts)
             self._retain = partial(retain, self.directory, self._keep, best)
-            self._start(partial(self._draft.write, write_file or self._copied(content)))
-            if self._snapshot is None:
-                self.finish()
+            draft = Draft(path, content, self._all_ranks, self._hosts)
+            self._start(draft, partial(draft.write, self._writer_of_copy(content, in_memory)))
         return problem
 
-    def _save_in_memory(self, memory: Place, step: int, content: Content, to_disk: bool) -> Writer | None:
-        """Save ``step`` in memory. Return what copies this rank's file to the disk, if it is to."""
+    def _save_in_memory(self, memory: Place, step: int, content: Content) -> Draft:
         draft = Draft(memory.directory / step_name(step), content, self._all_ranks, memory.hosts)
-        with contextlib.ExitStack() as stack:
-
-            def write(path: Path) -> Record:
-                record = write_tensors(path, content.tensors, content.notes)
-                if to_disk:  # opened now, since the next step replaces it
-                    stack.enter_context(source := open_plain(path))
-                    sources.append(source)
-                return record
-
-            sources: list[io.FileIO] = []
-            draft.save(write)
-            opened = stack.pop_all()
+        draft.save(writer_of(content))
         if memory.hosts.leads:
             retain(memory.directory, keep=1)
         self.latest_in_memory = step
+        return draft
 
-        def copy(path: Path) -> Record:
-            with opened:
-                copy_file(sources[0], path)
-            assert draft.record is not None, "saved"
-            return draft.record
-
-        return copy if to_disk else None
-
-    def _copied(self, content: Content) -> Writer:
-        """Copy what is to be saved into this process, unless saves are synchronous; return what writes it."""
-        if self._snapshot is None:
-            return writer_of(content)
+    def _writer_of_copy(self, content: Content, in_memory: Draft | None) -> Writer:
+        """Return what writes a copy of this rank's file: the one in memory, or a copy made here."""
         try:
+            if in_memory is not None:
+                assert in_memory.record is not None, "saved"
+                source = open_plain(in_memory.path / in_memory.file)  # now, since the next step replaces it
+                return partial(copy_file, source, in_memory.record)
             return writer_of(content._replace(tensors=self._snapshot.copy(content.tensors)))
-        except (MemoryError, RuntimeError) as error:
-            reason = error
-
-            def fail(path: Path) -> Record:
-                raise reason  # in the thread, so that all ranks learn of it
-
-            return fail
+        except (OSError, ValueError, MemoryError, RuntimeError) as error:
+            return partial(_fail, error)  # in the thread, so that all ranks learn of it
 
     def advance(self) -> None:
         """Begin to commit the save under way once all files are written, or end it. No rank may be busy."""
         draft = self._draft
         assert draft is not None, "nothing is under way"
-        assert self.writer is not None, "its file is written"
         self._draft = None
-        problem = self.writer.problem
         if draft.has_all_files:
-            draft.agree(problem)
+            draft.agree(self._problem)
             self.latest = self._step
             return
-        draft.gather(problem)
-        self._draft = draft
-        self._start(partial(self._commit, draft))
+        draft.gather(self._problem)
+        self._start(draft, partial(self._commit, draft))
 
     def _commit(self, draft: Draft) -> None:
         draft.commit()
         if self._hosts.leads:
             self._retain()
 
-    def _start(self, action: Callable[[], object]) -> None:
-        assert self._draft is not None, "begun"
-        self.writer = Background(partial(self._draft.problem_of, action))
+    def _start(self, draft: Draft, action: Callable[[], object]) -> None:
+        """Run ``action`` in a thread, as the next of ``draft``."""
+
+        def run() -> None:
+            self._problem = draft.problem_of(action)
+
+        self._draft = draft
+        self.writer = Thread(target=run, name="shardtrain-save", daemon=True)
         self.writer.start()
 
     def finish(self) -> None:

@@ -198,7 +198,8 @@ def difference(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> str:
 
     Returns "" if they are equal to ``tolerance`` of the largest expected magnitude.
     """
-    largest = expected.double().nan_to_num(0, 0, 0).abs().max().item()
+    magnitudes = expected.double().nan_to_num(0, 0, 0).abs()
+    largest = magnitudes.max().item() if magnitudes.numel() else 0.0
     try:
         assert_close(found, expected, rtol=0, atol=tolerance * largest, equal_nan=True)
     except AssertionError as error:

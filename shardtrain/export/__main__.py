@@ -153,7 +153,7 @@ def _opened(settings: ExportSettings) -> Opened:
         opened = open_named(run).opened
     if opened is None or "config" not in opened.manifest.facts:
         raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
-    if settings.weights == "ema" and not opened.manifest.ema:
+    if settings.weights == "ema" and not opened.manifest.specs("ema"):
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     return opened
 

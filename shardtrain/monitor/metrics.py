@@ -26,7 +26,7 @@ from shardtrain.job.evaluate import table_of, table_rows
 from shardtrain.job.format import MIB
 from shardtrain.plan.memory import optimizer_tensors
 
-PHASES = ("data", "forward", "backward", "optimizer", "checkpoint")  # of a step
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
 
 # Step times do not show which rank is slow: ranks wait for one another, so every rank's step takes as long as

@@ -39,7 +39,7 @@ class Writer:
         """Write scalars by TensorBoard tag: every `train.log_every` steps, and after each evaluation."""
 
     def picture(self, step: int, tag: str, picture: Picture) -> None:
-        """Write a picture, uint8 [height, width, 3]: the samples at the start."""
+        """Write a picture, uint8 [height, width, 3]: the samples at the start, and those of scores."""
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         """Write what has no curve.
@@ -99,6 +99,12 @@ RESULT_EVERY_S = 10.0  # seconds from one writing of result.json to the next, wh
 MOST_UNWRITTEN = 10_000  # events that are kept for TensorBoard while its disk is full
 
 
+def json_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``result`` for JSON, which has neither NaN nor infinity: None stands for them."""
+    unknown = {key for key, value in result.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {**result, **dict.fromkeys(unknown)}
+
+
 class ResultFile(Writer):
     """Write result.json: the latest value of every tag, and the facts for comparing runs."""
 
@@ -121,12 +127,8 @@ class ResultFile(Writer):
         self.due = time.perf_counter() + RESULT_EVERY_S
         self.result["epoch"] = self.result["step"] / self.steps_per_epoch
         self.result["seconds"] = round(time.perf_counter() - self.started, 3)
-        valid = {  # JSON has neither NaN nor infinity
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in self.result.items()
-        }
         temporary = self.path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(valid, indent=2) + "\n")
+        temporary.write_text(json.dumps(json_of(self.result), indent=2) + "\n")
         os.replace(temporary, self.path)
 
     def _read(self) -> dict[str, Any]:

@@ -177,7 +177,8 @@ def _difference_in_world(
                 if difference := _difference(result, whole, initial, interval):
                     return difference
     except Exception as error:
-        return str(error).partition(":")[0]  # such as "norm of a gradient would see this rank's piece alone"
+        # Such as "norm of a gradient would see this rank's piece alone".
+        return str(error).partition(":")[0] or type(error).__name__
     return ""
 
 

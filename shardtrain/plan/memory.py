@@ -31,15 +31,8 @@ from shardtrain.job.format import MIB
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema
 
-# What a tensor can hold, and its colour in pictures; `monitor.metrics.PHASES` has the colours of time.
-MEMORY_KINDS = {
-    "parameters": "#123c69",
-    "optimizer": "tab:cyan",
-    "gradients": "tab:purple",
-    "gathered": "tab:orange",
-    "activations": "tab:green",
-    "other": "0.7",
-}
+# What a tensor can hold.
+MEMORY_KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
 _LAYS_OUT = torch.ops.aten._foreach_copy_.default  # in backward, what the engine does with gradients
 
 
@@ -66,7 +59,7 @@ class MemoryTimeline(NamedTuple):
 
     def most(self, kind: str) -> int:
         """Return the most bytes of ``kind`` at any point."""
-        index = list(MEMORY_KINDS).index(kind)
+        index = MEMORY_KINDS.index(kind)
         return max(point.bytes[index] for point in self.points)
 
     def words(self) -> str:

@@ -29,6 +29,7 @@ from shardtrain.job.saved import as_saved
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
+from shardtrain.monitor.writers import json_of
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
 from shardtrain.train.resume import (
@@ -109,7 +110,7 @@ def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
     """Return the scores of an evaluation alone as one line of JSON, by their TensorBoard tags."""
     val, *tests = scored
     test = tests[0].ranking("test") if tests else {}
-    return json.dumps({"step": step, **val.scalars(), **test})
+    return json.dumps(json_of({"step": step, **val.scalars(), **test}))
 
 
 class Finiteness:
@@ -198,7 +199,11 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
         StopSignals() as signals,
     ):
         table = [start_table(config, context, job)] if context.first else []
-        notes = [*messages, *loss_notes(job.loss, job.scoring.classes), *start_messages(start, job, config)]
+        notes = [
+            *messages,
+            *loss_notes(job.loss, job.scoring.classes),
+            *start_messages(store, start, job, config),
+        ]
         monitor.say("\n".join([*table, *notes]))
         training = Training(config, job, metrics, monitor)
         saver = Saver(training, store, state, signals)
@@ -206,7 +211,8 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference))
             monitor.say(scores_as_json(start.step, scored))
-            return saver.ranked(scored[0])
+            score = saver.ranked(scored[0])
+            return None if math.isnan(score) else score
         if config.dry_run:
             plan = plan_of(config, job)
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers

@@ -48,7 +48,7 @@ class Identity(NamedTuple):
     is_new: bool
 
 
-def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
+def start_messages(store: Store, start: Newest, job: Job, config: Config) -> list[str]:
     """Return the lines that a run prints about its start."""
     aside = "" if config.eval_only or config.dry_run else "; it is set aside"
     warnings = [
@@ -83,8 +83,8 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
         return [*warnings, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
-    other = is_path(config.resume) and not start.opened.path.is_relative_to(config.resume)
-    ignored = f"; resume={config.resume} is only for a run without checkpoints of its own" if other else ""
+    own = is_path(config.resume) and store.latest
+    ignored = f"; resume={config.resume} is only for a run without checkpoints of its own" if own else ""
     return [*warnings, f"{where} ({start.opened.path}){ignored}"]
 
 
@@ -170,13 +170,16 @@ def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[
 def find_start(
     config: Config, context: Context, identity: Identity, in_memory: Place | None = None
 ) -> tuple[Store, Newest]:
-    """Return where the run saves, and what it starts from as `resume` says. Changes no disk. Collective.
+    """Return where the run saves, and what it starts from as `resume` says. Collective.
 
-    Raises UserError if `resume` requires a complete checkpoint and there is none, or if another job writes.
+    Of all files only the lock may change. Raises UserError if `resume` requires a complete checkpoint and
+    there is none, or if another job writes.
     """
 
     def look() -> None:  # now, since the other job may remove the checkpoint before this one has loaded it
-        if (context.run_dir / LOCK).exists():
+        with writing("run.dir", context.run_dir):
+            is_known = (context.run_dir / LOCK).exists()
+        if is_known:
             with locked(context.run_dir):
                 pass
 
@@ -211,7 +214,8 @@ def open_named(path: Path) -> Newest:
     all_ranks = comm.plain_transport()
     if path.name == BEST and (found := newest(path.parent / CHECKPOINTS, all_ranks)).opened is not None:
         path = path.parent / CHECKPOINTS / step_name(int(found.opened.manifest.facts.get(BEST) or found.step))
-    if (path / NAME).exists():
+    is_checkpoint = "1" if os.path.exists(path / NAME) else ""  # rank 0's counts: another host may not see it
+    if comm.gather_texts(is_checkpoint, all_ranks)[0]:
         opened = open_checkpoint(path, all_ranks)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
     return newest(path / CHECKPOINTS, all_ranks)
@@ -228,9 +232,10 @@ def free_space(directory: Path) -> tuple[Path, int]:
 
     Raises UserError if it is not writable.
     """
-    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    with writing("run.dir", directory), tempfile.TemporaryFile(dir=place):
-        return place, shutil.disk_usage(place).free
+    with writing("run.dir", directory):
+        place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=place):
+            return place, shutil.disk_usage(place).free
 
 
 @contextlib.contextmanager
@@ -309,8 +314,9 @@ def _set_aside(directory: Path) -> list[str]:
     """Rename the checkpoints of an earlier run, so that no restart takes them for this run's."""
     if not steps_in(directory):
         return []
-    taken = len(list(directory.parent.glob(f"{CHECKPOINTS}.*")))
-    aside = directory.with_name(f"{CHECKPOINTS}.{taken + 1}")
+    taken = [path.suffix[1:] for path in directory.parent.glob(f"{CHECKPOINTS}.*")]
+    last = max((int(number) for number in taken if number.isdecimal()), default=0)
+    aside = directory.with_name(f"{CHECKPOINTS}.{last + 1}")
     with writing("run.dir", directory.parent):
         directory.rename(aside)
     return [f"resume=none: the checkpoints of an earlier run are in {aside} now"]

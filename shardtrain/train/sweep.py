@@ -154,7 +154,7 @@ def table(done: Sequence[Outcome], train: Train) -> str:
     sign = 1.0 if train.is_minimised else -1.0
     ranks = []
     for each in done:
-        last = math.inf if each.objective is None or math.isnan(each.objective) else sign * each.objective
+        last = math.inf if each.objective is None else sign * each.objective
         ranks.append((bool(each.problem), last))
     title = f"best {train.best}"
     lines = [f"{title}   job  overrides"]
