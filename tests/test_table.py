@@ -90,6 +90,7 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
             ["image,label", "0.png,a", "x.png,b", "y.png,b"],
             "2 of 3 images are not in data.root={root}: x.png;",
         ),
+        (["image,label", f"{'a' * 300},b"], "1 of 1 images are not in"),
         (
             ["image,label", "0.png,a"],
             "no image to evaluate by; data.validation=0.2 holds out a fifth of each",

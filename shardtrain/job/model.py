@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os.path
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -187,8 +188,8 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
     path = path_of("model.weights", weights)
     name = model.rpartition(".")[2]
     known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
-    if path.suffix or path.exists() or not known:
-        if not path.is_file():
+    if path.suffix or os.path.exists(path) or not known:
+        if not os.path.isfile(path):
             raise UserError(f"model.weights={path}: there is no such file")
         return read_weights(path)
     if weights not in known:
