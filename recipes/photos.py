@@ -62,6 +62,9 @@ class Pictures(Batches):
             raise Unreadable(f"cannot read the image {self.source.paths[index]}: {reason}") from None
         return self.transform(image), self.source.labels[index]
 
+    def path(self, index: int) -> str | None:
+        return self.source.paths[index]
+
 
 class _Folders(datasets.ImageFolder):  # type: ignore[misc]
     """Find images in folders, but not in hidden ones, such as `.ipynb_checkpoints`."""

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 import shardtrain
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import write_any_text
-from shardtrain.job.help import described, load_yaml, recipe_table
+from shardtrain.job.help import choice_table, described, load_yaml
 from shardtrain.job.schema import flat
 
 # Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
@@ -181,7 +181,7 @@ def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, 
     register = partial(OmegaConf.register_new_resolver, replace=True)
     register("own_or_none", lambda group, name: name if (group, name) in choices else "none")
     register("bf16_or_fp32", lambda: importlib.import_module("shardtrain.device").fastest_precision())
-    register("recipes", lambda: recipe_table(folders))
+    register("recipes", lambda: choice_table(folders, "recipe"))
 
 
 def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
