@@ -325,8 +325,8 @@ OTHERS = {  # names of others
         create_graph find_unused_parameters foreach full_tensor p.full_tensor p.to_local param_dtype
         queue_callback reduce_dtype retain_graph use_orig_params""",
     "the system's": "fcntl flock pickle",
-    "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 held_out.csv log.txt outputs/ result.json
-        digits.safetensors.json         smoke traces/ val/ weights""",
+    "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 log.txt outputs/ result.json
+        digits.safetensors.json held_out.csv smoke traces/ val/ weights""",
 }
 KNOWN = {name for names in OTHERS.values() for name in names.split()}
 
