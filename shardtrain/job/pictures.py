@@ -30,7 +30,7 @@ def pixels_of(figure: Any) -> Picture:
     """Return what a figure of Matplotlib shows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return np.array(canvas.buffer_rgba())[:, :, :3]
 
