@@ -117,9 +117,8 @@ class Unit:
             parts = [a if b is None else a + b for a, b in zip_longest(parts[::2], parts[1::2])]
         grads = self.pieces(parts[0] / self.world)
         for param, grad, kept in zip(self.params, grads, self.kept, strict=True):
-            none = len(grad) > 0 and bool(
-                ((grad == 0) & grad.signbit()).all()
-            )  # all are -0.0: no rank has one
+            # All are -0.0 if no rank has one.
+            none = len(grad) > 0 and bool(((grad == 0) & grad.signbit()).all())
             param.grad = kept if none else grad if kept is None else kept + grad
         del self.parts, self.sent, self.reducing
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck
+
+from shardtrain.job.errors import not_valid
 
 MOST_LAYERS = 10_000
 SMALL_IMAGE = 64  # pixels; up to here `stem=auto` keeps a ResNet's full resolution
@@ -114,10 +114,7 @@ class Shortcut(nn.Module):
 def _build(name: str, num_classes: int, image_size: int) -> nn.Module:
     valid = torchvision.models.list_models(module=torchvision.models)
     if name not in valid:
-        near = get_close_matches(name, valid, n=1)
-        raise ValueError(
-            f"name={name} is no torchvision model" + (f"; did you mean {near[0]}?" if near else "")
-        )
+        raise not_valid(f"model.name={name} is no torchvision model", name, valid)
     # Vision transformers alone are built for one image size.
     options = {"image_size": image_size} if name.startswith("vit_") else {}
     if name in ("googlenet", "inception_v3"):

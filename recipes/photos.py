@@ -7,6 +7,7 @@ imported only when needed, since torchvision's transforms take a second to impor
 from __future__ import annotations
 
 import io
+import os.path
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,9 @@ class Pictures(Batches):
             raise Unreadable(f"cannot read the image {self.source.paths[index]}: {reason}") from None
         return self.transform(image), self.source.labels[index]
 
+    def path(self, index: int) -> str | None:
+        return self.source.paths[index]
+
 
 class _Folders(datasets.ImageFolder):  # type: ignore[misc]
     """Find images in folders, but not in hidden ones, such as `.ipynb_checkpoints`."""
@@ -93,7 +97,7 @@ def image_folder(config: ImageFolder) -> DataSet:
     train, classes = _in_folders(config, "train")
     val = None
     val_classes = classes
-    if not config.validation or path_of("data.root", config.root).joinpath("val").exists():
+    if not config.validation or os.path.exists(path_of("data.root", config.root) / "val"):
         val, val_classes = _in_folders(config, "val")
     if classes != val_classes:
         names = {"train": set(classes), "val": set(val_classes)}

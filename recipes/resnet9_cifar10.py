@@ -69,7 +69,7 @@ class Whiten(nn.Conv2d):
         assert self.bias is not None
         nn.init.zeros_(self.bias)
 
-    def init_from_images(self, images: Tensor, eps: float = 5e-4) -> None:
+    def init_from_images(self, images: Tensor) -> None:
         """Set the filters from ``images``, float32 [count, channels, side, side], normalised.
 
         An eigenvector's sign is free. That of its largest element is made positive, so that all ranks agree.
@@ -77,7 +77,7 @@ class Whiten(nn.Conv2d):
         patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)
         values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
         largest = vectors.abs().argmax(0, keepdim=True)
-        filters = (vectors * vectors.gather(0, largest).sign() / (values + eps).sqrt()).T.flip(0)
+        filters = (vectors * vectors.gather(0, largest).sign() / (values + 5e-4).sqrt()).T.flip(0)
         self.weight.copy_(torch.cat([filters, -filters]).view_as(self.weight))
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -31,7 +30,6 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 import shardtrain
 from shardtrain.job.launch import close_process_group
-from shardtrain.job.pictures import plot
 
 # micro-batches per step, steps, images per step
 VIRTUAL = 4
@@ -164,11 +162,14 @@ def main(folder: Path) -> None:
         for losses in curves.values():
             gaps += [abs(a - b) for a, b in zip(losses, alone, strict=True)]
         print(f"{wrapper}: losses differ between runs by at most {max(gaps):.3g}")
-    picture = plot(lambda figure: draw(figure, found), (8, 5.5), dpi=150)
-    if isinstance(picture, str):
-        print(picture)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print('no picture: matplotlib is not installed (pip install "shardtrain[pictures]")')
     else:
-        Image.fromarray(picture).save(folder / "same_bits.png")
+        figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
+        draw(figure, found)
+        figure.savefig(folder / "same_bits.png")
     print(f"written to {folder}; shardtrain's losses and weights are {'equal' if equal else 'NOT equal'}")
     sys.exit(not equal)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os.path
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def image_table(config: Csv) -> DataSet:
     where = f"data.table={config.table}"
     rows = _read(path_of("data.table", config.table), where)
     root = path_of("data.root", config.root)
-    missing = [row.image for row in rows if not (root / row.image).is_file()]
+    missing = [row.image for row in rows if not os.path.isfile(root / row.image)]
     if missing:
         raise UserError(
             f"{where}: {len(missing)} of {len(rows)} images are not in data.root={root}: {first_of(missing)}"

@@ -28,7 +28,6 @@ DENSE: dict[str, list[str]] = {
         "shardtrain/checkpoint/memory.py",
         "shardtrain/job/evaluate.py",
         "shardtrain/job/format.py",
-        "shardtrain/job/help.py",
         "shardtrain/job/hydra_app.py",
         "shardtrain/job/schema.py",
         "shardtrain/monitor/metrics.py",

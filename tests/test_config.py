@@ -125,6 +125,19 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         assert ("epochs" in said) == ("optim" not in flags)
 
 
+def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
+    assert compose(["--help", "data", "debug", "model"]) is None
+    said = capsys.readouterr().out
+    for words in (
+        "data=NAME:\n  arrays  ",
+        "  imagefolder  Photographs, a",
+        "\n  fdr      A fast dry",
+        " resnet9\n",
+    ):
+        assert words in said
+    assert said.count("=NAME:") == 3
+
+
 @pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
 def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     """Of every choice of every group; one odd file of the user's changes nothing."""

@@ -5,6 +5,7 @@ import faulthandler
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import urllib.error
@@ -172,6 +173,7 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     output = on_ranks(3, told, trained, "eval_only=true", "optim=sgd")[0]
     assert output.startswith("finished")
     assert "none: eval_only" in output
+    assert not re.search("^(batch|length|update) ", output, re.M)
     assert "evaluating step 5" in output
     assert f"val      loss {result['val/loss']:.4f}, {said}" in output
     assert f"average  loss {result['val/ema_loss']:.4f}" in output

@@ -14,8 +14,9 @@ from shardtrain.job.data import Share
 from shardtrain.job.data.items import Items
 from shardtrain.job.data.sets import stratified
 from shardtrain.job.errors import UserError
+from shardtrain.train.loop import train
 
-from tiny import CPU, composed
+from tiny import CPU, composed, context
 
 LABELS = ["dog"] * 10 + ["cat"] * 6 + ["bird"] * 4
 
@@ -50,6 +51,19 @@ def test_a_table_gives_labels_and_a_split_of_every_class(tmp_path: Path) -> None
     assert held_out(data.load(config)) == held_out(found) != held_out(data.load(config, seed=1))
     assert found.train.random
     assert not found.val.random
+
+
+def test_a_run_names_the_files_that_it_holds_out(tmp_path: Path) -> None:
+    keys = write_table(tmp_path, validation=0.25)
+    config = composed(
+        *("data=csv", f"data.root={tmp_path}", f"data.table={keys.table}", "data.image_size=8"),
+        *("data.validation=0.25", "model=resnet20", "train.batch_size=5", "train.max_steps=1"),
+        *("checkpoint.keep=0", "monitor.tensorboard=false", "data.workers=0"),
+    )
+    train(config, context(tmp_path / "run"))
+    lines = (tmp_path / "run/held_out.csv").read_text().splitlines()
+    numbers = held_out(data.load(keys))
+    assert lines == ["image,label", *(f"{tmp_path}/{number}.png,{LABELS[number]}" for number in numbers)]
 
 
 def test_every_beginning_of_a_stratified_order_has_about_the_same_part_of_each_class() -> None:
@@ -90,6 +104,7 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
             ["image,label", "0.png,a", "x.png,b", "y.png,b"],
             "2 of 3 images are not in data.root={root}: x.png;",
         ),
+        (["image,label", f"{'a' * 300},b"], "1 of 1 images are not in"),
         (
             ["image,label", "0.png,a"],
             "no image to evaluate by; data.validation=0.2 holds out a fifth of each",

@@ -18,7 +18,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.job.data.feed import Arrays, DataSet, numbered
 from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
+from shardtrain.job.evaluate import Evaluation, Scores, evaluate, views_of
 from shardtrain.job.model import parameter_groups, plain_model
 from shardtrain.train.loop import scores_as_json
 
@@ -92,7 +92,7 @@ def test_no_decay_on_norms_and_biases() -> None:
     assert len(decayed["params"]) + len(exempt["params"]) == 62
 
 
-def _evaluation(*views: Any) -> Evaluation:
+def _evaluation(tta: int) -> Evaluation:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
@@ -103,16 +103,16 @@ def _evaluation(*views: Any) -> Evaluation:
     share = Share(1, 1, comm.rank(), comm.world_size())
     with patch("shardtrain.job.data.feed.EVAL_BATCH", 3):
         feed = EvalFeed(small.val, share, Prepare(small, 2, CPU), workers=0)
-    found = evaluate(model, feed, views=Views(*views))
+    found = evaluate(model, feed, tta=tta)
     assert model.training
     return found
 
 
 def test_views_of_an_image() -> None:
     image = torch.arange(9.0).view(1, 1, 3, 3)
-    assert [weight for _, weight in Views.of_level(1).of(image)] == [0.5, 0.5]
-    assert [weight for _, weight in Views.of_level(0).of(image)] == [1.0]
-    views = Views.of_level(2).of(image)
+    assert [weight for _, weight in views_of(image, 1)] == [0.5, 0.5]
+    assert [weight for _, weight in views_of(image, 0)] == [1.0]
+    views = views_of(image, 2)
     assert sum(weight for _, weight in views) == 1
     moved = [view for view, weight in views if weight == 1 / 8]
     corner = torch.tensor([[4.0, 3, 4], [1, 0, 1], [4, 3, 4]])  # reflected above and to the left
@@ -121,10 +121,10 @@ def test_views_of_an_image() -> None:
     assert torch.equal(moved[2], 8 - moved[0].flip(2, 3))
 
 
-@pytest.mark.parametrize("views", [(), (True, 1)])
-def test_an_evaluation_does_not_depend_on_the_number_of_ranks(on_ranks: Any, views: tuple[Any, ...]) -> None:
-    alone = on_ranks(1, _evaluation, *views)[0]
-    for found in on_ranks(3, _evaluation, *views):
+@pytest.mark.parametrize("tta", [0, 2])
+def test_an_evaluation_does_not_depend_on_the_number_of_ranks(on_ranks: Any, tta: int) -> None:
+    alone = on_ranks(1, _evaluation, tta)[0]
+    for found in on_ranks(3, _evaluation, tta):
         assert found.scalars() == pytest.approx(alone.scalars(), rel=1e-6)
 
 

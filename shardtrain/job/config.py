@@ -221,7 +221,7 @@ class Optim:
 
     @property
     def layout(self) -> Policy:
-        """How units are cut, unless `parallel.layout` says it: Muon orthogonalises whole matrices."""
+        """How units are cut, unless `parallel.layout` is set: Muon orthogonalises whole matrices."""
         return "whole" if self.name == "muon" else "even"
 
     def make(self, groups: list[dict[str, Any]], allow: Sequence[str] = ()) -> torch.optim.Optimizer:
@@ -390,4 +390,4 @@ class Config:
     @property
     def model_name(self) -> str:
         """What models of one function are told apart by: torchvision's name, timm's, or the function."""
-        return str(next(filter(None, map(self.model.get, ("name", "model_name", "_target_")))))
+        return str(next(filter(None, map(self.model.get, ("name", "model_name", "_target_"))), None))

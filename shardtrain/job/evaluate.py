@@ -69,31 +69,19 @@ class Scoring(NamedTuple):
     classes: Sequence[str] = ()  # names, by label
 
 
-class Views(NamedTuple):
-    """Choose the variants of an image whose logits are averaged."""
-
-    flip: bool = False  # add the mirror image
-    shift: int = 0  # pixels; add copies moved up and left, and down and right, of weight 1/4 each
-
-    @classmethod
-    def of_level(cls, level: int) -> Views:
-        """Return the variants of `train.tta`."""
-        return cls(flip=level > 0, shift=int(level > 1))
-
-    def of(self, images: Tensor) -> list[tuple[Tensor, float]]:
-        """Return batches like ``images``, float32 [batch, channels, height, width], and their weights."""
-        views = [(images, 1.0)]
-        if self.shift:
-            height, width = images.shape[2:]
-            padded = F.pad(images, [self.shift] * 4, mode="reflect")
-            ends = padded[..., :height, :width], padded[..., -height:, -width:]
-            views = [(images, 0.5), *((moved, 0.25) for moved in ends)]
-        if self.flip:
-            views = [(each, weight / 2) for view, weight in views for each in (view, view.flip(3))]
-        return views
+def views_of(images: Tensor, tta: int) -> list[tuple[Tensor, float]]:
+    """Return the variants of images that `train.tta` averages: batches of their shape, and their weights."""
+    views = [(images, 1.0)]
+    if tta > 1:
+        height, width = images.shape[2:]
+        padded = F.pad(images, [1] * 4, mode="reflect")
+        ends = padded[..., :height, :width], padded[..., -height:, -width:]
+        views = [(images, 0.5), *((moved, 0.25) for moved in ends)]
+    if tta > 0:
+        views = [(each, weight / 2) for view, weight in views for each in (view, view.flip(3))]
+    return views
 
 
-ONE_VIEW = Views()
 CROSS_ENTROPY = Scoring()
 
 
@@ -103,7 +91,7 @@ def evaluate(
     scoring: Scoring = CROSS_ENTROPY,
     *,
     ema: Ema | None = None,
-    views: Views = ONE_VIEW,
+    tta: int = 0,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Evaluate a sharded model, and its moving average. Collective; leaves the model in training mode.
@@ -121,7 +109,7 @@ def evaluate(
             with torch.no_grad():
                 for batch in feed:
                     before_batch()
-                    logits = _logits(model, batch, views)
+                    logits = _logits(model, batch, tta)
                     sums.append(_sums(logits[: batch.valid], batch.labels[: batch.valid], scoring))
                     if gathering is not None:
                         gathering.add(logits, batch.labels)
@@ -164,9 +152,9 @@ def table_of(own: Tensor, rows: range) -> Tensor:
     return table
 
 
-def _logits(model: nn.Module, batch: Batch, views: Views) -> Tensor:
+def _logits(model: nn.Module, batch: Batch, tta: int) -> Tensor:
     """Return the mean of the logits for an image's views, padding included: float32 [batch, classes]."""
-    weighted = [model(view).float() * weight for view, weight in views.of(batch.images)]
+    weighted = [model(view).float() * weight for view, weight in views_of(batch.images, tta)]
     return torch.stack(weighted).sum(0)
 
 

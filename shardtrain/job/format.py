@@ -31,7 +31,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def first_of(problems: Sequence[str], most: int = 5) -> str:
-    """Return the first ``most`` of perhaps hundreds of problems, in one line."""
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+def first_of(problems: Sequence[str]) -> str:
+    """Return the first five of perhaps hundreds of problems, in one line."""
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return "; ".join(problems[:5]) + more

@@ -1,4 +1,4 @@
-"""Print help: a configuration with the comments of its files, and the recipes.
+"""Print help: a configuration with the comments of its files, and the choices of its groups.
 
 Its own file, since composing a configuration is another subject.
 """
@@ -6,10 +6,12 @@ Its own file, since composing a configuration is another subject.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from shardtrain.job.errors import not_valid, plain_file, reading
@@ -23,19 +25,26 @@ def load_yaml(path: Path) -> Any:
         return OmegaConf.load(plain_file(path))
 
 
-def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path], section: str = "") -> str:
+def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path], section: str) -> str:
     """Return ``config``, or one ``section``, as text with the comments of the files that it is made of."""
-    if section and section not in config:
-        raise not_valid(f"--help {section}: there is no such group", section, map(str, config))
+    chosen = {group: choice for group, choice in hydra_keys.runtime.choices.items() if "/" not in group}
+    known = {**dict.fromkeys(map(str, config)), **chosen}
+    if section and section not in known:
+        raise not_valid(f"--help {section}: there is no such group", section, known)
+    choices = f"{section}=NAME:\n{choice_table(folders, section)}\n\n" if section in chosen else ""
+    if section not in ("", *config):
+        return choices.strip()
     said = _comments(folders, "config")
-    for group, choice in hydra_keys.runtime.choices.items():
+    for group, choice in chosen.items():
         files = ("common/models", "common/classifier") if group == "model" else (f"{group}/{choice}",)
         for file in files if group in config else ():
             said |= {f"{group}.{key}": comment for key, comment in _comments(folders, file).items()}
     text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)
     keys = zip(text.splitlines(), _keys(text), strict=True)
     described = "\n".join(f"{line:<38}  {said.get(key, '')}".rstrip() for line, (key, _) in keys)
-    return described if section else f"{hydra_keys.help.header}\n{described}\n\n{hydra_keys.help.footer}"
+    if section:
+        return f"{choices}{described}"
+    return f"{hydra_keys.help.header}\n{described}\n\n{hydra_keys.help.footer}"
 
 
 def _comments(folders: Sequence[Path], name: str) -> dict[str, str]:
@@ -61,13 +70,19 @@ def _keys(text: str) -> Iterator[tuple[str, str]]:
         yield ".".join(each for _, each in above) if name else "", comment
 
 
-def recipe_table(folders: Iterable[Path]) -> str:
-    """Return one line per recipe in ``folders``: name, accuracy, first line of its comment."""
-    rows = []
-    for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
-        said = OmegaConf.select(load_yaml(file), "reference")
-        comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
-        title = next((text for text in comments if text and not text.startswith("@package")), "")
-        rows.append((file.stem, "" if said is None else f"{said.accuracy:.2f} % {said.kind}", title))
-    width = max((len(name) for name, _, _ in rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {claim:<17}  {title}".rstrip() for name, claim, title in rows)
+def choice_table(folders: Iterable[Path], group: str) -> str:
+    """Return a line per choice of ``group``: name, a recipe's accuracy, first line of its comment."""
+    lines: dict[str, str] = {}
+    for folder in folders:
+        for file in sorted((folder / group).glob("*.yaml")):
+            reference = OmegaConf.select(load_yaml(file), "reference")
+            claim = "" if reference is None else f"{reference.accuracy:.2f} % {reference.kind:<9}  "
+            comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
+            title = next((text for text in comments if text and not text.startswith("@package")), "")
+            lines.setdefault(file.stem, claim + title)
+    width = max(map(len, lines), default=0)
+    table = [f"  {name:<{width}}  {line}".rstrip() for name, line in lines.items()]
+    stored = [name.removesuffix(".yaml") for name in ConfigStore.instance().repo.get(group, ())]  # of no file
+    return "\n".join(
+        table + textwrap.wrap(", ".join(stored), 100, initial_indent="  ", subsequent_indent="  ")
+    )

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 import shardtrain
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import write_any_text
-from shardtrain.job.help import described, load_yaml, recipe_table
+from shardtrain.job.help import choice_table, described, load_yaml
 from shardtrain.job.schema import flat
 
 # Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
@@ -56,7 +56,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
             return compose(arguments, speak=speak, folder=own)
     flags, overrides = split(arguments)
     own_folders = [path_of("--config-dir", text).absolute() for text in flags.config_dir]
-    if missing := [str(path) for path in own_folders if not path.is_dir()]:
+    if missing := [str(path) for path in own_folders if not os.path.isdir(path)]:
         raise UserError(f"--config-dir: there is no folder {missing[0]}")
     folders = [folder, *own_folders]
     choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
@@ -118,7 +118,8 @@ def _require_no_bare_group(overrides: Sequence[str], groups: Collection[str]) ->
 
 
 def _require_short(warmup: Any, epochs: Any) -> None:
-    if float(warmup) > float(epochs or 0):
+    are_numbers = isinstance(warmup, int | float) and isinstance(epochs, int | float)
+    if are_numbers and warmup > epochs:  # the schema refuses others
         raise UserError(f"sched.warmup_epochs={warmup}: longer than the run, train.epochs={epochs}")
 
 
@@ -180,7 +181,7 @@ def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, 
     register = partial(OmegaConf.register_new_resolver, replace=True)
     register("own_or_none", lambda group, name: name if (group, name) in choices else "none")
     register("bf16_or_fp32", lambda: importlib.import_module("shardtrain.device").fastest_precision())
-    register("recipes", lambda: recipe_table(folders))
+    register("recipes", lambda: choice_table(folders, "recipe"))
 
 
 def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -190,7 +191,7 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", nargs="?", const="job")
+    parser.add_argument("--cfg", "-c", nargs="?", const="job", choices=["job"])
     parser.add_argument("--config-dir", "-cd", nargs="?", const="", action="append", default=[])
     with reading("the flags", "see --help", argparse.ArgumentError):
         flags, overrides = parser.parse_known_args(arguments)

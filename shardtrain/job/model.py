@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os.path
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,8 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
     for part in parts:
         chosen = [name for name in names if f"{name}.".startswith(f"{part}.")]
         if part == "body":
-            chosen = [name for name in names if not name.startswith(f"{head_of(model)}.")]
+            head = f"{head_of(model)}."
+            chosen = [name for name in names if not name.startswith(head)]
         if not chosen:
             valid = ["body", *dict.fromkeys(name.partition(".")[0] for name in names)]
             raise not_valid(f"model.freeze=[{part}]: no parameter is in {part}", part, valid)
@@ -164,8 +166,8 @@ def parameter_groups(model: nn.Module, optim: Optim, allow: Sequence[str] = ()) 
 
     A class with a function ``groups`` of a model, as Muon's, makes its own, which are divided further.
     """
-    kind = find_target(optim._target_, "optim", torch.optim.Optimizer, allow)
-    groups_of = getattr(kind, "groups", None)
+    optimizer = find_target(optim._target_, "optim", torch.optim.Optimizer, allow)
+    groups_of = getattr(optimizer, "groups", None)
     kinds = [{"params": [*model.parameters()]}] if groups_of is None else groups_of(model)
     groups = []
     for decays, kind in itertools.product((True, False), kinds):
@@ -187,8 +189,8 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
     path = path_of("model.weights", weights)
     name = model.rpartition(".")[2]
     known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
-    if path.suffix or path.exists() or not known:
-        if not path.is_file():
+    if path.suffix or os.path.exists(path) or not known:
+        if not os.path.isfile(path):
             raise UserError(f"model.weights={path}: there is no such file")
         return read_weights(path)
     if weights not in known:
@@ -216,7 +218,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _require_weights(path: Path) -> None:
-    """Raise ValueError for what downloads leave in place of weights."""
+    """Raise UserError for what downloads leave in place of weights."""
     with plain_file(path).open("rb") as file:
         start = file.read(200).lstrip().lower()
     if start.startswith(b"version https://git-lfs"):

@@ -1,13 +1,9 @@
-"""Draw pictures as uint8 arrays [height, width, 3].
-
-Plots need Matplotlib, which is optional: without it functions return a text that says so. A confusion matrix
-is drawn by Pillow, which torchvision needs, too.
-"""
+"""Draw pictures as uint8 arrays [height, width, 3], by Pillow, which torchvision needs, too."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +13,6 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 Picture = np.ndarray[Any, Any]
-
-MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
 
 # A page of images is 340 pixels wide, or a multiple. TensorBoard drops pixels of wider pages to show them in
 # about 340: text is hard to read if it drops some rows only.
@@ -32,20 +26,11 @@ DARK = (8, 48, 107)  # the colour of a cell that has all images of its row
 MOST_NAME = 24  # characters of a class's name
 
 
-def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 110) -> Picture | str:
-    """Return a new Matplotlib figure drawn by ``draw``, or a text that says why there is none."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return MISSING
-    figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
-    draw(figure)
-    return pixels_of(FigureCanvasAgg(figure))
+def pixels_of(figure: Any) -> Picture:
+    """Return what a figure of Matplotlib shows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-
-def pixels_of(canvas: Any) -> Picture:
-    """Return what is drawn on a canvas of Matplotlib's Agg."""
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return np.array(canvas.buffer_rgba())[:, :, :3]
 

@@ -163,7 +163,7 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     rest = next((name for name, entry in entries.items() if "others" in entry.metadata), None)
     if rest is not None:
         unknown = {key: raw[key] for key in raw if key not in entries}
-        raw = {**raw, rest: {**raw.get(rest, {}), **unknown}}
+        raw = {**raw, rest: {**typed(dict, raw.get(rest, {}), f"{prefix}{rest}"), **unknown}}
     for key in raw:
         if key not in entries and rest is None:
             known = [name for name, entry in entries.items() if "chosen" not in entry.metadata]

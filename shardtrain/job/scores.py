@@ -51,9 +51,7 @@ class Results(NamedTuple):
         if isinstance(value, str):
             self.texts[name] = value
         elif hasattr(value, "canvas"):
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-            self.pictures[name] = pictures.pixels_of(FigureCanvasAgg(value))
+            self.pictures[name] = pictures.pixels_of(value)
         elif np.ndim(value) == 3 and np.shape(value)[2] == 3 and np.asarray(value).dtype == np.uint8:
             self.pictures[name] = np.asarray(value)
         else:

@@ -82,7 +82,7 @@ def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Ca
     module_name, _, name = path.rpartition(".")
     if section.startswith("monitor."):
         found = f"{section}=[{path}]"
-    if path == "???":
+    if path in ("???", "None"):
         raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
     package = next((each for each in (*PACKAGES[section], *allow) if _inside(each, module_name)), None)
     if package is None:

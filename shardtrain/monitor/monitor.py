@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from shardtrain import introspect
 from shardtrain.job import pictures, tags
 from shardtrain.job.build import Job
-from shardtrain.job.config import Config, Reference
+from shardtrain.job.config import Config, ImageFolder, Reference
 from shardtrain.job.data import Batch, TrainFeed
+from shardtrain.job.data.feed import files_as_csv
 from shardtrain.job.dist_env import versions
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, counted
@@ -142,6 +143,10 @@ def open_monitor(
     file = context.run_dir / "config.yaml"
     text = OmegaConf.to_yaml(dataclasses.asdict(config))
     monitor.write(file, lambda: file.write_text(text, encoding="utf-8"))
+    if config.data.validation and isinstance(config.data, ImageFolder):
+        table = context.run_dir / "held_out.csv"
+        files = files_as_csv(job.val.images, job.inference.classes)
+        monitor.write(table, lambda: table.write_text(files, encoding="utf-8", errors="surrogateescape"))
     monitor.facts(facts)
     status = "failed"
     try:
@@ -223,6 +228,8 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("world", f"{ranks}{replicas}{virtual}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
+    if config.eval_only:
+        lines = [line for line in lines if line[0] not in ("batch", "length", "update")]
     return _labelled(lines)
 
 

@@ -29,7 +29,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.data import EvalFeed
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Evaluation, Views, evaluate
+from shardtrain.job.evaluate import Evaluation, evaluate
 from shardtrain.job.format import MIB
 from shardtrain.job.signals import Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
@@ -195,10 +195,10 @@ class Saver:
 
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
-        views = Views.of_level(self._config.train.tta)
         job = self._job
+        tta = self._config.train.tta
         end = self._raise_signal
-        return evaluate(job.model, feed, job.scoring, ema=job.ema, views=views, before_batch=end)
+        return evaluate(job.model, feed, job.scoring, ema=job.ema, tta=tta, before_batch=end)
 
     def _raise_signal(self) -> None:
         signal, _ = self._exchange()

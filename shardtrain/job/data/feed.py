@@ -6,9 +6,11 @@ until they are on the device. There they are resized, normalised, augmented and 
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +40,10 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
+
+    def path(self, index: int) -> str | None:
+        """Return the file of an image; None if images are not files."""
+        return None
 
 
 class DataSet(NamedTuple):
@@ -99,6 +105,19 @@ class Chosen(Batches):
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.source[self.indices[indices].tolist()]
+
+    def path(self, index: int) -> str | None:
+        return self.source.path(int(self.indices[index]))
+
+
+def files_as_csv(images: Batches, classes: Sequence[str]) -> str:
+    """Return a table of the images' files and classes."""
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(("image", "label"))
+    for index, label in enumerate(() if images.labels is None else images.labels.tolist()):
+        table.writerow((images.path(index), classes[label]))
+    return text.getvalue()
 
 
 def of_length(source: Batches, count: int) -> Chosen:
