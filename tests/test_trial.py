@@ -90,6 +90,21 @@ def model(**options: Any) -> nn.Module:
     return net
 
 
+class Attributed(torch.optim.SGD):
+    """Has an option that is no default of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1, normalizes: bool = False) -> None:
+        super().__init__(params, lr)
+        self.normalizes = normalizes
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"] if self.normalizes else ():
+                param.div_(param.norm().clamp_min(1))
+
+
 OTHER = [
     trust_after_a_warm_up,
     clips_spikes,
@@ -111,6 +126,21 @@ def test_what_depends_on_whole_parameters_is_refused(direction: Callable[..., Te
         ValueError, match=r"^Own cannot step on a sharded model: it.* use shard\(\.\.\., layout='whole'\)"
     ):
         optimizer.step()
+
+
+def test_an_option_that_is_an_attribute_of_the_optimizer_counts() -> None:
+    net = model()
+    Attributed(net.parameters()).step()
+    with pytest.raises(ValueError, match=r"^Attributed cannot step on a sharded model: it gives"):
+        Attributed(net.parameters(), normalizes=True).step()
+
+
+def test_noise_that_is_small_beside_a_spike_counts() -> None:
+    def adds_noise(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+        return grad + 0.01 * torch.randn_like(param)
+
+    with pytest.raises(ValueError, match=r"^Own cannot step on a sharded model: it gives"):
+        Own(model().parameters(), adds_noise).step()
 
 
 def test_an_optimizer_that_fails_on_pieces_without_a_text_is_refused() -> None:

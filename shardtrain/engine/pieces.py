@@ -73,7 +73,10 @@ class LocalPiece(Tensor):
             if not isinstance(result, Tensor):  # as `.data` is
                 return result
         piece = next(leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        return piece._refuse(f"used by {func.__name__}: only load_state_dict, copy.deepcopy and DCP take it")
+        return piece._refuse(
+            f"used by {func.__name__}: only DCP, copy.deepcopy and load_state_dict (of an optimizer that has "
+            "stepped once) take it"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         part = self.part

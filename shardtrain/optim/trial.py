@@ -45,6 +45,28 @@ _STEPS = len(_SCALES)
 _LATER = 100_000
 
 
+class Kind(NamedTuple):
+    """Say how an optimizer is made: its class, and its plain attributes, which a constructor may set."""
+
+    cls: type[torch.optim.Optimizer]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Kind:
+        plain = {}
+        for name, value in vars(optimizer).items():
+            if value is None or isinstance(value, bool | int | float | str | tuple):
+                plain[name] = value
+        return cls(type(optimizer), plain)
+
+    def make(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
+        """Return a new optimizer; options that are no defaults of groups are set as attributes."""
+        made: torch.optim.Optimizer = self.cls(groups)  # type: ignore[call-arg]
+        for name in vars(made).keys() & self.attributes.keys():
+            setattr(made, name, self.attributes[name])
+        return made
+
+
 class Tried(NamedTuple):
     """Hold what a parameter and its state are after steps. ``numbers``: of its state, and of its group."""
 
@@ -58,9 +80,9 @@ def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, model: Tryab
 
     Warns (UserWarning) of an optimizer that cannot be tried.
     """
-    kind = type(optimizer)
-    name = kind.__name__
-    if any(base.__module__.startswith("torch.distributed.") for base in kind.__mro__):
+    kind = Kind.of(optimizer)
+    name = kind.cls.__name__
+    if any(base.__module__.startswith("torch.distributed.") for base in kind.cls.__mro__):
         raise ValueError(
             f"{name} owns, averages or broadcasts whole parameters itself, of which a rank holds pieces: "
             "use the optimizer that it wraps, such as torch.optim.AdamW; its state is sharded already"
@@ -143,7 +165,7 @@ def _cropped(shape: Shape) -> Shape:
     return tuple(sizes)
 
 
-def _key_of(kind: type[torch.optim.Optimizer], groups: Sequence[Group]) -> str:
+def _key_of(kind: Kind, groups: Sequence[Group]) -> str:
     """Return a text that is equal for trials of the same class, options and shapes."""
     described = []
     for group in groups:
@@ -157,7 +179,7 @@ def _are_finite(results: Sequence[Tried]) -> bool:
 
 
 def _difference_in_world(
-    kind: type[torch.optim.Optimizer],
+    kind: Kind,
     groups: Sequence[Group],
     expected: Sequence[list[Tried]],
     model: Tryable,
@@ -244,22 +266,25 @@ def _is_close(piece: Tensor, part: Tensor, scale: Tensor) -> bool:
 
 
 class _Trial:
-    """Step an optimizer of class ``kind`` on groups of values. ``owners``: marks gradients, unless None."""
+    """Step an optimizer of ``kind`` on groups of values. ``owners``: marks gradients, unless None."""
 
-    def __init__(
-        self, kind: type[torch.optim.Optimizer], groups: Sequence[Group], owners: Owners | None = None
-    ) -> None:
+    def __init__(self, kind: Kind, groups: Sequence[Group], owners: Owners | None = None) -> None:
         self._kind = kind
         self._groups = groups
         self._values = _values_of(groups)
         self._owners = owners
 
     def run(self) -> Iterator[list[Tried]]:
-        """Yield what parameters and state are after the first steps, and after those that come later."""
+        """Yield what parameters and state are before and after the spike, and after steps that come later.
+
+        Before the spike updates are small, so small differences count.
+        """
         torch.default_generator.manual_seed(0)
         optimizer = self._optimizer()
         initial_groups = [dict(group) for group in optimizer.param_groups]
         for scale in _SCALES:
+            if scale == max(_SCALES):
+                yield _results_of(optimizer)
             self._step(optimizer, scale)
         yield _results_of(optimizer)
         _skip_steps(optimizer, initial_groups)
@@ -273,7 +298,7 @@ class _Trial:
         for group in self._groups:
             params = [nn.Parameter(value.clone()) for value in group["params"]]
             groups.append({**group, "params": params})
-        return self._kind(groups)  # type: ignore[call-arg]
+        return self._kind.make(groups)
 
     def _step(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         """Make a step without the hooks that torch calls for every optimizer, which are users'."""

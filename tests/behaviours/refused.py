@@ -24,7 +24,7 @@ REFUSED = {
     "`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model": "a rank's piece of "
     "0.weight must not be pickled",
     "`get_model_state_dict(full_state_dict=True)`": "a rank's piece of 0.weight must not be used by equal: "
-    "only load_state_dict.* and DCP take it; save shardtrain.full_state_dict",
+    "only DCP, copy.deepcopy and load_state_dict .* take it; save shardtrain.full_state_dict",
     "Loading a full state dict without a key: nothing is loaded": "nothing was loaded: head.bias is missing",
     "Loading a full state dict in float64: nothing is loaded": "nothing was loaded: head.bias is torch.f",
     "Models that differ between ranks": r"to shard differs between ranks: rank [12] has weight \(\d+, 5\) "
