@@ -324,7 +324,9 @@ def trains_like_ddp(name: str) -> None:
         assert all(map(torch.equal, shards, of_other_replica))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "all" else ()) for name in CASES]
+)
 def test_options_together_train_like_ddp(on_ranks: Callable[..., list[Any]], name: str) -> None:
     replicate, group = CASES[name][0]
     on_ranks(replicate * group, trains_like_ddp, name)

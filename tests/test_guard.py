@@ -193,7 +193,7 @@ def with_groups(model: nn.Module, kind: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-@each_rank(2)
+@each_rank(2, transport="auto")
 def test_options_that_differ_between_ranks_are_named(name: str) -> None:
     kind, change, first, second = DIFFERENCES[name]
     model = shard(OddNet(), units=[Block])
@@ -547,7 +547,7 @@ def test_nothing_is_kept_of_a_model_that_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("what", "told"), [("broadcast", "broadcasting"), ("all_reduce", "all-reducing")])
-@each_rank(3)
+@each_rank(3, transport="auto")
 def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: str) -> None:
     transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"]).all_ranks
     tensor = torch.zeros(8 if is_last() else 7)

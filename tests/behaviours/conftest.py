@@ -39,7 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Try each row with the wrapper that is asked for, or with shardtrain's."""
+    """Try each row with the wrapper that is asked for, or with shardtrain's.
+
+    If none is asked for, every second row is tried over one transport, the others over the other one; the
+    other halves are long.
+    """
     if "wrapper" not in metafunc.fixturenames:
         return
     asked = metafunc.config.getoption("--wrapper", None)
@@ -48,8 +52,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for wrapper in [asked] if asked else OWN:
         transports = TRANSPORTS if wrapper in OWN else ("auto",)
         for each in (transport,) if transport else transports:
-            for name in ROWS:
-                is_long = asked is None and (wrapper != "shardtrain.shard" or name.startswith(SLOW))
+            for number, name in enumerate(ROWS):
+                is_second = transport is None and each == TRANSPORTS[number % 2]
+                is_slow = wrapper != "shardtrain.shard" or name.startswith(SLOW)
+                is_long = asked is None and (is_second or is_slow)
                 trials.append(pytest.param(wrapper, each, name, marks=pytest.mark.long if is_long else ()))
     metafunc.parametrize(("wrapper", "transport", "name"), trials)
 
