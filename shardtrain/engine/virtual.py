@@ -138,7 +138,10 @@ class Virtual:
         return number - self.ranks.start, number + 1 == self.ranks.stop
 
     def begin_backward(self) -> None:
-        """Begin a backward. Raises ValueError if another one of this micro-batch has been the last."""
+        """Note that a backward begins. It reduces the micro-batch's gradients, unless it is inside `waiting`.
+
+        Raises ValueError outside of a virtual rank, or if an earlier backward has reduced them.
+        """
         if self._inside is None:
             raise ValueError(OUTSIDE)
         if self._reduced:

@@ -53,6 +53,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Kind:
+        """Return the kind of ``optimizer``. Tensors and other objects that are attributes are left out."""
         plain = {}
         for name, value in vars(optimizer).items():
             if value is None or isinstance(value, bool | int | float | str | tuple):
