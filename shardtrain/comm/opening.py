@@ -150,3 +150,11 @@ def host_key() -> str:
         return ""
     host = f"{socket.gethostname()} {boot.read_text()} {os.readlink('/proc/self/ns/pid')}"
     return os.environ.get("SHARDTRAIN_HOST_KEY", host)
+
+
+def plain_transport(group: dist.ProcessGroup | None = None) -> Channel:
+    """Return a channel over ``group`` (default: the world) for use outside the engine."""
+    group = group or dist.group.WORLD
+    if group is None or dist.get_world_size(group) < 2:
+        return Channel(Alone())
+    return Channel(ProcessGroupTransport(group))
