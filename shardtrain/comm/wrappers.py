@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,10 @@ class Offloaded(Channel):
         self.in_place = False
         self._stream = devices.new_stream(device)
         self._downloaded: Any = None  # event after the latest copy of a gradient to the host
+
+    def place(self, devices: Iterable[torch.device]) -> None:
+        self.inner.place(devices)
+        self.transport = self.inner.transport
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the full vector on the device, and the interval in host memory."""
@@ -129,6 +133,10 @@ class Replicated(Channel):
         super().__init__(inside.transport, all_ranks, inside.guard)
         self.stages = groups
         self.across = across
+
+    def place(self, devices: Iterable[torch.device]) -> None:
+        super().place(devices)
+        self.across.place(devices)
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         # With ``terms`` the first stage only sums.
