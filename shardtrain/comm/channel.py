@@ -13,7 +13,7 @@ several replicas there are more ranks than in one shard group::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -81,6 +81,10 @@ class Channel:
     @property
     def reserved(self) -> int:
         return self.transport.reserved
+
+    def place(self, devices: Iterable[torch.device]) -> None:
+        """Let flat vectors lie on ``devices`` from now on. Models that share a channel share devices."""
+        self.transport = self.transport.on(devices)
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `Transport.allocate`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -121,6 +121,10 @@ class Transport:
     rank: int
     world: int
     in_place = False
+
+    def on(self, devices: Iterable[torch.device]) -> Transport:
+        """Return the transport for flat vectors on ``devices``: this one, unless another moves these."""
+        return self
 
     @property
     def reserved(self) -> int:

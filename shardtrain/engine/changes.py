@@ -50,12 +50,15 @@ class Changes:
 
     # between steps
 
-    def adopt(self, require_reduced: Callable[[str], None]) -> None:
+    def adopt(self, require_reduced: Callable[[str], None]) -> bool:
         """Adopt the local shards that users have replaced. Call it between steps only.
+
+        Return whether one was converted, so that full vectors may lie on another device.
 
         Raises ValueError if a local shard does not fit, or, by ``require_reduced``, if a unit takes another
         dtype or device while gradients wait; then nothing of the unit is adopted.
         """
+        converted = False
         for unit in self._units:
             replaced = [segment for segment in unit.segments if any(map(was_replaced, segment.members))]
             if not replaced or unit.shown is not Shown.SHARD:
@@ -63,8 +66,10 @@ class Changes:
             locals_ = [shown_local(segment) for segment in replaced]
             if any(segment.converts(local) for segment, local in zip(replaced, locals_, strict=True)):
                 require_reduced("parameters were converted")
+                converted = True
             for segment, local in zip(replaced, locals_, strict=True):
                 segment.adopt(local)
+        return converted
 
     def refuse_attached(self) -> None:
         """Raise ValueError if parameters were attached, which no unit has."""

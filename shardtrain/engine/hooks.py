@@ -50,6 +50,7 @@ class Engine:
         self.segments = [*chain.from_iterable(unit.segments for unit in units)]
         self.members = [*chain.from_iterable(unit.members for unit in units)]
         self.transport = units[0].transport
+        self._place()
         self._changes = Changes(module, units)
         self.driver = Driver(units, self._changes)
         self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
@@ -159,6 +160,10 @@ class Engine:
         self.driver.show_shards()
         self.adopt_changes()
 
+    def _place(self) -> None:
+        """Tell the channel on which devices full vectors lie."""
+        self.transport.place({segment.full.device for segment in self.segments})
+
     def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
 
@@ -167,7 +172,8 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
-        self._changes.adopt(self.driver.require_reduced)
+        if self._changes.adopt(self.driver.require_reduced):
+            self._place()
         self._hook_parameters()
         self._changes.refuse_attached()
         self._changes.refuse_meta()
