@@ -210,21 +210,21 @@ class Driver:
         if call is None:  # an error prevented its begin
             return
         learns = torch.is_grad_enabled() and not (failed or schedule.backward)
-        stays = False
+        unannounced = False
         if learns:
             self.mark(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
-            stays = _hides(unit, outputs)
+            unannounced = _hides(unit, outputs)
         if call.depth == 1:
             trace.end("forward", unit.title)
             if not (failed or schedule.backward):
                 if not schedule.in_forward:
                     self._fence(LEAVE)
                 self.changes.require_same_values(unit)
-        schedule.leave(unit, learns, stays)
+        schedule.leave(unit, learns, unannounced)
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
-        for unit in self.schedule.kept:
+        for unit in self.schedule.unannounced:
             self.changes.require_same_values(unit)
 
     def show_shards(self) -> None:
@@ -235,7 +235,7 @@ class Driver:
         try:
             self.refuse_edits()
         finally:
-            self.schedule.hide_kept()
+            self.schedule.hide_unannounced()
 
     # backward
 
@@ -278,7 +278,7 @@ class Driver:
         Raises ValueError if the gradient is of a local shard; ``fits``: it has the parameter's shape.
         """
         schedule = self.schedule
-        if not fits or not (unit.shown is not Shown.SHARD or unit in schedule.kept):
+        if not fits or not (unit.shown is not Shown.SHARD or unit in schedule.unannounced):
             raise ValueError(
                 f"the gradient of {name} comes from its piece, which code outside of the forward of "
                 f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
