@@ -1,8 +1,8 @@
 """The ways to shard a model and to take a step: one table, for the CPU, a real device and a simulated one.
 
-`WAYS` has them by name. `sharded` shards the table's model in a way, `train` takes its steps, and `train_plain`
-takes the same steps with the plain model, which computes the micro-batches of all ranks. `deviation` compares
-the two. Nothing here asks which device or transport it runs with.
+`WAYS` has them by name. `sharded` shards the table's model in a way, and `train` takes its steps.
+`train_plain` takes the same steps with the plain model, which computes the micro-batches of all ranks.
+`deviation` compares the two. Nothing here asks which device or transport it runs with.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Way:
     """
 
     options: dict[str, Any] = field(default_factory=dict)  # of `shard`
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     micro_batches: int = 1  # per rank and step; all but the last under `no_sync`
     clip: float = 0.0  # the largest norm of a gradient; 0: any
     scale: float = 0.0  # what a scaled loss is first multiplied by; 0: it is not scaled
@@ -128,7 +128,7 @@ def build(way: Way) -> nn.Module:
 
 
 def sharded(way: Way, device: torch.device, **usual: Any) -> nn.Module:
-    """Return the model of the table on ``device``, sharded in this way; ``usual``: more options of `shard`."""
+    """Return the model of the table on ``device``, sharded; ``usual``: options of `shard` for all ways."""
     model = build(way)
     if way.placed:
         usual["device"] = device
