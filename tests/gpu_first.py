@@ -412,12 +412,12 @@ def versions() -> None:
 def tests() -> None:
     """Run `test_cuda.py`."""
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "80", "-rs"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/test_cuda.py"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/engine/test_cuda.py"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
     print(done.stdout + done.stderr, flush=True)
     last = done.stdout.strip().splitlines()[-1:]
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    say(what="tests/test_cuda.py", code=done.returncode, last=last, failed=failed)
+    say(what="tests/engine/test_cuda.py", code=done.returncode, last=last, failed=failed)
 
 
 def digest_of(folder: Path) -> str:

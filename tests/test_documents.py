@@ -33,8 +33,8 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 ELSEWHERE = {  # what is not run here, by a part of it, and why
     "-m venv|pip install|.ci/check|-m pytest": ".ci/run does",
-    "GLOO_SOCKET_IFNAME|--nnodes": "tests/test_hosts.py does",
-    "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
+    "GLOO_SOCKET_IFNAME|--nnodes": "tests/train/test_hosts.py does",
+    "sbatch": "tests/train/test_cli.py runs the script with commands that stand for Slurm's",
     "data.download=true": "takes a network",
     "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
     "myhub": "the test of data sets of other packages does",

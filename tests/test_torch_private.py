@@ -86,7 +86,8 @@ ROW_OF_SHORT = {path: name for name, path in torch_private._BY_NAME.items()}
 @pytest.mark.parametrize("path", ROWS)
 def test_a_row_names_a_test_and_what_this_torch_has(path: str) -> None:
     file, _, function = ROWS[path].test.partition("::")
-    assert f"\ndef {function}(" in (TESTS / file).read_text()
+    [test_file] = TESTS.rglob(file)
+    assert f"\ndef {function}(" in test_file.read_text()
     if path in NAMES:
         getattr(torch_private, ROW_OF_SHORT[path])
     else:

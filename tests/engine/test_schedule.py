@@ -11,7 +11,7 @@ P4  nothing is shown ungathered, hidden or released while a call shows it, or re
 P5  reductions under way stay within their room
 P6  after a backward, and after a failure, everything is released and nothing is under way
 
-    python tests/test_schedule.py 6     all of them for all programs of up to six calls, with counts and times
+    python tests/engine/test_schedule.py 6     all of them for all programs of up to six calls, with times
 """
 
 import itertools

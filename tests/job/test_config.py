@@ -69,7 +69,7 @@ def test_debugging_has_the_last_word_over_the_recipe() -> None:
     )
 
 
-MISTAKES = (Path(__file__).parent / "mistakes.txt").read_text().splitlines()
+MISTAKES = (Path(__file__).parents[1] / "mistakes.txt").read_text().splitlines()
 
 
 def require_told(line: str, start: Callable[[list[str]], object]) -> None:
@@ -194,7 +194,7 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
         name: str = chosen("mine")
         root: str
 
-    _, _, page = (Path(__file__).parents[1] / "docs/extending.md").read_text().partition("## A data set")
+    _, _, page = (Path(__file__).parents[2] / "docs/extending.md").read_text().partition("## A data set")
     (keys,) = re.findall(r"```yaml\n(.*?)```", page.partition("\n## ")[0], re.DOTALL)
     (own / "data").mkdir()
     (own / "data/mine.yaml").write_text(textwrap.dedent(keys))

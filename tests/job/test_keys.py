@@ -26,7 +26,7 @@ from shardtrain.train import loop
 from pool import each_rank
 from tiny import CPU, VIT, composed, context
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOUR_STEPS = (
     *("data=fake", "data.train_images=24", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),

@@ -185,7 +185,7 @@ def test_boxes_are_erased_by_the_draws() -> None:
         assert torch.equal(erased, expected)
 
 
-RECIPES = Path(__file__).parents[1] / "configs/recipe"
+RECIPES = Path(__file__).parents[2] / "configs/recipe"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 # What recipes do not say themselves: settings that they take from the defaults.

@@ -19,7 +19,7 @@ import shardtrain
 from pool import ended
 from tiny import TINY, VIT, result_of, write_folders
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = ["-m", "shardtrain.train"]
 JOB = ["+recipe=resnet", *TINY, "train.log_every=1"]
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
