@@ -100,7 +100,11 @@ class SharedMemoryTransport(Transport):
         if like.is_meta:
             full = like.new_empty(layout.padded)
         elif like.device.type != "cpu":
-            raise ValueError(f"transport='shared_memory' needs parameters on the CPU, got {like.device}")
+            raise ValueError(
+                f"ranks share memory on the CPU only, but the parameters are on {like.device}: move the model "
+                f"before shard(), or call shard(..., device={str(like.device)!r}); its transport is then 'auto' "
+                "or 'process_group'"
+            )
         else:
             while self._unread:
                 self._free_oldest()
