@@ -4,7 +4,7 @@ take      take a unit's new gradients: one launch copies them into the unit's fl
 reduce    start the reduce-scatter: each owner gets the mean of its interval. The result is a pending mean
 give      give each parameter its part of the mean, when backward is over
 
-A single rank without virtual ranks copies and sends nothing: autograd's gradients are the mean.
+A single rank without virtual ranks or offload copies and sends nothing: autograd's gradients are the mean.
 
 A parameter without a gradient on this rank may have one on another. If no rank has one, ``.grad`` must stay
 None: weight decay and momentum would change a parameter whose gradient is zero. So "none" is sent as
@@ -133,7 +133,9 @@ class SegmentGradient:
         self.members = segment.members
         self.expected = False
         layout = segment.layout
-        self._moves = segment.transport.all_ranks.world > 1 or layout.virtual > 0
+        channel = segment.transport
+        # With offload a single rank's gradients move, too: to the host.
+        self._moves = channel.all_ranks.world > 1 or layout.virtual > 0 or channel.uploads
         places = zip(self.members, layout.offsets, layout.sizes, strict=True)
         self._places = {member: slice(start, start + size) for member, start, size in places}
         # Where any rank's part of a parameter starts. With virtual ranks, where theirs start, so that the
