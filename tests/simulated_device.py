@@ -62,6 +62,14 @@ ANSWERS |= {"memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated":
 ACCELERATOR = (*ANSWERS, "current_stream", "set_stream", "synchronize")  # of `torch.accelerator`
 STAGED = 1 << 16  # bytes from pageable memory that the driver takes without waiting
 AUTOGRAD = "autograd"  # what it makes of nothing in C++ lies on the device; the rest, where its arguments do
+OF_GLOO = {
+    "allreduce_",
+    "broadcast_",
+    "_allgather_base_",
+    "allgather_",
+    "_reduce_scatter_base_",
+    "alltoall_base_",
+}
 NOT_OF_NCCL = {torch.int16, torch.complex64, torch.complex128}
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
@@ -70,6 +78,7 @@ GRADIENT = (
     "attempting to assign a gradient with device type '{}' to a tensor with device type '{}'. "
     "Please ensure that the gradient and the tensor are on the same device"
 )
+NO_GENERATOR = "Expected a 'cuda' device type for generator but found 'cpu'"
 NO_NUMPY = (
     "can't convert cuda:0 device type tensor to numpy. "
     "Use Tensor.cpu() to copy the tensor to host memory first."
@@ -391,6 +400,10 @@ class Functions(TorchFunctionMode):
             self.sim.access(args[0], self.sim.host, False, "numpy()")
         if func in SETTERS:
             SETTERS[func](self.sim, *args)
+        return self._make(func, args, kwargs)
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call what may be a factory, and note where its result lies."""
         near = any(isinstance(arg, Tensor) and self.sim.on_device(arg) for arg in args)
         device = torch.device(kwargs.get("device") or "meta")
         if kwargs.get("pin_memory"):
@@ -435,7 +448,7 @@ class Functions(TorchFunctionMode):
 
 
 def refuse_gradient(sim: SimulatedDevice, tensor: Tensor, grad: Tensor | None) -> None:
-    """Refuse a ``grad`` for ``tensor`` as torch does; it compares devices, and then what it sees here, too."""
+    """Refuse a ``grad`` on another device than ``tensor``; torch itself compares the rest."""
     if grad is not None and sim.on_device(grad) != sim.on_device(tensor):
         raise RuntimeError(GRADIENT.format(*("cuda" if sim.on_device(t) else "cpu" for t in (grad, tensor))))
 
@@ -518,33 +531,49 @@ class Operations(TorchDispatchMode):
         if name in ("copy_", "_foreach_copy_", "_to_copy"):
             return self._copy(func, name, args, kwargs, outs, reads)
         on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
-        placing = sim.placing
-        if placing is AUTOGRAD:
-            placing = None if reads or outs else DEVICE
+        place = self._place(kwargs, [*reads, *outs])
+        if not views:
+            self._require_one_device(func, name, reads, outs, given)
+        if place is DEVICE and given.get("generator") is not None:
+            raise RuntimeError(NO_GENERATOR)
         if kwargs.get("device") == DEVICE:  # asked for in C++
             kwargs = {**kwargs, "device": torch.device("cpu")}
-            placing = DEVICE
-        place = placing if placing is not None else DEVICE if on_device else HOST
-        if place is DEVICE and given.get("generator") is not None:
-            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-        if on_device and not views:
-            self._require_one_device(func, name, reads, outs, given)
         result = func(*args, **kwargs)
         fresh = [t for t in tensors(result) if all(t is not other for other in outs)]
-        if name in WAITS and on_device:
-            self._use(sim.launch(name), reads, outs, name)
-            sim.wait(name, sim.current.clock)
         for tensor in fresh:
             sim.adopt(tensor, place)
-        if views or name in NO_KERNEL or name in WAITS:
-            return result
-        if on_device or place is DEVICE:
-            if any(t.numel() for t in (*outs, *fresh)) or not (outs or fresh):
-                self._use(sim.launch(name, kernels(name, outs or fresh)), reads, [*outs, *fresh], name)
-        else:
+        if name in WAITS:
+            if on_device:
+                self._use(sim.launch(name), reads, outs, name)
+                sim.wait(name, sim.current.clock)
+        elif not (views or name in NO_KERNEL):
+            self._compute(name, bool(on_device) or place is DEVICE, reads, outs, fresh)
+        return result
+
+    def _compute(
+        self,
+        name: str,
+        launches: bool,
+        reads: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        fresh: Sequence[Tensor],
+    ) -> None:
+        """Note that an operation writes ``outs`` and makes ``fresh``: on the host, unless it ``launches``."""
+        sim = self.sim
+        if not launches:
             sim.host.act()
             self._use(sim.host, reads, [*outs, *fresh], name)
-        return result
+        elif any(tensor.numel() for tensor in (*outs, *fresh)) or not (outs or fresh):
+            self._use(sim.launch(name, kernels(name, outs or fresh)), reads, [*outs, *fresh], name)
+
+    def _place(self, kwargs: dict[str, Any], arguments: Sequence[Tensor]) -> object:
+        """Return where the results of an operation lie."""
+        placing = self.sim.placing
+        if kwargs.get("device") == DEVICE or (placing is AUTOGRAD and not arguments):
+            return DEVICE
+        if placing is None or placing is AUTOGRAD:
+            return DEVICE if any(self.sim.on_device(tensor) for tensor in arguments) else HOST
+        return placing
 
     def _require_one_device(
         self, func: Any, name: str, reads: Sequence[Tensor], outs: Sequence[Tensor], given: dict[str, Any]
@@ -638,9 +667,9 @@ class Operations(TorchDispatchMode):
         sim = self.sim
         result = func(*args, **kwargs)
         if any(sim.on_device(tensor) for tensor in (*outs, *reads)):
-            line = sim.launch(name)
-            self._use(line, reads, outs, name)
-            sim.wait(f"{name} over gloo", line.clock)
+            assert name in OF_GLOO, f"{name} of tensors of the device, at {where()}"
+            sim.wait(f"{name} over gloo", sim.current.clock)  # the copy back is not waited for
+            self._use(sim.launch(name), reads, outs, name)
         else:
             sim.host.act()
             self._use(sim.host, reads, outs, name)
