@@ -656,7 +656,8 @@ class Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         if name.startswith(("_reduce_scatter", "reduce_scatter", "alltoall", "allgather_")):
             for out, read in zip(outs, reads * len(outs), strict=False):
-                out.zero_().view(-1)[: read.numel()].copy_(read.view(-1)[: out.numel()])
+                values = read.view(-1)[: out.numel()].clone()  # ``out`` may be a part of ``read``
+                out.zero_().view(-1)[: values.numel()].copy_(values)
         self._use(self.sim.launch(name), reads, outs, name)
         return result
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ from ways import WAYS, Result, Way
 RANK = 2  # of eight
 EXACT = 0.0
 CPU = torch.device("cpu")
+OF_TESTS = re.compile("upload .* at test_|over gloo")  # waits for batches, and those that gloo has by nature
 
 
 class World(NamedTuple):
@@ -100,12 +103,12 @@ def play(
 ) -> tuple[Result, list[str]]:
     """Train, evaluate, change parameters on the host, save; return the results, and the third step's waits.
 
-    Waits for what a test moves do not count: its batches.
+    Those for batches, which the test moves, do not count, nor those for gloo.
     """
     waits: list[list[str]] = []
 
     def next_step(step: int) -> None:
-        waits.append([wait for wait in device.waits if " at test_" not in wait and "over gloo" not in wait])
+        waits.append([wait for wait in device.waits if not OF_TESTS.search(wait)])
         device.next_step()
 
     result = ways.train(model, way, DEVICE, world.rank, world.size, each_step=next_step, **more)
@@ -123,11 +126,12 @@ def play(
 def expected_waits(way: Way, world: World) -> int:
     """Return how often the host waits in a step.
 
-    With offload it does for the gradients of each backward, also under no_sync, and for their norm; with a
-    scaled loss it must know whether to step.
+    With offload it does for the gradients of each backward, also under no_sync, for their norm, and to know
+    that they are finite. With a scaled loss it must know whether to step.
     """
     offloads = "offload" in way.options
-    return offloads * (way.count(world.size) + (way.clip > 0)) + (way.scale > 0)
+    scaled = way.scale > 0
+    return offloads * (way.count(world.size) + (way.clip > 0) + scaled) + scaled
 
 
 @functools.cache
@@ -269,6 +273,113 @@ def test_weights_that_cudnn_moves_in_forward_on_two_ranks(units: str) -> None:
         losses = recurrent_steps(model, DEVICE, rank, 1)
         assert list(device.findings) == []
     assert losses == pytest.approx(recurrent_steps(recurrent(CPU), CPU, rank, 2), rel=1e-6)
+
+
+def step_with_state(tensor: torch.Tensor, state: torch.Tensor, foreach: bool) -> None:
+    param = nn.Parameter(tensor)
+    optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.9, foreach=foreach)
+    param.grad = torch.ones_like(param)
+    optimizer.state[param]["momentum_buffer"] = state
+    optimizer.step()
+
+
+ONE_DEVICE = "Expected all tensors to be on the same device"
+GENERATOR = torch.Generator()
+# By the operation on a tensor (4,) of the host and one of the device: what torch says on a card.
+REFUSALS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
+    "sum": (lambda here, there: here + there, ONE_DEVICE),
+    "number of the device": (lambda here, there: here * there[0], ONE_DEVICE),
+    "two numbers": (lambda here, there: torch.where(there > 0, here[0], here[1]), ONE_DEVICE),
+    "into the host": (lambda here, there: torch.add(there, 1, out=here), ONE_DEVICE),
+    "into a number of the host": (lambda here, there: here[0].add_(there[0]), ONE_DEVICE),
+    "indexed": (lambda here, there: there.index_add_(0, torch.tensor([1]), there[:1]), ONE_DEVICE),
+    "lists": (lambda here, there: torch._foreach_add_([there, here], [there, there]), ONE_DEVICE),
+    "state": (lambda here, there: step_with_state(there, here, foreach=False), ONE_DEVICE),
+    "state in lists": (lambda here, there: step_with_state(there, here, foreach=True), ONE_DEVICE),
+    "state on the device": (lambda here, there: step_with_state(here, there, foreach=True), "same index"),
+    "pinned": (lambda here, there: there.pin_memory(), "only dense CPU tensors can be pinned"),
+    "pinned like": (lambda here, there: torch.empty_like(there, pin_memory=True), "can be pinned"),
+    "generator": (lambda here, there: there.normal_(generator=GENERATOR), "'cuda' device type for generator"),
+    "random": (lambda here, there: torch.rand(4, device=DEVICE, generator=GENERATOR), "for generator"),
+    "numpy": (lambda here, there: there.numpy(), "can't convert cuda:0 device type tensor to numpy"),
+    "array": (lambda here, there: np.asarray(there), "can't convert cuda:0 device type tensor to numpy"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_what_a_card_refuses_is_refused(how: str) -> None:
+    operation, text = REFUSALS[how]
+    with simulated(SILENT):
+        here = torch.ones(4)
+        there = torch.ones(4).to(DEVICE)
+        with pytest.raises((RuntimeError, TypeError), match=text):
+            operation(here, there)
+
+
+def test_a_gradient_on_another_device_is_refused_in_torch_s_words() -> None:
+    """Torch's own, of the meta device, which every machine has."""
+    words = []
+    for grad, param in (
+        (torch.ones(4, device="meta"), torch.ones(4)),
+        (torch.ones(4), torch.ones(4, device="meta")),
+    ):
+        with pytest.raises(RuntimeError) as real:
+            param.grad = grad
+        words.append(str(real.value).replace("meta", "cuda"))
+    with simulated(SILENT):
+        here = torch.ones(4)
+        there = torch.ones(4).to(DEVICE)
+        for (grad, param), text in zip(((there, here), (here, there)), words, strict=True):
+            with pytest.raises(RuntimeError, match=re.escape(text)):
+                param.grad = grad
+        there.grad = there.clone()
+        here.grad = here.clone()
+
+
+def test_what_a_card_allows_is_allowed() -> None:
+    with simulated(SILENT) as device:
+        here = torch.ones(4)
+        there = torch.ones(4).to(DEVICE)
+        results = [there * here[0], torch.where(there > 0, there, here[0]), there.fill_(here[0])]
+        torch._foreach_add_([there, here], [there, here])
+        params = [nn.Parameter(here), nn.Parameter(there)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        torch.optim.SGD(params, lr=1.0, foreach=True).step()
+        assert all(result.device == DEVICE for result in results)
+        assert device.findings == {}
+
+
+def test_data_of_another_device_makes_autograd_forget_a_node() -> None:
+    """So does data of another dtype, as `Segment.forget_nodes` wants; data on the same device does not."""
+    with simulated(SILENT):
+        param = nn.Parameter(torch.ones(4))
+        nodes = [autograd_node(param)]
+        for data in (torch.zeros(4), torch.zeros(4).to(DEVICE), torch.zeros(4)):
+            param.data = data
+            nodes.append(autograd_node(param))
+    assert [node is nodes[at] for at, node in enumerate(nodes[1:])] == [True, False, False]
+
+
+def autograd_node(param: nn.Parameter) -> object:
+    return param.view_as(param).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize(("layers", "both", "projected"), [(1, False, 0), (2, True, 3)])
+def test_cudnn_moves_weights_and_changes_none(layers: int, both: bool, projected: int) -> None:
+    with simulated(SILENT):
+        lstm = nn.LSTM(5, 7, layers, bidirectional=both, proj_size=projected).to(DEVICE)
+        before = [(param.detach().cpu().clone(), param._version) for param in lstm.parameters()]
+        copies = [param.data.clone() for param in lstm.parameters()]
+        for param, copy in zip(lstm.parameters(), copies, strict=True):
+            param.data = copy
+        assert len({param.untyped_storage().data_ptr() for param in lstm.parameters()}) == len(copies)
+        lstm.flatten_parameters()
+        assert len({param.untyped_storage().data_ptr() for param in lstm.parameters()}) == 1
+        for (value, version), param in zip(before, lstm.parameters(), strict=True):
+            assert torch.equal(param.detach().cpu(), value)
+            assert param._version == version
 
 
 def test_gradients_of_a_root_without_parameters_wait_on_the_host(device: SimulatedDevice) -> None:
