@@ -228,11 +228,18 @@ class Recurrent(nn.Module):
         return self.fc(self.lstm(x.flatten(1, 2))[0][:, -1])
 
 
-def recurrent_steps(model: nn.Module, device: torch.device, rank: int, size: int) -> list[float]:
+def recurrent_steps(
+    model: nn.Module,
+    device: torch.device,
+    rank: int,
+    size: int,
+    next_step: Callable[[], None] = lambda: None,
+) -> list[float]:
     """Return the losses of a rank's batches; a model that is not sharded computes those of all ranks."""
     optimizer = sgd(model)
     losses = []
     for step in range(3):
+        next_step()
         for number in range(size):
             x, y = images(step, rank if size == 1 else number)
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
@@ -245,6 +252,7 @@ def recurrent_steps(model: nn.Module, device: torch.device, rank: int, size: int
 
 
 def waits_of_package(device: SimulatedDevice) -> list[str]:
+    """Return the waits of the last step, without the tests' own and those for gloo."""
     return [wait for wait in device.waits if " at test_" not in wait and "over gloo" not in wait]
 
 
@@ -261,8 +269,7 @@ UNITS = {"in the root": [], "a unit": [nn.LSTM]}
 def test_weights_that_cudnn_moves_in_forward(world: World, units: str) -> None:
     with simulated(world) as device:
         model = shardtrain.shard(recurrent(DEVICE), units=UNITS[units], **options(Way(), world))
-        device.next_step()
-        losses = recurrent_steps(model, DEVICE, world.rank, 1)
+        losses = recurrent_steps(model, DEVICE, world.rank, 1, device.next_step)
         assert list(device.findings) == []
         assert waits_of_package(device) == []
     if world.size == 1:
@@ -276,8 +283,7 @@ def test_weights_that_cudnn_moves_in_forward_on_two_ranks(units: str) -> None:
     rank = dist.get_rank()
     with SimulatedDevice()(pytest.MonkeyPatch()) as device:
         model = shardtrain.shard(recurrent(DEVICE), units=UNITS[units], transport="process_group")
-        device.next_step()
-        losses = recurrent_steps(model, DEVICE, rank, 1)
+        losses = recurrent_steps(model, DEVICE, rank, 1, device.next_step)
         assert list(device.findings) == []
         assert waits_of_package(device) == []
     assert losses == pytest.approx(recurrent_steps(recurrent(CPU), CPU, rank, 2), rel=1e-6)
