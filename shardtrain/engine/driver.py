@@ -75,8 +75,9 @@ class Driver:
         return bool(self.schedule.forward.calls)
 
     def _fence(self, what: Movement) -> None:
-        for name in self.steps.take() if what is ENTER else ():
-            self.root.transport.fence(STEP, name)
+        if what is ENTER:
+            for name in self.steps.take():
+                self.root.transport.fence(STEP, name)
         with waiting(what, "the model", self.device):
             self.root.transport.fence(what)
 
@@ -100,7 +101,7 @@ class Driver:
         trace.end("backward", unit.title)  # if it is one
 
     def take(self, unit: Unit) -> None:
-        self.reductions[unit].take(self.micro_batch, self._captured)
+        self._captured += self.reductions[unit].take(self.micro_batch)
 
     def reduce(self, unit: Unit) -> None:
         self._reducing[unit] = self.reductions[unit].reduce()
@@ -127,9 +128,9 @@ class Driver:
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
-        for unit in self.units if torch.is_grad_enabled() else ():
-            for segment in unit.segments if unit.shown is Shown.SHARD else ():
-                segment.forget_nodes()
+        if torch.is_grad_enabled():
+            for unit in self.units:
+                unit.forget_nodes()
 
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
