@@ -7,7 +7,8 @@ is no decision: fences between ranks that share memory, refusals of edits, gradi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -212,6 +213,16 @@ class Driver:
                     self._fence(LEAVE)
                 self.edits.refuse(unit)
         schedule.leave(unit, learns, stays)
+
+    @contextmanager
+    def reducing(self, reduces: bool) -> Iterator[None]:
+        """Let all units reduce their gradients inside, or none."""
+        accumulating = self.schedule.accumulates
+        self.schedule.accumulate(() if reduces else self.units)
+        try:
+            yield
+        finally:
+            self.schedule.accumulate(accumulating)
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""

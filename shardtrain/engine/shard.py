@@ -141,8 +141,8 @@ class Segment:
 
     The constructor is collective: all ranks get rank 0's values.
 
-    ``like_gradient``: an empty tensor of the dtype in which gradients are summed. ``starts``: where any rank's
-    part of a parameter begins in the flat vector. ``zeros``: as many zeros, of the gradient's dtype.
+    ``like_gradient``: an empty tensor of the dtype in which gradients are summed. ``starts``: where a rank's
+    part of any parameter begins in the flat vector. ``zeros``: as many zeros, of the gradient's dtype.
     """
 
     def __init__(
