@@ -4,7 +4,7 @@ take      take a unit's new gradients: one launch copies them into the unit's fl
 reduce    start the reduce-scatter: each owner gets the mean of its interval. The result is a pending mean
 give      give each parameter its part of the mean, when backward is over
 
-A single rank without virtual ranks copies and sends nothing: autograd's gradients are the mean.
+A single rank without virtual ranks or offload copies and sends nothing: autograd's gradients are the mean.
 
 A parameter without a gradient on this rank may have one on another. If no rank has one, ``.grad`` must stay
 None: weight decay and momentum would change a parameter whose gradient is zero. So "none" is sent as
@@ -151,7 +151,8 @@ class Reduction:
         self.divide_by = unit.options.divide_by
         self.arrived: set[str] = set()
         self._virtual = any(segment.layout.virtual for segment in unit.segments)
-        self._moves = self._virtual or unit.transport.all_ranks.world > 1
+        # With offload a single rank's gradients move, too: to the host.
+        self._moves = self._virtual or unit.transport.all_ranks.world > 1 or unit.transport.uploads
         self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}
         self._expected: list[Segment] = []
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
