@@ -7,7 +7,8 @@ is no decision: fences between ranks that share memory, refusals of edits, gradi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,8 +77,9 @@ class Driver:
         return bool(self.schedule.forward.calls)
 
     def _fence(self, what: Movement) -> None:
-        for name in self.steps.take() if what is ENTER else ():
-            self.root.transport.fence(STEP, name)
+        if what is ENTER:
+            for name in self.steps.take():
+                self.root.transport.fence(STEP, name)
         with waiting(what, "the model", self.device):
             self.root.transport.fence(what)
 
@@ -108,7 +110,7 @@ class Driver:
         trace.end("backward", unit.title)  # if it is one
 
     def take(self, unit: Unit) -> None:
-        self.reductions[unit].take(self.micro_batch, self._captured)
+        self._captured += self.reductions[unit].take(self.micro_batch)
 
     def reduce(self, unit: Unit) -> None:
         self._reducing[unit] = self.reductions[unit].reduce()
@@ -136,9 +138,9 @@ class Driver:
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
-        for unit in self.units if torch.is_grad_enabled() else ():
-            for segment in unit.segments if unit.shown is Shown.SHARD else ():
-                segment.forget_nodes()
+        if torch.is_grad_enabled():
+            for unit in self.units:
+                unit.forget_nodes()
 
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
@@ -221,6 +223,16 @@ class Driver:
                     self._fence(LEAVE)
                 self.changes.require_same_values(unit)
         schedule.leave(unit, learns, unannounced)
+
+    @contextmanager
+    def reducing(self, reduces: bool) -> Iterator[None]:
+        """Let all units reduce their gradients inside, or none."""
+        accumulating = self.schedule.accumulates
+        self.schedule.accumulate(() if reduces else self.units)
+        try:
+            yield
+        finally:
+            self.schedule.accumulate(accumulating)
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""

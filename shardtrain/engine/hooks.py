@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, changes, initialize, pieces, user_code
+from shardtrain.engine import casts, changes, initialize, pieces, user_code, virtual
 from shardtrain.engine.changes import Changes, Flattens
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition, add
@@ -34,7 +34,6 @@ from shardtrain.engine.refusals import Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards
-from shardtrain.engine.virtual import Virtual
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
@@ -44,7 +43,7 @@ _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Connect a sharded root's modules with its units and their schedule, by hooks."""
 
-    def __init__(self, module: nn.Module, units: list[Unit], virtual: int = 0) -> None:
+    def __init__(self, module: nn.Module, units: list[Unit], virtual_ranks: int = 0) -> None:
         self.module = module
         self.units = units
         self.segments = [*chain.from_iterable(unit.segments for unit in units)]
@@ -53,7 +52,7 @@ class Engine:
         self._place()
         self._changes = Changes(module, units)
         self.driver = Driver(units, self._changes)
-        self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
+        self.virtual = virtual.Virtual(module, self.driver, virtual_ranks) if virtual_ranks else None
         if self.virtual:
             self.driver.before_backward = self.virtual.begin_backward
         for unit in units:
@@ -97,6 +96,7 @@ class Engine:
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._mark(self.module, _ENGINE, self)
+        self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
 
     def _mark(self, module: nn.Module, name: str, value: Any) -> None:
