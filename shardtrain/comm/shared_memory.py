@@ -102,8 +102,8 @@ class SharedMemoryTransport(Transport):
         elif like.device.type != "cpu":
             raise ValueError(
                 f"ranks share memory on the CPU only, but the parameters are on {like.device}: move the "
-                f"model before shard(), or call shard(..., device={str(like.device)!r}); its transport is then "
-                "'auto' or 'process_group'"
+                f"model before shard(), or call shard(..., device={str(like.device)!r}); its transport is "
+                "then 'auto' or 'process_group'"
             )
         else:
             while self._unread:
