@@ -46,6 +46,7 @@ PINNED = "pinned"
 
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_"}
 NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "is_pinned", "record_stream"}
+NO_KERNEL |= {"_has_compatible_shallow_copy_type"}  # asked by `.data =`, in inference mode by way of here
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "is_nonzero"}
 WAITS |= {
     "unique_dim",
@@ -547,7 +548,7 @@ class Operations(TorchDispatchMode):
             return self._copy(func, name, args, kwargs, outs, reads)
         on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
         place = self._place(kwargs, [*reads, *outs])
-        if not views:
+        if not (views or name in NO_KERNEL):
             self._require_one_device(func, name, reads, outs, given)
         if place is DEVICE and given.get("generator") is not None:
             raise RuntimeError(NO_GENERATOR)
