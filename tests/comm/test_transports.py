@@ -390,7 +390,7 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
         part = comm.BackendTransport(world).part(members, group)
         own = part.rank + torch.tensor([0.1, 0.2])
         parts = [torch.zeros(2), torch.zeros(2)]
-        part._send_to_all([(own, parts)]).wait()
+        part._send_to_all([(own, parts)], part._tags)()
         assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
 
 
