@@ -56,6 +56,7 @@ from small import (
 from tiny import configure
 
 CPU = torch.device("cpu")
+KINDS = ("all_reduce", "reduce_scatter")
 # the host of each rank
 BLOCKS = [0, 0, 1, 1]
 INTERLEAVED = [0, 1, 0, 1]
@@ -367,6 +368,16 @@ def test_bad_meshes_and_replicas_that_differ_are_refused() -> None:
     outside = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() == 3:
         assert refused(outside) == "rank 3 is not in the mesh, which holds [0, 1]"
+
+
+@each_rank(4, transport="auto")
+def test_the_meter_counts_waits_for_averages_across_replicas() -> None:
+    model, _ = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
+    with comm.meter() as meter:
+        train(model, sgd(model), 2)
+    waited = {kind: {wait.unit for wait in meter.exposed() if wait.kind == kind} for kind in KINDS}
+    assert waited["all_reduce"] == waited["reduce_scatter"]
+    assert "blocks.0" in waited["all_reduce"]
 
 
 @each_rank(4, transport="auto")
