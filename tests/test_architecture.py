@@ -244,8 +244,9 @@ def test_recipes_and_package_meet_in_hydra_alone() -> None:
 
 
 TESTS = ROOT / "tests"
-# Programs that are run by hand, hosts and devices that are simulated, and the step that is checked by eye.
-NO_HELPERS = {"gpu_first", "mutants", "naive_twin", "restarts", "simulated_device", "two_hosts"}
+# Programs that are run by hand, hosts and devices that are simulated, the step that is checked by eye, and
+# the table of ways to shard.
+NO_HELPERS = {"gpu_first", "mutants", "naive_twin", "restarts", "simulated_device", "two_hosts", "ways"}
 
 
 def test_no_test_module_imports_another() -> None:

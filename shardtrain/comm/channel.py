@@ -27,8 +27,8 @@ from shardtrain.comm.trace import (
     BROADCAST,
     ENTER,
     GATHER,
+    NOTES,
     REDUCE,
-    STEP,
     Movement,
     count,
 )
@@ -133,17 +133,15 @@ class Channel:
             self.transport.all_reduce(tensor, op)
 
     def fence(self, what: Movement, name: str = "the model") -> None:
-        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; note a ``STEP`` of an optimizer.
+        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; do not wait for `trace.NOTES`.
 
-        ``name``: says which optimizer, and with which options.
+        ``name``: what is noted: which optimizer steps, with which options, or which parameters train.
         """
         if self.world == 1:
             return
         if what is ENTER:
             self.guard.paths.step += 1
-        if what is STEP:
-            self.guard.post(STEP, name)
-        elif self.in_place:
+        if what in NOTES or self.in_place:
             self.guard.post(what, name)
         self.transport.fence(what)
 

@@ -212,7 +212,7 @@ class Transport:
     def fence(self, what: Movement) -> None:
         """Wait for every rank that shares memory: at ``ENTER``, before parameters are read, and at ``LEAVE``.
 
-        ``STEP`` does not wait: an optimizer has stepped on this rank.
+        `trace.NOTES` do not wait: this rank's optimizer has stepped, or other parameters train than before.
         """
 
 

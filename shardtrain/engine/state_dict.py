@@ -108,7 +108,7 @@ def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     local = torch.zeros_like(segment.local)
     for member in segment.members:
         if member.param.grad is not None:
-            member.piece_of(local).copy_(member.part.flattened(member.param.grad))
+            member.piece_of(local).copy_(member.param.grad)
     wholes = _whole(unit, segment, local) if present.any() else [None] * len(params)
     return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
 

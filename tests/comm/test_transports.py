@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,7 @@ from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.job.build import require_equal_groups
 from shardtrain.job.errors import UserError
-from shardtrain.layout import Policy, cut_of
+from shardtrain.layout import Policy, cut_of, even
 from shardtrain.optim import Ema
 from shardtrain.recipes.muon import Muon
 
@@ -218,6 +219,19 @@ def test_memory_of_a_dropped_model_is_free_again() -> None:
 
 
 # offloaded shards: the CPU stands in for the device, with memory of its own
+
+
+@each_rank(2, transport="auto")
+def test_parameters_that_left_the_cpu_are_refused_with_a_way_out() -> None:
+    """As after `shard` on the CPU and ``.to("cuda")``: the new shards are allocated there."""
+    link = comm.open_transport("shared_memory")
+    with FakeTensorMode():
+        like = torch.empty(0, device="cuda:0")
+    message = raised_soon(ValueError, lambda: link.allocate(even([30], 2, 16), like, torch.float32))
+    assert message == (
+        "ranks share memory on the CPU only, but the parameters are on cuda:0: move the model before "
+        "shard(), or call shard(..., device='cuda:0'); its transport is then 'auto' or 'process_group'"
+    )
 
 
 @each_rank(2)
