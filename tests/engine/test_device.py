@@ -144,13 +144,8 @@ SHORT = {
     SILENT: {"even", "offload", "offload, fp16 scaled", "deferred"},
     ONE: {"bf16", "offload, no_sync, clip", "offload, checkpoint"},
     EIGHT: {
-        "whole",
-        "kept",
-        "fp16 scaled",
-        "offload, bf16",
-        "virtual ranks",
-        "offload, replicas, bf16",
-        "EMA",
+        *("whole", "kept, no_sync", "fp16 scaled", "virtual ranks", "replicas, bf16"),
+        *("offload, replicas, bf16", "EMA"),
     },
 }
 # Ranks that do not exist cannot agree on what is in a checkpoint; `play` copies it.
