@@ -13,7 +13,7 @@ several replicas there are more ranks than in one shard group::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -27,8 +27,8 @@ from shardtrain.comm.trace import (
     BROADCAST,
     ENTER,
     GATHER,
+    NOTES,
     REDUCE,
-    STEP,
     Movement,
     count,
     waiting,
@@ -82,6 +82,10 @@ class Channel:
     def reserved(self) -> int:
         return self.transport.reserved
 
+    def place(self, devices: Iterable[torch.device]) -> None:
+        """Let flat vectors lie on ``devices`` from now on. Models that share a channel share devices."""
+        self.transport = self.transport.on(devices)
+
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `Transport.allocate`."""
         return self.transport.allocate(layout, like, reduced)
@@ -128,17 +132,15 @@ class Channel:
         self.transport.all_reduce(tensor, op)
 
     def fence(self, what: Movement, name: str = "the model") -> None:
-        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; note a ``STEP`` of an optimizer.
+        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; do not wait for `trace.NOTES`.
 
-        ``name``: says which optimizer, and with which options.
+        ``name``: what is noted: which optimizer steps, with which options, or which parameters train.
         """
         if self.world == 1:
             return
         if what is ENTER:
             self.guard.paths.step += 1
-        if what is STEP:
-            self.guard.post(STEP, name)
-        elif self.in_place:
+        if what in NOTES or self.in_place:
             self.guard.post(what, name)
         self.transport.fence(what)
 

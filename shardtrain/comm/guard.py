@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardtrain.comm.trace import MOVEMENTS, STEP, Movement
+from shardtrain.comm.trace import MOVEMENTS, NOTES, STEP, TRAIN, Movement
 from shardtrain.errors import Diverged as Diverged
 from shardtrain.errors import PeerLost as PeerLost
 
@@ -39,6 +39,9 @@ _STEP_HINT = (
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
     "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
+)
+_FROZEN_HINT = (
+    ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
 )
 
 
@@ -131,6 +134,8 @@ class Paths:
         step = min(entry.step for entry in shown)
         steps = [entry.kind == STEP.number for entry in shown]
         hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
+        if any(entry.kind == TRAIN.number for entry in shown):
+            hint = _FROZEN_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
     def to_compare(self) -> tuple[int, int] | None:
@@ -176,8 +181,8 @@ class Guard:
 class Handshake(Guard):
     """Compare paths before each collective, over a transport that knows of none: one small all-reduce.
 
-    ``all_reduce``: the transport's. So no rank sends or reads what others do not expect. Steps of the
-    optimizer are compared with the collective that follows.
+    ``all_reduce``: the transport's. So no rank sends or reads what others do not expect. Notes, such as a
+    step of the optimizer, are compared with the collective that follows.
     """
 
     def __init__(self, rank: int, world: int, all_reduce: Callable[[torch.Tensor, str], None]) -> None:
@@ -187,7 +192,7 @@ class Handshake(Guard):
 
     def post(self, kind: Movement, name: str) -> int:
         position = super().post(kind, name)
-        if kind is not STEP:
+        if kind not in NOTES:
             digest = self.paths.digest // 2  # its negative is an int64, too
             extremes = torch.tensor([digest, -digest], device="cpu")
             self._all_reduce(extremes, "max")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -122,6 +122,10 @@ class Transport:
     world: int
     in_place = False
 
+    def on(self, devices: Iterable[torch.device]) -> Transport:
+        """Return the transport for flat vectors on ``devices``: this one, unless another moves these."""
+        return self
+
     @property
     def reserved(self) -> int:
         """Bytes of this rank's memory that are reserved for gradients under way."""
@@ -181,7 +185,7 @@ class Transport:
     def fence(self, what: Movement) -> None:
         """Wait for every rank that shares memory: at ``ENTER``, before parameters are read, and at ``LEAVE``.
 
-        ``STEP`` does not wait: an optimizer has stepped on this rank.
+        `trace.NOTES` do not wait: this rank's optimizer has stepped, or other parameters train than before.
         """
 
 

@@ -73,7 +73,7 @@ def shard(
             ``False`` keeps it: more memory, one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
             copy of the parameters between them; ``"auto"`` chooses the latter where it works; or a
-            `Transport`, such as `comm.Simulated` for one rank of an imagined world.
+            `Transport`, such as `shardtrain.plan.transport.Simulated` for one rank of an imagined world.
         ignored: modules or parameters that are not sharded; they stay replicated and are not reduced.
         conditional: modules that a step may call on some ranks only, such as a tower for images. Neither
             they nor modules inside are units: all ranks gather and reduce them with the unit around them.

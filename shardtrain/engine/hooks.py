@@ -24,8 +24,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, initialize, pieces, user_code, virtual
-from shardtrain.engine.adoption import Adoption
+from shardtrain.engine import casts, changes, initialize, pieces, user_code, virtual
+from shardtrain.engine.changes import Changes, Flattens
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition, add
 from shardtrain.engine.optimizers import Optimizers, Trial
@@ -49,14 +49,15 @@ class Engine:
         self.segments = [*chain.from_iterable(unit.segments for unit in units)]
         self.members = [*chain.from_iterable(unit.members for unit in units)]
         self.transport = units[0].transport
-        self.driver = Driver(units)
+        self._place()
+        self._changes = Changes(module, units)
+        self.driver = Driver(units, self._changes)
         self.virtual = virtual.Virtual(module, self.driver, virtual_ranks) if virtual_ranks else None
         if self.virtual:
             self.driver.before_backward = self.virtual.begin_backward
         for unit in units:
             unit.account = units[0].account
         self.optimizers = Optimizers(self.driver, self.segments, self.members)
-        self._adoption = Adoption(module, units, self.segments, self.members)
         # Trainable parameters, each with the handle of its hook.
         self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
@@ -80,6 +81,9 @@ class Engine:
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
                 self._add_to_class(module, Uncopied)
+            for module in [holder for holder in unit.holders if isinstance(holder, nn.RNNBase)]:
+                self._mark(module, changes.MARK, (unit, self._changes))
+                self._add_to_class(module, Flattens)
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
@@ -156,6 +160,10 @@ class Engine:
         self.driver.show_shards()
         self.adopt_changes()
 
+    def _place(self) -> None:
+        """Tell the channel on which devices full vectors lie."""
+        self.transport.place({segment.full.device for segment in self.segments})
+
     def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
 
@@ -164,10 +172,11 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
-        self._adoption.adopt(self.driver.require_reduced)
+        if self._changes.adopt(self.driver.require_reduced):
+            self._place()
         self._hook_parameters()
-        self._adoption.refuse_attached()
-        self._adoption.refuse_meta()
+        self._changes.refuse_attached()
+        self._changes.refuse_meta()
 
 
 def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., Any]:

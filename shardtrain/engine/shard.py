@@ -44,10 +44,11 @@ def plain_name(name: str) -> str:
 
 
 class ParamInfo(NamedTuple):
-    """Name one parameter of a unit, and every (module, attribute) that holds it."""
+    """Name one parameter of a unit, and every (module, attribute) that holds it, each with its own name."""
 
     name: str
     holders: tuple[tuple[nn.Module, str], ...]
+    names: tuple[str, ...]
 
     @property
     def holder(self) -> nn.Module:
@@ -56,14 +57,25 @@ class ParamInfo(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, attribute = self.holders[0]
-        parameter = module._parameters.get(attribute)
-        if parameter is None:
-            raise ValueError(
-                f"{self.name} is no longer where shard() found it; remove, prune or parametrize parameters "
-                "before shard(), or shard another model, with the weights of full_state_dict(model)"
-            )
-        return parameter
+        """The parameter that all holders hold. Raises ValueError if one has none, or another one."""
+        parameters = list[nn.Parameter]()
+        for name, (module, attribute) in zip(self.names, self.holders, strict=True):
+            parameter = module._parameters.get(attribute)
+            if parameter is None:
+                raise ValueError(
+                    f"{name} is no longer where shard() found it; remove, prune or parametrize parameters "
+                    "before shard(), or shard another model, with the weights of full_state_dict(model)"
+                )
+            parameters.append(parameter)
+        first = parameters[0]
+        for name, parameter in zip(self.names, parameters, strict=True):
+            if parameter is not first:
+                raise ValueError(
+                    f"{self.names[0]} and {name} were one parameter when shard() was called, and are two "
+                    "now: tie them again, one object in both places (after to_empty(), too), or untie them "
+                    "before shard()"
+                )
+        return first
 
 
 class ShardedParam:
