@@ -147,6 +147,14 @@ IN_PLACE = {
         "to call users' hooks once gradients are reduced",
         "test_user_code.py::test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece",
     ),
+    "torch.optim:SGD([{'params': []}])._optimizer_step_pre_hooks": Row(
+        "to begin a step after users' hooks",
+        "test_gradients.py::test_users_code_in_a_step_sees_pieces",
+    ),
+    "torch.optim:SGD([{'params': []}])._optimizer_step_post_hooks": Row(
+        "to end a step before users' hooks",
+        "test_gradients.py::test_users_code_in_a_step_sees_pieces",
+    ),
     "torch:UntypedStorage._cdata": Row(
         "to compare storages",
         "test_engine.py::test_edits_and_conversions_after_sharding_take_effect",

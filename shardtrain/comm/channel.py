@@ -31,9 +31,8 @@ from shardtrain.comm.trace import (
     REDUCE,
     Movement,
     count,
-    waiting,
 )
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Alone, Call, Flat, Gradient, Pending, Transport
 from shardtrain.layout import Layout
 
 T = TypeVar("T")
@@ -112,24 +111,26 @@ class Channel:
         """Start averaging ``means`` of the unit ``name`` over replicas. See `Transport.average`."""
         sizes = [len(gradient.own) * gradient.full.itemsize for gradient in gradients]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        self.guard.post(AVERAGE, name)
-        return self.transport.average(gradients, means)
+        call = self._call(AVERAGE, name, gradients)
+        return self.transport.average(gradients, means).of(call)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
         if self.world == 1:
             return
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
-        self.guard.post(BROADCAST, f"{tensor.nbytes} bytes")
-        self.transport.broadcast(tensor, src)
+        position = self.guard.post(BROADCAST, f"{tensor.nbytes} bytes")
+        with self.guard.waiting(position):
+            self.transport.broadcast(tensor, src)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
         if self.world == 1:
             return
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-        self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes")
-        self.transport.all_reduce(tensor, op)
+        position = self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes")
+        with self.guard.waiting(position):
+            self.transport.all_reduce(tensor, op)
 
     def fence(self, what: Movement, name: str = "the model") -> None:
         """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; do not wait for `trace.NOTES`.
@@ -152,22 +153,23 @@ class Channel:
         vectors: Sequence[Vector],
         start: Callable[[Sequence[Vector]], Pending[T]],
     ) -> Pending[T]:
-        """Call ``start`` of ``vectors``, and measure the wait. ``verb``: what the profiler's range says."""
+        """Call ``start`` of ``vectors``, whose wait is part of the call. ``verb``: of the range."""
         if self.world == 1:
             return start(vectors)
         count(kind, (vector.sent for vector in vectors))
-        self.guard.post(kind, name)
+        call = self._call(kind, name, vectors)
         trace.begin(verb, name)
-        pending = start(vectors)
+        try:
+            pending = start(vectors)
+        except RuntimeError as error:  # such as of a connection that the other end has closed
+            self.guard.fail(call.position, error)
+            raise
         trace.end(verb, name)
-        if pending.is_done:
-            return pending
+        return pending.of(call)
 
-        def finish() -> T:
-            with waiting(kind, name, vectors[0].full.device):
-                return pending.wait()
-
-        return Pending(finish)
+    def _call(self, kind: Movement, name: str, vectors: Sequence[Vector]) -> Call:
+        """Post the next collective."""
+        return Call(self.guard, self.guard.post(kind, name), kind, name, vectors[0].full.device)
 
 
 Ranks = Channel  # where `Channel.all_ranks` is meant

@@ -172,6 +172,7 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
+        self.optimizers.end_steps()
         if self._changes.adopt(self.driver.require_reduced):
             self._place()
         self._hook_parameters()

@@ -57,6 +57,7 @@ from small import (
 from tiny import configure
 
 CPU = torch.device("cpu")
+KINDS = ("all_reduce", "reduce_scatter")
 # the host of each rank
 BLOCKS = [0, 0, 1, 1]
 INTERLEAVED = [0, 1, 0, 1]
@@ -384,6 +385,16 @@ def test_bad_meshes_and_replicas_that_differ_are_refused() -> None:
 
 
 @each_rank(4, transport="auto")
+def test_the_meter_counts_waits_for_averages_across_replicas() -> None:
+    model, _ = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
+    with comm.meter() as meter:
+        train(model, sgd(model), 2)
+    waited = {kind: {wait.unit for wait in meter.exposed() if wait.kind == kind} for kind in KINDS}
+    assert waited["all_reduce"] == waited["reduce_scatter"]
+    assert "blocks.0" in waited["all_reduce"]
+
+
+@each_rank(4, transport="auto")
 def test_the_backends_own_collectives_serve_as_well() -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
     model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
@@ -404,7 +415,7 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
         part = comm.BackendTransport(world).part(members, group)
         own = part.rank + torch.tensor([0.1, 0.2])
         parts = [torch.zeros(2), torch.zeros(2)]
-        part._send_to_all([(own, parts)]).wait()
+        part._send_to_all([(own, parts)], part._tags)()
         assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
 
 
