@@ -111,11 +111,15 @@ def start_reduce_scatter(
     inbox = open_inbox(sent, mailbox.world, own_part.numel())
     slots = len(inbox)
 
+    def place_of(peer: int) -> int:
+        """Return where the chunks of ``peer`` arrive: places are in the order of ranks, without this one."""
+        return peer - (peer > mailbox.rank)
+
     def receive(index: int) -> list[dist.Work]:
-        rooms = inbox[index % slots, :, : spans[index].stop - spans[index].start]
+        places = inbox[index % slots, :, : spans[index].stop - spans[index].start]
         works = []
         for peer in mailbox.peers():
-            works += mailbox.post("recv", rooms[peer], peer, tag)
+            works += mailbox.post("recv", places[place_of(peer)], peer, tag)
         return works
 
     arriving = deque(receive(index) for index in range(slots))
@@ -128,9 +132,9 @@ def start_reduce_scatter(
         for index, span in enumerate(spans):
             mailbox.wait(arriving.popleft())
             own_chunk = own_part[span]
-            received = [slot[: own_chunk.numel()] for slot in inbox[index % slots]]
-            received[mailbox.rank] = own_chunk
-            merge(received, merged[span], op, terms)
+            chunks_by_rank = [place[: own_chunk.numel()] for place in inbox[index % slots]]
+            chunks_by_rank.insert(mailbox.rank, own_chunk)
+            merge(chunks_by_rank, merged[span], op, terms)
             if index + slots < len(spans):
                 arriving.append(receive(index + slots))
         mailbox.wait(sends)
@@ -140,9 +144,9 @@ def start_reduce_scatter(
 
 
 def open_inbox(like: torch.Tensor, world: int, elements: int) -> torch.Tensor:
-    """Return an inbox [slot, rank, element] of ``like``'s dtype for ``WINDOW`` chunks of each rank's part."""
+    """Return an inbox [slot, peer, element] of ``like``'s dtype, for ``WINDOW`` chunks of each part."""
     spans = chunks(elements, like.element_size())
-    return like.new_empty((min(WINDOW, len(spans)), world, spans[0].stop if spans else 0))
+    return like.new_empty((min(WINDOW, len(spans)), world - 1, spans[0].stop if spans else 0))
 
 
 def chunks(elements: int, element_size: int) -> list[slice]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 import shardtrain
 from shardtrain import checkpoint, comm
@@ -438,6 +439,19 @@ def test_the_devices_of_vectors_choose_what_moves_them() -> None:
         channel.gather("a unit", [comm.Flat(full, local, layout)]).wait()
         assert full.tolist() == [0.0] * 32 + [1.0] * 32
     assert type(comm.ProcessGroupTransport(dist.group.WORLD).on([CPU])) is comm.MessagesTransport
+
+
+@each_rank(2, 3, transport="auto")
+def test_a_reduction_receives_the_others_parts_alone() -> None:
+    """It allocates no place for this rank's own part, which nobody sends."""
+    channel = comm.open_transport("process_group")
+    layout = cut_of("even", channel.world)([16 * channel.world * 100], 16)
+    gradient = comm.Gradient(torch.ones(layout.padded), layout, channel.rank, torch.float32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        pending = channel.reduce("a unit", [gradient])
+    allocated = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
+    assert allocated == (channel.world - 1) * gradient.own.nbytes
+    assert torch.equal(pending.wait()[0], gradient.own)
 
 
 @each_rank(2, transport="auto")
