@@ -59,6 +59,11 @@ NAMES = {
     "torch._C._dynamo.eval_frame:get_eval_frame_callback": Row(
         "to notice compiled code that runs around a call", _COMPILE
     ),
+    "torch._C._functorch:peek_interpreter_stack": Row(
+        "to notice vmap and torch.func around a call",
+        "test_user_code.py::test_uses_of_a_sharded_model_are_refused",
+        "torch.func.debug_unwrap of a new tensor, which takes 60 times as long",
+    ),
     "torch._compile:_disable_dynamo": Row(
         "to keep hooks out of compiled graphs",
         _COMPILE,
@@ -134,6 +139,11 @@ NAMES = {
 IN_PLACE = {
     "torch.utils._python_dispatch:TorchDispatchMode": Row(
         "a base class: to see each operation of a planned step", _PLAN
+    ),
+    "torch.autograd.forward_ad:_current_level": Row(
+        "to notice that dual numbers are in use",
+        "test_forwards.py::test_dual_numbers",
+        "forward_ad.unpack_dual, which takes 40 times as long",
     ),
     "torch:Tensor._version": Row(
         "to notice that a user has changed a tensor",

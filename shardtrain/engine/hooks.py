@@ -207,7 +207,7 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
         try:
             begin()
             output = call(*args, **kwargs)
-            end([*leaves(output)], None)
+            end(leaves(output), None)
         except BaseException as error:
             end((), error)
             raise

@@ -150,8 +150,10 @@ class StepHooks:
 
     def enclose(self, optimizer: torch.optim.Optimizer) -> None:
         """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended."""
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._before)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._after, last=False)
+        before: Any = optimizer._optimizer_step_pre_hooks
+        after: Any = optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before)
+        after.move_to_end(self._after, last=False)
 
 
 def _begin_step(
