@@ -86,7 +86,7 @@ class Sources(NamedTuple):
 
     @staticmethod
     def of(folder: Path, config_dirs: Sequence[str]) -> Sources:
-        """Look through the folders, and register what their files ask for. Raises UserError for wrong ones."""
+        """Look through the folders, and register what files ask for. Raises UserError for wrong ones."""
         own_folders = [path_of("--config-dir", text).absolute() for text in config_dirs]
         if missing := [str(path) for path in own_folders if not os.path.isdir(path)]:
             raise UserError(f"--config-dir: there is no folder {missing[0]}")
@@ -156,7 +156,7 @@ def _composed_over(record: Record, sources: Sources, words: Sequence[str]) -> Co
         files = [f"{group}={file}" for group, file in fresh.choices.items() if _has_section(group, fresh)]
         plain = _with_names(_composed(sources, [*files, *targets]), sources)
         chosen = _chosen_sections(choosing, targets, fresh, values)
-        values = laid_over(values, fresh.config, plain.config, chosen)
+        values = laid_over(values, fresh.config, plain.config, chosen, evaluates=record.evaluates)
     ConfigStore.instance().store(name="record", node={**values, "hydra": HYDRA_QUIET})
     try:
         return _composed(sources, setting, "record")

@@ -20,6 +20,9 @@ from shardtrain.job.errors import UserError, path_of, plain_file, reading
 CONFIG = "config.yaml"
 # What belongs to a command and its process, not to the run.
 OF_THE_COMMAND = ("allow", "config", "resume", "dry_run", "eval_only", "run", "device", "threads")
+SECTIONS = ("train", "model", "data", "augment", "optim", "sched")
+# How images are prepared, and which classes they have.
+PREPARED = ("classes", "mean", "std", "image_size", "eval_size", "resize", "interpolation")
 STEP = re.compile(r"step-\d{8,}")
 
 
@@ -28,14 +31,15 @@ class Record(NamedTuple):
 
     values: Mapping[str, Any]
     source: Path
+    evaluates: bool = False  # whether the command scores the run
 
 
 def record_of(words: Sequence[str]) -> Record | None:
     """Return the record from which the configuration of a command is composed; None for a new run.
 
-    In this order: the file of `config=FILE`, the run or checkpoint of `resume=PATH` in an evaluation, the run of
-    this name or directory if it has checkpoints, and that of `resume=PATH`. Raises UserError for a file that is
-    no record.
+    In this order: the file of `config=FILE`, the run or checkpoint of `resume=PATH` in an evaluation, the run
+    of this name or directory if it has checkpoints, and that of `resume=PATH`. Raises UserError for a file that
+    is no record.
     """
     values = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     resume = values.get("resume", "auto").strip("'\"")
@@ -48,7 +52,9 @@ def record_of(words: Sequence[str]) -> Record | None:
     if resume != "none" and (own := _own_directory(values)) is not None and _has_checkpoints(own):
         files.insert(len(files) if evaluates else 0, own / CONFIG)
     present = next((file for file in files if file is not None and os.path.isfile(file)), None)
-    return None if present is None else read_record(present, f"the run's record {present}")
+    if present is None:
+        return None
+    return read_record(present, f"the run's record {present}")._replace(evaluates=evaluates)
 
 
 def read_record(path: Path, where: str) -> Record:
@@ -59,22 +65,30 @@ def read_record(path: Path, where: str) -> Record:
             values = json.loads(text)["facts"]["config"]
         else:
             values = OmegaConf.to_container(OmegaConf.create(text))
-        if not isinstance(values, dict) or not all(isinstance(values.get(key), dict) for key in ("data", "model")):
-            raise ValueError("it has no sections data and model")
+        sections = [values.get(name) for name in SECTIONS] if isinstance(values, dict) else [None]
+        if not all(isinstance(section, dict) for section in sections):
+            raise ValueError(f"expected the sections {', '.join(SECTIONS)}")
     return Record(_brought_up_to_date(values), path)
 
 
 def _brought_up_to_date(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that belong to the run, in the form of this version."""
-    return {key: value for key, value in values.items() if key not in OF_THE_COMMAND}
+    own = {key: value for key, value in values.items() if key not in OF_THE_COMMAND}
+    if "split" not in own["data"]:  # up to 0.2.0 tables were split by seed, other images by one permutation
+        is_table = own["data"].get("name") == "csv"
+        own["data"] = {**own["data"], "split": own.get("seed", 0) if is_table else None}
+    return own
 
 
-def laid_over(record: Mapping[str, Any], fresh: DictConfig, plain: DictConfig, chosen: Sequence[str]) -> dict[str, Any]:
+def laid_over(
+    record: Mapping[str, Any], fresh: DictConfig, plain: DictConfig, chosen: Sequence[str], *, evaluates: bool
+) -> dict[str, Any]:
     """Return ``record`` with what choices of groups, recipes and `debug` change.
 
     fresh: composed of the command's choices. plain: of the same groups' files, without a recipe. chosen: the
     sections whose file the command names. Where that is another file than the record's, the section is the
-    file's. Otherwise only the keys that a recipe or `debug` sets are.
+    file's. Otherwise only the keys that a recipe or `debug` sets are. evaluates: another data set's images are
+    prepared as the run's were.
     """
     ours = as_values(fresh)
     theirs = as_values(plain)
@@ -83,6 +97,8 @@ def laid_over(record: Mapping[str, Any], fresh: DictConfig, plain: DictConfig, c
         before = record.get(name)
         if name in OF_THE_COMMAND or before is None or (name in chosen and _differ(name, section, before)):
             values[name] = section
+            if name == "data" and isinstance(before, dict) and evaluates:
+                values[name] = _with_record_of_images(section, before)
         elif isinstance(section, dict) and isinstance(before, dict):
             values[name] = _with_changes(before, section, theirs.get(name, {}))
         elif section != theirs.get(name):
@@ -94,7 +110,7 @@ def laid_over(record: Mapping[str, Any], fresh: DictConfig, plain: DictConfig, c
 
 
 def completed(record: Mapping[str, Any], usual: DictConfig, gone: Collection[str]) -> dict[str, Any]:
-    """Return an older run's record without keys that have gone, and with those that it lacks, as they are usually.
+    """Return an older run's record without keys that have gone, and with the usual values of new ones.
 
     usual: composed of the record's choices.
     """
@@ -119,6 +135,12 @@ def as_values(config: DictConfig) -> dict[str, Any]:
 def _with_changes(before: Mapping[str, Any], section: Mapping[str, Any], plain: Any) -> dict[str, Any]:
     usual = plain if isinstance(plain, dict) else {}
     return {**before, **{key: value for key, value in section.items() if usual.get(key) != value}}
+
+
+def _with_record_of_images(section: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return another data set's section with how the run's images were prepared, where it has such keys."""
+    own = {key: before[key] for key in PREPARED if key in before and key in section}
+    return {**section, **own}
 
 
 def _differ(name: str, section: Any, before: Any) -> bool:

@@ -37,8 +37,8 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
     """Yield what differs between a checkpoint's configuration and one, both nested as by `asdict`.
 
     One that continues a run is composed from the run's record, so its keys are the same. A key of the program
-    that only one has is another version's, or belongs to a choice from a group which has another name. But of a
-    callable's keywords, such as a model's, each counts.
+    that only one has is another version's, or belongs to a choice from a group which has another name. But of
+    a callable's keywords, such as a model's, each counts.
     """
     before = marked_values(saved)
     now = marked_values(config)
