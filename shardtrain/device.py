@@ -58,9 +58,12 @@ def fastest_precision() -> str:
 
 
 def shareable() -> bool:
-    """Return whether ranks may share an accelerator: from NCCL 2.30 on, if its variable is set."""
-    asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return asked and ACCELERATOR == "cuda" and torch.cuda.nccl.version() >= (2, 30)
+    """Return whether ranks may share an accelerator: if NCCL's variable asks for it.
+
+    NCCL can do so from 2.30 on, and refuses clearly before. Its version is not asked for: torch tells that of
+    the NCCL that it was built with, and another one may be loaded.
+    """
+    return ACCELERATOR == "cuda" and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def use(index: int) -> torch.device:

@@ -150,7 +150,7 @@ class FSDPModule(Uncopied):
         """Release this unit."""
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.FULL:
-            engine.driver.edits.refuse(unit)
+            engine.driver.changes.require_same_values(unit)
             engine.driver.schedule.release_unannounced(unit)
             engine.driver.refresh(unit)
 
