@@ -203,8 +203,8 @@ def test_recipes_and_package_meet_in_hydra_alone() -> None:
 
 
 TESTS = ROOT / "tests"
-# Programs that are run by hand, hosts and devices that are simulated, and the step that is checked by eye.
-NO_HELPERS = {"gpu_first", "mutants", "naive_twin", "restarts", "simulated_device", "two_hosts"}
+# Programs that are run by hand, hosts and devices that are simulated, a step that is checked by eye, a table.
+NO_HELPERS = {"gpu_first", "mutants", "naive_twin", "restarts", "simulated_device", "two_hosts", "ways"}
 
 
 def test_no_test_module_imports_another() -> None:
@@ -217,6 +217,11 @@ def test_no_test_module_imports_another() -> None:
                 names += [f"{node.module}.{alias.name}" for alias in node.names]
         modules = [name for name in names if re.search(r"(^|\.)test_\w+\.", f"{name}.")]
         assert not modules, f"{file.relative_to(ROOT)} imports {modules}: what is shared is a helper's"
+
+
+def test_plugins_that_xdist_disables_are_left_out(pytestconfig: pytest.Config) -> None:
+    """Some releases of pytest-benchmark warn of that: an error before a test is collected."""
+    assert pytestconfig.pluginmanager.is_blocked("benchmark")
 
 
 def test_helpers_of_tests_are_read_quickly() -> None:

@@ -227,8 +227,8 @@ def test_parameters_that_left_the_cpu_are_refused_with_a_way_out() -> None:
         like = torch.empty(0, device="cuda:0")
     message = raised_soon(ValueError, lambda: link.allocate(even([30], 2, 16), like, torch.float32))
     assert message == (
-        "ranks share memory on the CPU only, but the parameters are on cuda:0: move the model before shard(), "
-        "or call shard(..., device='cuda:0'); its transport is then 'auto' or 'process_group'"
+        "ranks share memory on the CPU only, but the parameters are on cuda:0: move the model before "
+        "shard(), or call shard(..., device='cuda:0'); its transport is then 'auto' or 'process_group'"
     )
 
 
