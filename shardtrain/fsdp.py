@@ -143,15 +143,15 @@ class FSDPModule(Uncopied):
             engine.adopt_changes()
             if engine.driver.is_idle:
                 engine.driver.refresh(unit)
-            engine.driver.schedule.keep(unit)  # until the next forward or update
+            engine.driver.schedule.show_unannounced(unit)  # until the next forward or update
         return UnshardHandle() if async_op else None  # its `wait` has nothing to wait for
 
     def reshard(self) -> None:
         """Release this unit."""
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.FULL:
-            engine.driver.edits.refuse(unit)
-            engine.driver.schedule.kept.pop(unit, None)
+            engine.driver.changes.require_same_values(unit)
+            engine.driver.schedule.release_unannounced(unit)
             engine.driver.refresh(unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -97,6 +97,12 @@ class Layout:
         """Whether all intervals have the same length."""
         return len({self.length(rank) for rank in range(self.world)}) == 1
 
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where a part of a parameter begins: any rank's; with virtual ranks any of theirs, on any world."""
+        places = {*self.offsets, *(self.cuts or self.bounds)}
+        return tuple(sorted(place for place in places if place < self.end))
+
     def interval(self, rank: int) -> slice:
         """Return rank ``rank``'s interval of the flat vector, padding included."""
         return slice(self.bounds[rank], self.bounds[rank + 1])

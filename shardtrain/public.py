@@ -1,7 +1,7 @@
 """Define the names of ``import shardtrain``. Its own file: `__init__` loads it at the first use of one."""
 
 from shardtrain import checkpoint, comm
-from shardtrain.engine.api import forward_method, no_sync, shard, virtual_rank
+from shardtrain.engine.api import forward_method, no_sync, shard
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
@@ -16,6 +16,7 @@ from shardtrain.engine.state_dict import (
 )
 from shardtrain.engine.unit import UnitOptions
 from shardtrain.engine.units import blocks
+from shardtrain.engine.virtual import virtual_rank
 from shardtrain.errors import ShardtrainError
 from shardtrain.optim import GradScaler, clip_grad_norm_
 

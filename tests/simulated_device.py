@@ -10,7 +10,12 @@ reuse     memory given back while another stream may still use it, and not yet w
 waits     the host stops for the device: ``item()``, a copy to pageable memory, an event of this very step
 launches  kernels, copies and collectives, by their names; views and allocations launch nothing
 
-Collectives are those of torch's fake process group, as if every rank had this rank's values.
+What torch refuses for tensors of two devices it refuses here, in torch's words: a gradient on another device
+than its tensor, an operation on both, a generator of the host, pinned memory on the device, `numpy()`.
+`nn.RNNBase.flatten_parameters` moves weights into one buffer, as cuDNN does.
+
+Over torch's fake process group collectives are NCCL's, as if every rank had this rank's values: alone, those
+are the right ones. Over gloo they are real, and the host waits for each, since gloo moves host memory.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -40,12 +46,55 @@ PINNED = "pinned"
 
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_"}
 NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "is_pinned", "record_stream"}
+NO_KERNEL |= {"_has_compatible_shallow_copy_type"}  # asked by `.data =`, in inference mode by way of here
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "is_nonzero"}
+WAITS |= {
+    "unique_dim",
+    "unique_consecutive",
+    "repeat_interleave",
+    "_linalg_check_errors",
+    "allclose",
+    "histc",
+}
+TAKES_NUMBERS = {
+    "fill_",
+    "masked_fill_",
+    "masked_fill",
+    "where",
+    "_index_put_impl_",
+    "index_put_",
+}  # of the host
 ANSWERS = {"is_available": True, "device_count": 1, "get_memory_info": (1 << 30, 1 << 30)}
 ANSWERS |= {"set_device_index": None, "reset_peak_memory_stats": None, "empty_cache": None}
 ANSWERS |= {"memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated": 4, "max_memory_reserved": 8}
 ACCELERATOR = (*ANSWERS, "current_stream", "set_stream", "synchronize")  # of `torch.accelerator`
 STAGED = 1 << 16  # bytes from pageable memory that the driver takes without waiting
+AUTOGRAD = "autograd"  # what it makes of nothing in C++ lies on the device; the rest, where its arguments do
+OF_GLOO = {
+    "allreduce_",
+    "broadcast_",
+    "_allgather_base_",
+    "allgather_",
+    "_reduce_scatter_base_",
+    "alltoall_base_",
+}
+NOT_OF_NCCL = {torch.int16, torch.complex64, torch.complex128}
+GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+
+TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+GRADIENT = (
+    "attempting to assign a gradient with device type '{}' to a tensor with device type '{}'. "
+    "Please ensure that the gradient and the tensor are on the same device"
+)
+NO_GENERATOR = "Expected a 'cuda' device type for generator but found 'cpu'"
+NO_NUMPY = (
+    "can't convert cuda:0 device type tensor to numpy. "
+    "Use Tensor.cpu() to copy the tensor to host memory first."
+)
+GROUPED = (
+    "Tensors of the same index must be on the same device and the same dtype except `step` tensors "
+    "that can be on CPU and float32/64 notwithstanding"
+)
 
 
 class Line:
@@ -155,7 +204,13 @@ class SimulatedDevice:
         self.placing: Any = None  # where the factory or copy under way puts its result
         self.blocking = False  # whether the host waits for that copy
         self.step = 0
+        self._backends = dist.get_backend_config
         self.next_step()
+
+    @property
+    def is_real(self) -> bool:
+        """Whether collectives move bytes: over gloo."""
+        return "fake" not in self._backends()
 
     def next_step(self) -> None:
         self.step += 1
@@ -170,12 +225,10 @@ class SimulatedDevice:
 
         def in_hooks(*args: Any, **kwargs: Any) -> Any:
             with functions:  # which torch leaves while it runs a function of its own
-                return functions._at(DEVICE, backward, *args, **kwargs)
+                return functions._at(AUTOGRAD, backward, *args, **kwargs)
 
-        def by_place(lists: Any, *more: Any) -> dict[Any, Any]:
-            """Let the groups that optimizers and clipping make of tensors name this device."""
-            device = DEVICE if lists[0] and self.on_device(lists[0][0]) else torch.device("cpu")
-            return {(device, dtype): rows for (_, dtype), rows in group(lists, *more).items()}
+        def backends(group: Any = None) -> str:
+            return self._backends(group) if self.is_real else "cuda:nccl"
 
         with monkeypatch.context() as patch, Functions(self) as functions, Operations(self):
             for name in ACCELERATOR:
@@ -192,10 +245,14 @@ class SimulatedDevice:
             patch.setattr(torch.cuda, "stream", devices.inside)
             patch.setattr(torch.profiler, "profile", self.profile)
             patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            patch.setattr(dist, "get_backend_config", backends)
             patch.setattr(torch.UntypedStorage, "resize_", lambda s, n: self._resize(resize, s, n))
             patch.setattr(torch.autograd, "_engine_run_backward", in_hooks)
-            patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", by_place)
+            patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", partial(self._grouped, group))
+            patch.setattr(torch.backends.cudnn, "is_acceptable", self.on_device)
+            patch.setattr(torch.backends.cudnn.rnn, "get_cudnn_mode", GATES.__getitem__)
+            patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+            patch.setattr(torch, "_cudnn_rnn_flatten_weight", flatten_weights)
             yield self
         self.known.clear()
 
@@ -219,6 +276,24 @@ class SimulatedDevice:
 
     def synchronize(self, device: object = None) -> None:
         self.wait("synchronize()", self.current.clock)
+
+    def _grouped(self, group: Callable[..., Any], lists: Any, with_indices: bool = False) -> dict[Any, Any]:
+        """Group tensors as optimizers and clipping want them: by the device and dtype of the first list's.
+
+        ``group``: torch's own function, which sees one device.
+        """
+        groups = dict[Any, Any]()
+        for device in (DEVICE, torch.device("cpu")):
+            chosen = [at for at, first in enumerate(lists[0]) if self.on_device(first) == (device is DEVICE)]
+            if not chosen:
+                continue
+            some = [[tensors[at] for at in chosen] if tensors else tensors for tensors in lists]
+            for tensor in [tensor for tensors in some[1:] for tensor in tensors]:
+                if device is not DEVICE and tensor is not None and self.on_device(tensor):
+                    raise RuntimeError(GROUPED)
+            for (_, dtype), (rows, places) in group(some, with_indices).items():
+                groups[device, dtype] = rows, [chosen[at] for at in places]
+        return groups
 
     # order
 
@@ -309,7 +384,8 @@ class Functions(TorchFunctionMode):
             t.is_cuda.__get__: lambda x: there(x) or None,
             t.is_cpu.__get__: lambda x: False if there(x) else None,
             t.is_pinned: lambda x: sim.place(x) is PINNED,
-            t.pin_memory: lambda x, *_: self._at(PINNED, torch.clone, x),
+            t.pin_memory: self._pin,
+            t.get_device: lambda x: 0 if there(x) else None,
             t.tolist: lambda x: self._to(x, torch.device("cpu")).tolist() if there(x) else None,
             t.cpu: lambda x: self._to(x, torch.device("cpu")),
             t.cuda: lambda x: self._to(x, DEVICE),
@@ -326,14 +402,25 @@ class Functions(TorchFunctionMode):
             return func(*args) if answer is None else answer
         if func is torch.Tensor.to:
             return self._to(*args, **kwargs)
-        if func is torch.Tensor.numpy:
-            assert not self.sim.on_device(args[0]), "a tensor on a device has no numpy()"
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
+            if self.sim.on_device(args[0]):
+                raise TypeError(NO_NUMPY)
             self.sim.access(args[0], self.sim.host, False, "numpy()")
-        if kwargs.get("pin_memory"):
-            return self._at(PINNED, func, *args, **{**kwargs, "pin_memory": False})
+        if func in SETTERS:
+            SETTERS[func](self.sim, *args)
+        if dist.is_initialized() and self.sim.is_real and _averages(*args, *kwargs.values()):
+            raise RuntimeError("Cannot use ReduceOp.AVG with Gloo")
+        return self._make(func, args, kwargs)
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call what may be a factory, and note where its result lies."""
+        near = any(isinstance(arg, Tensor) and self.sim.on_device(arg) for arg in args)
         device = torch.device(kwargs.get("device") or "meta")
+        if kwargs.get("pin_memory"):
+            if device.type == "cuda" or (device.type == "meta" and near):
+                raise RuntimeError("Only dense CPU tensors can be pinned")
+            return self._at(PINNED, func, *args, **{**kwargs, "pin_memory": False})
         if device.type == "meta":  # or none: what it makes lies where its arguments do
-            near = any(isinstance(arg, Tensor) and self.sim.on_device(arg) for arg in args)
             return self._at(DEVICE if near else None, func, *args, **kwargs)
         kwargs["device"] = torch.device("cpu")
         if func in (torch.tensor, torch.as_tensor):
@@ -347,6 +434,12 @@ class Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.sim.placing = before
+
+    def _pin(self, tensor: Tensor, *_: object) -> Tensor:
+        if self.sim.on_device(tensor):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        pinned: Tensor = self._at(PINNED, torch.clone, tensor)
+        return pinned
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         """Do as ``tensor.to(*args, **kwargs)``."""
@@ -362,6 +455,63 @@ class Functions(TorchFunctionMode):
         place = PINNED if non_blocking and moves and there is HOST else there
         keywords = {} if form is None else {"memory_format": form}
         return self._at(place, tensor.to, dtype or tensor.dtype, copy=copy or moves, **keywords)
+
+
+def _averages(*arguments: object) -> bool:
+    """Return whether a collective is to average, which torch documents for NCCL only."""
+    kind = dist.ReduceOp.RedOpType
+    return any(isinstance(each, kind) and each is dist.ReduceOp.AVG for each in arguments)
+
+
+def refuse_gradient(sim: SimulatedDevice, tensor: Tensor, grad: Tensor | None) -> None:
+    """Refuse a ``grad`` on another device than ``tensor``; torch itself compares the rest."""
+    if grad is not None and sim.on_device(grad) != sim.on_device(tensor):
+        raise RuntimeError(GRADIENT.format(*("cuda" if sim.on_device(t) else "cpu" for t in (grad, tensor))))
+
+
+def forget_node(sim: SimulatedDevice, tensor: Tensor, data: Tensor) -> None:
+    """Make autograd forget the accumulation node of ``tensor``, as it does at data of another device."""
+    if sim.on_device(data) != sim.on_device(tensor):
+        another = torch.float16 if tensor.dtype is not torch.float16 else torch.bfloat16
+        with torch._C.DisableTorchFunction():
+            tensor.data = torch.empty(0, dtype=another)
+
+
+SETTERS: dict[Any, Callable[..., None]] = {
+    torch.Tensor.grad.__set__: refuse_gradient,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: forget_node,  # type: ignore[attr-defined]
+}
+
+
+def flatten_weights(
+    weights: Sequence[Tensor],
+    per_layer: int,
+    inputs: int,
+    gates: int,
+    hidden: int,
+    projected: int,
+    layers: int,
+    batch_first: bool,
+    bidirectional: bool,
+) -> None:
+    """Copy ``weights`` into one buffer, which they show from then on: `torch._cudnn_rnn_flatten_weight`.
+
+    cuDNN knows their sizes from those of the layers. ``per_layer``: weights of one layer and direction.
+    """
+    directions = 1 + bidirectional
+    outputs = projected or hidden
+    sizes = list[int]()
+    for layer in range(layers):
+        of_inputs = inputs if layer == 0 else outputs * directions
+        of_layer = [gates * hidden * of_inputs, gates * hidden * outputs]
+        of_layer += [gates * hidden] * 2 if per_layer >= 4 else []
+        of_layer += [hidden * projected] if projected else []
+        sizes += of_layer * directions
+    buffer = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=DEVICE)
+    for weight, place in zip(weights, buffer.split(sizes), strict=True):
+        place = place.view(-1, 1)
+        place.copy_(weight.view_as(place))
+        weight.data = place.view_as(weight)
 
 
 @functools.cache
@@ -397,31 +547,67 @@ class Operations(TorchDispatchMode):
         if name in ("copy_", "_foreach_copy_", "_to_copy"):
             return self._copy(func, name, args, kwargs, outs, reads)
         on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
-        placing = sim.placing
+        place = self._place(kwargs, [*reads, *outs])
+        if not (views or name in NO_KERNEL):
+            self._require_one_device(func, name, reads, outs, given)
+        if place is DEVICE and given.get("generator") is not None:
+            raise RuntimeError(NO_GENERATOR)
         if kwargs.get("device") == DEVICE:  # asked for in C++
             kwargs = {**kwargs, "device": torch.device("cpu")}
-            placing = DEVICE
         result = func(*args, **kwargs)
-        place = placing if placing is not None else DEVICE if on_device else HOST
         fresh = [t for t in tensors(result) if all(t is not other for other in outs)]
-        if name in WAITS and on_device:
-            self._use(sim.launch(name), reads, outs, name)
-            sim.wait(name, sim.current.clock)
         for tensor in fresh:
             sim.adopt(tensor, place)
-        if views or name in NO_KERNEL or name in WAITS:
-            return result
-        if on_device or place is DEVICE:
-            foreign = [t for t in (*reads, *outs) if t.dim() and not sim.on_device(t)]
-            assert not foreign or name.startswith("_foreach"), (
-                f"{name} on tensors of the device and of the host, at {where()}"
-            )
-            if any(t.numel() for t in (*outs, *fresh)) or not (outs or fresh):
-                self._use(sim.launch(name, kernels(name, outs or fresh)), reads, [*outs, *fresh], name)
-        else:
+        if name in WAITS:
+            if on_device:
+                self._use(sim.launch(name), reads, outs, name)
+                sim.wait(name, sim.current.clock)
+        elif not (views or name in NO_KERNEL):
+            self._compute(name, bool(on_device) or place is DEVICE, reads, outs, fresh)
+        return result
+
+    def _compute(
+        self,
+        name: str,
+        launches: bool,
+        reads: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        fresh: Sequence[Tensor],
+    ) -> None:
+        """Note that an operation writes ``outs`` and makes ``fresh``: on the host, unless it ``launches``."""
+        sim = self.sim
+        if not launches:
             sim.host.act()
             self._use(sim.host, reads, [*outs, *fresh], name)
-        return result
+        elif any(tensor.numel() for tensor in (*outs, *fresh)) or not (outs or fresh):
+            self._use(sim.launch(name, kernels(name, outs or fresh)), reads, [*outs, *fresh], name)
+
+    def _place(self, kwargs: dict[str, Any], arguments: Sequence[Tensor]) -> object:
+        """Return where the results of an operation lie."""
+        placing = self.sim.placing
+        if kwargs.get("device") == DEVICE or (placing is AUTOGRAD and not arguments):
+            return DEVICE
+        if placing is None or placing is AUTOGRAD:
+            return DEVICE if any(self.sim.on_device(tensor) for tensor in arguments) else HOST
+        return placing
+
+    def _require_one_device(
+        self, func: Any, name: str, reads: Sequence[Tensor], outs: Sequence[Tensor], given: dict[str, Any]
+    ) -> None:
+        """Refuse tensors of the host beside those of the device; a number is one if the kernel reads one."""
+        groups: list[Sequence[Tensor]] = [[*reads, *outs]]
+        numbers = 0 if name.startswith(("_fused", "_amp")) else 1
+        written_to = {id(out) for out in outs}
+        if name.startswith("_foreach"):  # each of a list by itself
+            lists = [value for value in given.values() if isinstance(value, list | tuple) and tensors(value)]
+            groups = [[t for t in group if isinstance(t, Tensor)] for group in zip(*lists, strict=False)]
+        elif torch.Tag.pointwise not in func.tags and name not in TAKES_NUMBERS:
+            numbers = 0
+        for group in groups:
+            here = [t for t in group if not self.sim.on_device(t) and not t.is_meta]
+            taken = [t for t in here if t.dim() == 0 and id(t) not in written_to][:numbers]
+            if len(taken) < len(here) < len(group):
+                raise RuntimeError(f"{TWO_DEVICES} ({name} at {where()})")
 
     def _use(self, line: Line, reads: Iterable[Tensor], outs: Iterable[Tensor], what: str) -> None:
         for tensor, writes in [*((t, False) for t in reads), *((t, True) for t in outs)]:
@@ -433,7 +619,7 @@ class Operations(TorchDispatchMode):
         sim = self.sim
         pairs = list(zip(outs, reads, strict=False))
         non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-        placing = sim.placing
+        placing = None if sim.placing is AUTOGRAD else sim.placing
         blocking = sim.blocking
         result = func(*args, **kwargs)
         if name == "_to_copy":
@@ -470,19 +656,40 @@ class Operations(TorchDispatchMode):
         sim.access(to, line, True, what)
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        sim = self.sim
         outs = tensors(args[0])
         reads = tensors(args[1])
+        if name in ("allreduce_", "broadcast_", "allreduce_coalesced_"):
+            reads = outs
+        on_device = [tensor for tensor in (*outs, *reads) if self.sim.on_device(tensor)]
+        if self.sim.is_real:
+            return self._over_gloo(func, name, args, kwargs, outs, reads)
+        assert len(on_device) == len(outs) + len(reads), f"{name} of host memory, at {where()}"
+        assert all(t.is_contiguous() and t.dtype not in NOT_OF_NCCL for t in on_device), (
+            f"{name} at {where()}"
+        )
         if name == "allgather_":  # of uneven sizes, which the fake group does not know
             args = [[[read.clone() for _ in outs] for read in reads], *args[1:]]
         result = func(*args, **kwargs)
         if name.startswith(("_reduce_scatter", "reduce_scatter", "alltoall", "allgather_")):
             for out, read in zip(outs, reads * len(outs), strict=False):
-                out.zero_().view(-1)[: read.numel()].copy_(read.view(-1)[: out.numel()])
-        if name in ("allreduce_", "broadcast_", "allreduce_coalesced_"):
-            reads = outs
-        assert all(sim.on_device(t) for t in (*outs, *reads)), f"{name} of host memory, at {where()}"
-        self._use(sim.launch(name), reads, outs, name)
+                values = read.view(-1)[: out.numel()].clone()  # ``out`` may be a part of ``read``
+                out.zero_().view(-1)[: values.numel()].copy_(values)
+        self._use(self.sim.launch(name), reads, outs, name)
+        return result
+
+    def _over_gloo(
+        self, func: Any, name: str, args: Any, kwargs: Any, outs: list[Tensor], reads: list[Tensor]
+    ) -> Any:
+        """Run a real collective; of tensors of the device, on copies in host memory."""
+        sim = self.sim
+        result = func(*args, **kwargs)
+        if any(sim.on_device(tensor) for tensor in (*outs, *reads)):
+            assert name in OF_GLOO, f"{name} of tensors of the device, at {where()}"
+            sim.wait(f"{name} over gloo", sim.current.clock)  # the copy back is not waited for
+            self._use(sim.launch(name), reads, outs, name)
+        else:
+            sim.host.act()
+            self._use(sim.host, reads, outs, name)
         return result
 
 

@@ -4,10 +4,12 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from shardtrain import device as devices
 from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.errors import UserError
 
+import host
 import memory
 import steps
 from compared import compared, losses_agree, ratios, table
@@ -207,6 +210,38 @@ def test_one_command_for_a_gpu(
     assert launches[1] > launches[0] > launches[2] > 100  # one rank communicates nothing, unless over a group
     for words in ("in bf16", "of no communication", "host ms", "peak bytes", "reserved bytes", "launches"):
         assert words in said
+
+
+def test_costs_of_the_host_per_unit_per_parameter_and_per_step() -> None:
+    costs = [7 + 100 * units + 3 * units * params for units, params in host.GRID]
+    assert host.slopes(costs) == pytest.approx((100, 3, 7))
+    contenders = {}
+    for name, forward in (("plain", 1.0), ("fsdp2", 1.5)):
+        seconds = {"forward": [forward, 9.0], "backward": [2.0, 2.0], "optimizer": [0.5, 0.5]}
+        contenders[name] = SimpleNamespace(seconds=seconds)
+    costs_of = host.beyond_plain(contenders)
+    assert costs_of == {"fsdp2": {"forward": 0.375e6, "backward": 0.0, "optimizer": 0.0, "step": 0.375e6}}
+    for words, message in (
+        (["cases=vit_s"], "cases=vit_s"),
+        (["device=cuda", "cases=[grid]"], "cases=grid"),
+        (["rounds=0"], "rounds=0: expected a whole number"),
+        (["round=2"], r"unknown key round; did you mean rounds\?"),
+        (["vit"], "cannot read 'vit': expected key=value"),
+    ):
+        with pytest.raises(UserError, match=message):
+            host.read(words)
+
+
+def test_the_host_of_every_contender(tmp_path: Path) -> None:
+    words = "rounds=2", "cases=[grid,small]", "precision=bf16", "optimizer=foreach", "out=host.json"
+    bench = ended(1, str(BENCH / "host.py"), *words, folder=tmp_path, **ONE_THREAD)
+    assert (bench.codes, bench.errors) == ([0], ""), bench.output
+    costs = json.loads((tmp_path / "host.json").read_text())
+    assert [*costs] == ["grid 4x1", "grid 4x8", "grid 24x1", "grid 24x8", "small"]
+    for contenders in costs.values():
+        assert [*contenders] == ["ddp", "fsdp2", "shardtrain", "alone"]
+        assert [*contenders["fsdp2"]] == ["forward", "backward", "optimizer", "step"]
+    assert len(re.findall("^shardtrain, alone +(forward|backward|optimizer|step) ", bench.output, re.M)) == 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")

@@ -29,6 +29,15 @@ def test_what_moved_says_where_it_is(name: str) -> None:
         getattr(shardtrain.optim, name)
 
 
+@pytest.mark.parametrize("name", ["Simulated", "simulated"])
+def test_simulated_ranks_say_where_they_are(name: str) -> None:
+    message = rf"^shardtrain\.comm\.{name} was moved; use shardtrain\.plan\.transport\.{name}$"
+    with pytest.raises(ValueError, match=message):
+        getattr(shardtrain.comm, name)
+    with pytest.raises(ValueError, match=message):
+        exec(f"from shardtrain.comm import {name}")
+
+
 def test_other_names_are_unknown() -> None:
     assert not hasattr(shardtrain, "compile_unit")
     assert not hasattr(shardtrain.optim, "Muons")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardtrain import comm
+from shardtrain import collectives
 from shardtrain.checkpoint.files import Record
 from shardtrain.checkpoint.manifest import file_name
 from shardtrain.comm.channel import Ranks
@@ -45,7 +45,7 @@ class Hosts(NamedTuple):
 
     ranks: Sequence[Sequence[int]]
     rank: int
-    group: comm.Group | None = None
+    group: collectives.Group | None = None
 
     @classmethod
     def one(cls, all_ranks: Ranks) -> Hosts:
@@ -100,7 +100,7 @@ class Hosts(NamedTuple):
                     path = directory / f"{ARRIVING}{move.file}"
                     incoming[move.source] = _attempt(partial(_map_new, path), move, problems)
                     arriving.append(path)
-            comm.all_to_all(incoming, outgoing, group=self.group)
+            collectives.all_to_all(incoming, outgoing, group=self.group)
             for path in arriving:
                 with contextlib.suppress(OSError):  # what is missing then, is missing
                     path.replace(directory / path.name.removeprefix(ARRIVING))

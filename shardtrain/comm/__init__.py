@@ -1,75 +1,69 @@
-"""Move bytes between ranks. No other package calls a collective.
+"""Move bytes between ranks. Only this room and ``collectives/`` call collectives.
 
 Read the files in this order. Each imports only from those before it:
 
 - ``trace``: the kinds of collectives, bytes sent, seconds waited
 - ``arithmetic``: sums; ``guard``: ranks that diverge
 - ``transport``: what a transport is; ``channel``: the collectives of a model, over any transport
-- ``messages``, ``native``: collectives by messages, and the backend's own
+- ``messages``: collectives by messages; ``native``: what a process group can do
 - ``reports``: the guard over gloo, and ranks that are lost
 - ``element_wise``, ``norms``: gradients' pieces, and what is right on them
-- ``process_group``: the transport between any ranks; ``agreement``: texts and verdicts of all ranks
+- ``process_group``: the transports between any ranks; ``agreement``: texts of all ranks
 - ``signals``, ``shared_memory``: ranks of one host that share memory
-- ``wrappers``: offload and replicas, around any of these; simulated ranks
+- ``wrappers``: offload and replicas, around any of these
 - ``opening``: the choice among them
-- ``public``: public collectives, under torch's names
 
-The functions below serve code outside the engine, over the default process group. Without one they act as
-a single rank. ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``.
-Names that are not defined here are torch's own, and the meter does not count their traffic.
+The public collectives are names of this module, too: ``from shardtrain import comm as dist`` serves programs
+written for ``torch.distributed``. They are defined in the room ``collectives/``, which is loaded at the first
+use of one. Nothing in this room or in the engine uses them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import (
-    ReduceOp,
-    Work,
-    destroy_process_group,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    is_initialized,
-    new_group,
-    recv,
-    reduce_op,
-    send,
-)
 
-from shardtrain.comm import public
 from shardtrain.comm.agreement import gather_texts, require_same
-from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.native import set_time_out
-from shardtrain.comm.norms import refuse_pieces
-from shardtrain.comm.opening import TRANSPORTS, open_transport, ranks_by_host
-from shardtrain.comm.process_group import ProcessGroupTransport, guard_world
-from shardtrain.comm.public import (
-    Background,
-    Group,
-    all_gather,
-    all_gather_into_tensor,
-    all_to_all,
-    all_to_all_single,
-    gather,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
+from shardtrain.comm.opening import TRANSPORTS, open_transport, plain_transport, ranks_by_host
+from shardtrain.comm.process_group import (
+    BackendTransport,
+    MessagesTransport,
+    ProcessGroupTransport,
+    guard_world,
 )
 from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, Meter, Wait, count, meter
+from shardtrain.comm.trace import Meter, Wait, meter
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
-from shardtrain.comm.wrappers import Offloaded, Simulated, simulated
+from shardtrain.comm.wrappers import Offloaded
 
-Op = str | ReduceOp.RedOpType
+if TYPE_CHECKING:
+    from shardtrain.collectives import *  # noqa: F403
 
-# Their names in torch from 2.13 on.
-all_gather_single = all_gather_into_tensor
-reduce_scatter_single = reduce_scatter_tensor
+_MOVED = {
+    "Simulated": "shardtrain.plan.transport.Simulated",
+    "simulated": "shardtrain.plan.transport.simulated",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Return a public collective."""
+    if name in _MOVED:  # not AttributeError, whose text `from shardtrain.comm import ...` does not show
+        raise ValueError(f"shardtrain.comm.{name} was moved; use {_MOVED[name]}")
+    if name.startswith("__"):  # what Python asks of any module
+        raise AttributeError(f"module 'shardtrain.comm' has no attribute {name!r}")
+    collectives = import_module("shardtrain.collectives")
+    if name not in collectives.__all__:
+        raise AttributeError(f"module 'shardtrain.comm' has no attribute {name!r}")
+    return getattr(collectives, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *import_module("shardtrain.collectives").__all__]
 
 
 def rank() -> int:
@@ -80,57 +74,3 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async_op: bool = False) -> Any:
-    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks of ``group``.
-
-    Returns:
-        ``tensor``; with ``async_op``, torch's ``Work``, at once.
-
-    Raises:
-        ValueError: ``op`` is neither one of these names nor the ``ReduceOp`` of one.
-    """
-    refuse_pieces("all_reduce", [tensor])
-    name = op if isinstance(op, str) else op_name(op).lower()
-    if name not in ("sum", "max", "min"):
-        raise ValueError(f"expected op to be ReduceOp.SUM, MAX or MIN, found {op}")
-    ranks = plain_transport(group)
-    if async_op and ranks.world > 1:
-        _require_contiguous(tensor)
-        count(ALL_REDUCE, [2 * tensor.nbytes * (ranks.world - 1) // ranks.world])
-        return dist.all_reduce(tensor, getattr(ReduceOp, name.upper()), group, async_op=True)
-    ranks.all_reduce(tensor, name)
-    return Background(lambda: None) if async_op else tensor
-
-
-def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op: bool = False) -> Any:
-    """Overwrite ``tensor`` with rank ``src``'s on every rank of ``group``. Returns as `all_reduce`."""
-    refuse_pieces("broadcast", [tensor])
-    ranks = plain_transport(group)
-    if async_op and ranks.world > 1:
-        _require_contiguous(tensor)
-        count(BROADCAST, [tensor.nbytes * (ranks.world - 1) if dist.get_rank() == src else 0])
-        return dist.broadcast(tensor, src, group, async_op=True)
-    if ranks.world > 1:
-        ranks.broadcast(tensor, src if group is None else dist.get_group_rank(group, src))
-    return Background(lambda: None) if async_op else tensor
-
-
-def _require_contiguous(tensor: Tensor) -> None:
-    """Raise ValueError where gloo would read and write elements between those of ``tensor``."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"expected a contiguous tensor with async_op, found strides {tensor.stride()}")
-
-
-def plain_transport(group: Group | None = None) -> Ranks:
-    """Return a channel over ``group`` (default: the world) for use outside the engine."""
-    group = group or dist.group.WORLD
-    if group is None or dist.get_world_size(group) < 2:
-        return Channel(Alone())
-    return Channel(ProcessGroupTransport(group))
-
-
-def barrier(*args: Any, **keywords: Any) -> Any:
-    """Call torch's ``barrier``; do nothing without a process group."""
-    return public.barrier(*args, **keywords) if dist.is_initialized() else None

@@ -19,17 +19,19 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from shardtrain.comm.trace import MOVEMENTS, STEP, Movement
+from shardtrain.comm.trace import MOVEMENTS, NOTES, STEP, TRAIN, Movement
 from shardtrain.errors import Diverged as Diverged
 from shardtrain.errors import PeerLost as PeerLost
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
 KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
+_NOTHING = nullcontext()
 EVERY = 100  # steps from one comparison of hashes to the next, after the first two steps
 
 _STEP_HINT = (
@@ -39,6 +41,9 @@ _STEP_HINT = (
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
     "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
+)
+_FROZEN_HINT = (
+    ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
 )
 
 
@@ -131,6 +136,8 @@ class Paths:
         step = min(entry.step for entry in shown)
         steps = [entry.kind == STEP.number for entry in shown]
         hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
+        if any(entry.kind == TRAIN.number for entry in shown):
+            hint = _FROZEN_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
     def to_compare(self) -> tuple[int, int] | None:
@@ -163,7 +170,7 @@ class Paths:
 
 
 class Guard:
-    """Note each collective of this rank in its path before it moves. This one compares nothing."""
+    """Note each collective of this rank in its path before it moves, and watch waits. This one only notes."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -172,12 +179,19 @@ class Guard:
         """Post this rank's next collective. Return its position. Raises `Diverged` if ranks are to differ."""
         return self.paths.add(kind, name)
 
+    def waiting(self, position: int) -> AbstractContextManager[None]:
+        """Watch the block, in which this rank waits for others at ``position``."""
+        return _NOTHING
+
+    def fail(self, position: int, error: RuntimeError) -> None:
+        """Raise the cause of ``error``, with the ranks to blame, if this guard knows it."""
+
 
 class Handshake(Guard):
     """Compare paths before each collective, over a transport that knows of none: one small all-reduce.
 
-    ``all_reduce``: the transport's. So no rank sends or reads what others do not expect. Steps of the
-    optimizer are compared with the collective that follows.
+    ``all_reduce``: the transport's. So no rank sends or reads what others do not expect. Notes, such as a
+    step of the optimizer, are compared with the collective that follows.
     """
 
     def __init__(self, rank: int, world: int, all_reduce: Callable[[torch.Tensor, str], None]) -> None:
@@ -187,7 +201,7 @@ class Handshake(Guard):
 
     def post(self, kind: Movement, name: str) -> int:
         position = super().post(kind, name)
-        if kind is not STEP:
+        if kind not in NOTES:
             digest = self.paths.digest // 2  # its negative is an int64, too
             extremes = torch.tensor([digest, -digest], device="cpu")
             self._all_reduce(extremes, "max")

@@ -4,10 +4,11 @@
 exchange which host they are on::
 
     all on one host                  `SharedMemoryTransport`
-    several hosts, or no sockets     `ProcessGroupTransport`: messages, and one log line says why
+    several hosts, or no sockets     `MessagesTransport`, and one log line says why
     between processes
 
-``"process_group"`` chooses the last of these, and ``"shared_memory"`` raises an error instead of it. With
+``"process_group"`` chooses the last of these, and ``"shared_memory"`` raises an error instead of it. Once the
+devices of a model's vectors are known, `Channel.place` may choose `BackendTransport` in its place. With
 several replicas the same holds for every shard group, which must be on one host to share memory. So a 2-D
 mesh with one row per host shares memory inside each host, and averages across hosts by messages. A transport
 of another kind is one more entry in `TRANSPORTS`.
@@ -38,9 +39,10 @@ from shardtrain.comm.wrappers import Replicated
 class Opening:
     """Describe the ranks to the entries of `TRANSPORTS`. Opens the guard of their messages, if there is gloo.
 
-    ``messages``: a transport by messages, or the backend's own collectives, between all ranks of all groups;
-    ``all_ranks``: the channel over it. ``groups``: the ranks of every shard group. ``own``: those of this
-    rank's group; ``shards``: its part of ``messages``. Raises ValueError if ranks ask for different kinds.
+    ``process_group``: the transport between all ranks of all groups, for vectors on the CPU if there is gloo;
+    ``all_ranks``: those of it. ``groups``: the ranks of every shard group. ``own``: those of this
+    rank's group; ``shards``: its part of ``process_group``. Raises ValueError if ranks ask for different
+    kinds.
     """
 
     def __init__(
@@ -52,15 +54,15 @@ class Opening:
     ) -> None:
         with guarded(group):
             reports = Reports(group) if native.has_gloo(group) else None
-        self.messages = ProcessGroupTransport(group, reports)
-        self.shards = self.messages
-        self.all_ranks = Channel(self.messages)
+        self.process_group = ProcessGroupTransport(group, reports).on(())
+        self.shards = self.process_group
+        self.all_ranks = Ranks(self.process_group)
         if native.moves_bytes(group):
             require_same([repr(kind)], "transport=", self.all_ranks)
         self.groups = groups or [range(self.all_ranks.world)]
         self.own = next(ranks for ranks in self.groups if self.all_ranks.rank in ranks)
         if len(self.groups) > 1:
-            self.shards = self.messages.part(self.own, inside)
+            self.shards = self.process_group.part(self.own, inside)
 
 
 def _shared_memory(opening: Opening, or_messages: bool = False) -> Transport:
@@ -75,7 +77,7 @@ def _shared_memory(opening: Opening, or_messages: bool = False) -> Transport:
     except ValueError as error:
         if not or_messages:
             raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
-        if opening.messages.has_gloo and all_ranks.rank == 0:
+        if opening.process_group.has_gloo and all_ranks.rank == 0:
             logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
         return opening.shards
     return SharedMemoryTransport(opening.shards, signals)
@@ -111,13 +113,13 @@ def open_transport(
     if groups is None:
         return Channel(transport, opening.all_ranks)
     column = [ranks[opening.own.index(opening.all_ranks.rank)] for ranks in groups]
-    replicas = Channel(opening.messages.part(column, across))
+    replicas = Channel(opening.process_group.part(column, across))
     return Replicated(Channel(transport), replicas, opening.all_ranks, groups)
 
 
 def _require_shared_hosts(opening: Opening) -> None:
     """Raise ValueError, on every rank, unless each shard group is on one host. Collective."""
-    if not opening.messages.has_gloo:
+    if not opening.process_group.has_gloo:
         raise ValueError("that needs gloo")
     hosts = ranks_by_host(opening.all_ranks)
     if "" in hosts:
@@ -150,3 +152,11 @@ def host_key() -> str:
         return ""
     host = f"{socket.gethostname()} {boot.read_text()} {os.readlink('/proc/self/ns/pid')}"
     return os.environ.get("SHARDTRAIN_HOST_KEY", host)
+
+
+def plain_transport(group: dist.ProcessGroup | None = None) -> Ranks:
+    """Return the ranks of ``group`` (default: the world) for use outside the engine."""
+    group = group or dist.group.WORLD
+    if group is None or dist.get_world_size(group) < 2:
+        return Ranks(Alone())
+    return Ranks(ProcessGroupTransport(group))

@@ -1,44 +1,60 @@
-"""Move bytes over a process group: by NCCL's own collectives, on gloo by point-to-point messages.
+"""Connect the ranks of a process group: the guard, small collectives, and two ways to move flat vectors.
 
-Messages are in ``messages.py``, guarded by ``reports.py``, and the backend's own collectives in
-``native.py``, guarded by a hash of each rank's path.
+`ProcessGroupTransport` has what both ways share. `ProcessGroupTransport.on` chooses by the devices of the
+vectors, when a model is sharded and when it is moved to another device::
+
+    all on the CPU, over gloo    `MessagesTransport`: point-to-point messages, of ``messages.py``
+    any other                    `BackendTransport`: the backend's own collectives
+
+Small collectives, of buffers and norms, are the backend's own in both, since their tensors may lie anywhere.
+Over gloo ``reports.py`` guards them all. Collectives that carry no tag are guarded by a hash of each rank's
+path.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardtrain import device as devices
+from shardtrain import torch_private
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
-from shardtrain.comm.native import Backend, living
+from shardtrain.comm.native import living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Transport, intervals
 
 T = TypeVar("T")
-Start = Callable[[Mailbox, int], Pending[T]]  # starts messages with a tag
+Finish = Callable[[], T]  # waits for what was started
+Start = Callable[[Mailbox, int], Finish[T]]  # starts messages with a tag
+
+_SUM = dist.ReduceOp.SUM
+_AVG = dist.ReduceOp.AVG
 
 
-class Call(NamedTuple):
-    """Identify one stage of a collective: its ``position`` and ``digest`` in the path.
+class Tags(NamedTuple):
+    """Number the messages of one stage of a collective, by its ``position`` and ``digest`` in the path.
 
-    ``messages``: how many tags earlier stages have used.
+    ``used``: how many tags earlier stages have used.
     """
 
     position: int
     digest: int
-    messages: int
+    used: int = 0
+
+    def of(self, segment: int) -> int:
+        """Return the tag of the messages of one segment."""
+        return collective_tag(self.position, self.digest, self.used + segment)
 
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
@@ -58,21 +74,39 @@ def guarded(group: object) -> AbstractContextManager[None]:
 
 
 class ProcessGroupTransport(Transport):
-    """Run collectives between the ranks of ``group``, or between those of a `part` of it."""
+    """Connect the ranks of ``group``, or the ``members`` of it, by a guard and by small collectives.
 
-    def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
-        reports = reports or _guards.get(group)  # a model has its own
-        self.reports = reports
-        self._group = weakref.ref(group)
-        self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
-        self.rank = dist.get_rank(group)
-        self._guard = reports or Guard(Paths(self.rank, ()))
-        self._paths = self._guard.paths
-        self._paths.untagged |= reports is None
-        self.world = dist.get_world_size(group)
+    Flat vectors move once `on` has chosen by what. ``guard``: default: that of the group, see `guard_world`.
+    ``members``: the ranks of a part of the group, this one included; ``rank`` and ``world`` count among them.
+    ``backend``: a process group of the members, for the backend's own collectives.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        guard: Guard | None = None,
+        members: Sequence[int] | None = None,
+        backend: dist.ProcessGroup | None = None,
+    ) -> None:
+        rank = dist.get_rank(group)
+        self.rank = rank if members is None else members.index(rank)
+        self.world = dist.get_world_size(group) if members is None else len(members)
         self.has_gloo = native.has_gloo(group)
+        self._group = weakref.ref(group)
+        self._members = members
+        self._backend = weakref.ref(backend or group)
+        self._guard = guard or _guards.get(group) or Guard(Paths(rank, ()))  # a model has its own
+        self._paths = self._guard.paths
+        self.reports = self._guard if isinstance(self._guard, Reports) else None
+        self._paths.untagged |= self.reports is None
         self._device_types = native.device_types(group)
-        self._backend = Backend(group)
+
+    def on(self, devices: Iterable[torch.device]) -> ProcessGroupTransport:
+        by_messages = self.has_gloo and all(device.type in ("cpu", "meta") for device in devices)
+        kind = MessagesTransport if by_messages else BackendTransport
+        if isinstance(self, kind):
+            return self
+        return kind(self.group, self._guard, self._members, living(self._backend))
 
     def part(self, members: Sequence[int], backend: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
         """Return a transport between the ranks ``members`` of the group, this one included, with its guard.
@@ -80,20 +114,11 @@ class ProcessGroupTransport(Transport):
         All ranks of the group make the same collectives, each within its part. ``backend``: a process group
         of the members, for the backend's own collectives; messages need none.
         """
-        part = copy.copy(self)
-        part._members = members
-        part.rank = members.index(self.rank)
-        part.world = len(members)
-        part._backend = self._backend if backend is None else Backend(backend)
-        return part
+        return type(self)(self.group, self._guard, members, backend)
 
     @property
     def group(self) -> dist.ProcessGroup:
         return living(self._group)
-
-    @property
-    def _mailbox(self) -> Mailbox:
-        return Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
 
     def open_guard(self) -> Guard:
         return self._guard
@@ -104,27 +129,10 @@ class ProcessGroupTransport(Transport):
         if row is not None:
             own_row = torch.tensor(row, device=self._device_types[0])
             table = own_row.new_empty(2 * self.group.size())
-            with self._waiting(self._paths.end - 1):
+            with self._guard.waiting(self._paths.end - 1):
                 native.all_gather(table, own_row, self.group)
             numbers = table.tolist()
             self._paths.compare_hashes(dict(enumerate(zip(numbers[::2], numbers[1::2], strict=True))))
-
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
-        if self._by_messages([flat.full for flat in flats]):
-            return self._send_to_all([(flat.local, intervals(flat.full, flat.layout)) for flat in flats])
-        return self._own_collectives.gather(flats)
-
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
-        by_tree = any(gradient.terms for gradient in gradients)
-        if not by_tree and not self._by_messages([gradient.full for gradient in gradients]):
-            return self._own_collectives.reduce(gradients)
-        parts = [gradient.parts for gradient in gradients]
-        return self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
-
-    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
-        if not (gradients[0].terms or self._by_messages([gradient.full for gradient in gradients])):
-            return self._own_collectives.average(gradients, means)
-        return self._average_in_two_stages(gradients, means.wait())
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         with self._handshake(tensor) as moved:
@@ -134,85 +142,6 @@ class ProcessGroupTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         with self._handshake(tensor) as moved:
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
-
-    @property
-    def _own_collectives(self) -> Backend:
-        """The backend's own collectives, which carry no tag."""
-        self._paths.untagged = True
-        return self._backend
-
-    def _by_messages(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether ``tensors`` are sent as messages, not by the backend's own collectives."""
-        return self.has_gloo and all(tensor.is_cpu for tensor in tensors)
-
-    def _send_to_all(
-        self, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], call: Call | None = None
-    ) -> Pending[None]:
-        """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
-
-        ``vectors``: for each segment ``local``, and its ``parts``, one per rank. ``call``: of which
-        collective this is a further stage; None begins the current one.
-        """
-        return self._exchange([([local] * self.world, parts) for local, parts in vectors], call)
-
-    def _combine(
-        self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
-    ) -> Pending[list[Tensor]]:
-        """Start sending each ``parts[r]`` to rank r. The result is the mean of all ranks' ``parts[rank]``.
-
-        ``parts``: for each segment a list with a tensor per rank. ``dtypes``: of the means. ``terms``: as of
-        `Gradient`.
-        """
-        op = dist.ReduceOp.AVG
-        if self._by_messages([of_segment[0] for of_segment in parts]):
-            starts = list[Start[Tensor]]()
-            for of_segment, dtype in zip(parts, dtypes, strict=True):
-                start = partial(start_reduce_scatter, parts=of_segment, dtype=dtype, op=op, terms=terms)
-                starts.append(start)
-            return self._watched(starts)
-        arrived = list[list[Tensor]]()
-        for of_segment in parts:
-            own_part = of_segment[self.rank]
-            arrived.append(
-                [own_part if rank == self.rank else torch.empty_like(own_part) for rank in range(self.world)]
-            )
-        moving = self._exchange([*zip(parts, arrived, strict=True)])
-
-        def finish(_: None) -> list[Tensor]:
-            means = []
-            for incoming, dtype in zip(arrived, dtypes, strict=True):
-                mean = torch.empty_like(incoming[self.rank], dtype=dtype)
-                merge(incoming, mean, op, terms)
-                means.append(mean)
-            return means
-
-        return moving.then(finish)
-
-    def _exchange(self, moves: Sequence[Move], call: Call | None = None) -> Pending[None]:
-        """Start ``moves``. ``call``: see `_send_to_all`."""
-        if not self._by_messages([outgoing[0] for outgoing, _ in moves]):
-            return self._own_collectives.exchange(moves)
-        starts = [partial(start_exchange, outgoing=a, incoming=b) for a, b in moves]
-        return self._watched(starts, call).then(lambda _: None)
-
-    @property
-    def _call(self) -> Call:
-        """The collective that this rank has posted last."""
-        return Call(self._paths.end - 1, self._paths.digest, 0)
-
-    def _watched(self, starts: Sequence[Start[T]], call: Call | None = None) -> Pending[list[T]]:
-        """Start the messages of every segment, each with its own tag, under the guard."""
-        call = call or self._call
-        mailbox = self._mailbox
-        with self._waiting(call.position):
-            moving = list[Pending[T]]()
-            for index, start in enumerate(starts, call.messages):
-                moving.append(start(mailbox, collective_tag(call.position, call.digest, index)))
-        together = Pending(lambda: [pending.wait() for pending in moving])
-        return together if self.reports is None else self.reports.watch(call.position, together)
-
-    def _waiting(self, position: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.reports is None else self.reports.waiting(position)
 
     @contextmanager
     def _handshake(self, tensor: Tensor) -> Iterator[Tensor]:
@@ -226,14 +155,59 @@ class ProcessGroupTransport(Transport):
         is_supported = tensor.device.type in self._device_types
         # Gloo takes as many elements from the first one on, whatever the strides.
         moved = tensor.to(tensor.device if is_supported else self._device_types[0]).contiguous()
-        position = self._paths.end - 1
         if self.reports is not None:
             token = torch.zeros(self.world, 1)
-            self._send_to_all([(token[self.rank], list(token))]).wait()
-        with self._waiting(position):
-            yield moved
+            self._send([([token[self.rank]] * self.world, list(token))], self._tags)()
+        yield moved
         if moved is not tensor:
             tensor.copy_(moved)
+
+    @property
+    def _tags(self) -> Tags:
+        """Those of the collective that this rank has posted last."""
+        return Tags(self._paths.end - 1, self._paths.digest)
+
+    def _send(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        """Start ``moves`` by messages."""
+        finish_all = self._post([partial(start_exchange, outgoing=a, incoming=b) for a, b in moves], tags)
+
+        def finish() -> None:
+            finish_all()
+
+        return finish
+
+    def _post(self, starts: Sequence[Start[T]], tags: Tags) -> Finish[list[T]]:
+        """Start the messages of every segment, each with its own tag."""
+        mailbox = Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
+        finishes = [start(mailbox, tags.of(segment)) for segment, start in enumerate(starts)]
+        return lambda: [finish() for finish in finishes]
+
+    # A reduction in the tree of `merge`, by whatever moves vectors:
+
+    def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        """Start ``moves``."""
+        raise NotImplementedError
+
+    def _combine(
+        self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
+    ) -> Finish[list[Tensor]]:
+        """Start sending each ``parts[r]`` to rank r. What is returned: the mean of all ``parts[rank]``.
+
+        ``parts``: for each segment a list with a tensor per rank. ``dtypes``: of the means. ``terms``: as of
+        `Gradient`.
+        """
+        raise NotImplementedError
+
+    def _send_to_all(self, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], tags: Tags) -> Finish[None]:
+        """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
+
+        ``vectors``: for each segment ``local``, and its ``parts``, one per rank.
+        """
+        return self._exchange([([local] * self.world, parts) for local, parts in vectors], tags)
+
+    def _reduce_in_tree(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        parts = [gradient.parts for gradient in gradients]
+        return Pending(self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms))
 
     def _average_in_two_stages(
         self, gradients: Sequence[Gradient], means: Sequence[Tensor]
@@ -244,20 +218,249 @@ class ProcessGroupTransport(Transport):
             sent = mean.to(gradient.full.dtype).tensor_split(self.world)
             own_part = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
             parts.append([*sent[: self.rank], own_part, *sent[self.rank + 1 :]])
-        second = self._call._replace(messages=len(gradients))
-        pending = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
+        second_tags = self._tags._replace(used=len(gradients))
+        finish_first = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
 
-        def finish(own_means: list[Tensor]) -> list[Tensor]:
+        def finish() -> list[Tensor]:
             vectors = list[tuple[Tensor, list[Tensor]]]()
             wholes = list[Tensor]()
-            for gradient, mean, own_mean in zip(gradients, means, own_means, strict=True):
+            for gradient, mean, own_mean in zip(gradients, means, finish_first(), strict=True):
                 whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
                 wholes.append(whole)
                 vectors.append((own_mean.to(whole.dtype), [*whole.tensor_split(self.world)]))
-            self._send_to_all(vectors, second).wait()
+            self._send_to_all(vectors, second_tags)()
             for whole, mean in zip(wholes, means, strict=True):
                 if whole is not mean:
                     mean.copy_(whole)
             return [*means]
 
-        return pending.then(finish)
+        return Pending(finish)
+
+
+class MessagesTransport(ProcessGroupTransport):
+    """Move flat vectors on the CPU by messages over gloo, whose tags say of which collective they are."""
+
+    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+        vectors = [(flat.local, intervals(flat.full, flat.layout)) for flat in flats]
+        return Pending(self._send_to_all(vectors, self._tags))
+
+    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        return self._reduce_in_tree(gradients)
+
+    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+        return self._average_in_two_stages(gradients, means.wait())
+
+    def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        return self._send(moves, tags)
+
+    def _combine(
+        self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
+    ) -> Finish[list[Tensor]]:
+        starts = list[Start[Tensor]]()
+        for of_segment, dtype in zip(parts, dtypes, strict=True):
+            start = partial(start_reduce_scatter, parts=of_segment, dtype=dtype, op=_AVG, terms=terms)
+            starts.append(start)
+        return self._post(starts, self._tags)
+
+
+class BackendTransport(ProcessGroupTransport):
+    """Move flat vectors by the backend's own collectives, which carry no tag.
+
+    On an accelerator they run on a separate stream. That stream waits for the compute stream when a
+    collective starts, and the compute stream waits for an event when the result is needed. Until then all
+    tensors of the collective are kept alive. So memory is allocated and freed in the order of the compute
+    stream only, ``record_stream`` is not needed, and memory that a release frees is available at once to the
+    next gather, however far the host is ahead. Gathers and reductions share the stream, since a communicator
+    runs one collective at a time. The segments of a unit move in one launch, whatever their dtypes.
+
+    Gloo moves tensors of an accelerator through host memory, one collective and equal intervals at a time.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        guard: Guard | None = None,
+        members: Sequence[int] | None = None,
+        backend: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(group, guard, members, backend)
+        self._paths.untagged = True
+        self._streams: dict[torch.device, Any] = {}  # the communication stream of each device
+        backends = [part.split(":") for part in dist.get_backend_config(backend or group).split(",")]
+        self._complete_on = [device for device, name in backends if name in native.COMPLETE]
+        # Dividing by a tensor takes a third of the time of dividing by a number.
+        self._divisor = torch.tensor(float(self.world), device="cpu")
+
+    @property
+    def _backend_group(self) -> dist.ProcessGroup:
+        return living(self._backend)
+
+    def _is_complete(self, tensor: Tensor) -> bool:
+        return tensor.device.type in self._complete_on
+
+    def _require_equal(self, full: Tensor, equal: bool) -> None:
+        """Raise ValueError if the backend cannot move intervals of ``full`` that are not ``equal``."""
+        if not (equal or self._is_complete(full)):
+            raise ValueError(
+                f"the process group's backend moves tensors on {full.device.type} in equal intervals only: "
+                "use layout='even' and no virtual_ranks, or a process group of NCCL"
+            )
+
+    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+        for flat in flats:
+            self._require_equal(flat.full, flat.layout.equal)
+
+        def run() -> None:
+            with self._together([flat.full for flat in flats if flat.layout.equal]):
+                for full, local, layout, *_ in flats:
+                    if layout.equal:
+                        native.all_gather(full, local, self._backend_group)
+                    # The fake group would copy the input to every output.
+                    elif native.moves_bytes(self._backend_group):
+                        dist.all_gather(intervals(full, layout), local, group=self._backend_group)
+
+        return Pending(self._run(flats[0].full.device, run))
+
+    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+        """Start reducing. Means are allocated now, in the compute stream's order."""
+        if gradients[0].terms:
+            return self._reduce_in_tree(gradients)
+        for gradient in gradients:
+            self._require_equal(gradient.full, gradient.layout.equal)
+        means = [gradient.new_mean() for gradient in gradients]
+        return Pending(self._run(gradients[0].full.device, partial(self._reduce, gradients, means)))
+
+    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+        """Start averaging the ``means`` in the stream in which they are computed."""
+        if gradients[0].terms:
+            return self._average_in_two_stages(gradients, means.wait())
+        narrowed = [gradient for gradient in gradients if gradient.dtype != gradient.full.dtype]
+        buffers = [gradient.own.new_empty(len(gradient.own)) for gradient in narrowed]
+        dtypes = [gradient.full.dtype for gradient in gradients]
+
+        def run() -> list[Tensor]:
+            return self._average(means.wait(), dtypes, buffers)
+
+        return Pending(self._run(gradients[0].full.device, run))
+
+    def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        """Start ``moves``, which carry no tags."""
+        if devices.on_accelerator(moves[0][0][0]):
+            self._require_equal(moves[0][0][0], equal=False)
+
+        def run() -> None:
+            for outgoing, incoming in moves:
+                if outgoing[self.rank].data_ptr() != incoming[self.rank].data_ptr():
+                    incoming[self.rank].copy_(outgoing[self.rank])
+                # This rank's own part may have another dtype, so another part takes its place in the call.
+                into = [*incoming]
+                out = [*outgoing]
+                into[self.rank] = torch.empty_like(out[self.rank - 1])
+                out[self.rank] = out[self.rank - 1]
+                dist.all_to_all(into, out, group=self._backend_group)
+
+        return self._run(moves[0][0][0].device, run)
+
+    def _combine(
+        self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
+    ) -> Finish[list[Tensor]]:
+        arrived = list[list[Tensor]]()
+        for of_segment in parts:
+            own_part = of_segment[self.rank]
+            arrived.append(
+                [own_part if rank == self.rank else torch.empty_like(own_part) for rank in range(self.world)]
+            )
+        finish_exchange = self._exchange([*zip(parts, arrived, strict=True)], self._tags)
+
+        def finish() -> list[Tensor]:
+            finish_exchange()
+            means = []
+            for incoming, dtype in zip(arrived, dtypes, strict=True):
+                mean = torch.empty_like(incoming[self.rank], dtype=dtype)
+                merge(incoming, mean, _AVG, terms)
+                means.append(mean)
+            return means
+
+        return finish
+
+    def _run(self, device: torch.device, movement: Callable[[], T]) -> Finish[T]:
+        """Run ``movement``, on an accelerator in the communication stream of ``device``.
+
+        Its memory stays alive until what is returned has been called.
+        """
+        if device not in self._streams:
+            # Of high priority, so that copies around a collective do not queue behind computation.
+            self._streams[device] = devices.new_stream(device, priority=-1)
+        called = devices.current_stream(device).record_event()
+        with devices.inside(self._streams[device]):
+            devices.current_stream(device).wait_event(called)
+            result = movement()
+            done = devices.current_stream(device).record_event()
+
+        def finish(kept_alive: object = movement) -> T:
+            devices.current_stream(device).wait_event(done)
+            return result
+
+        return finish
+
+    def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """Return a context in which collectives of one kind for ``tensors`` are one launch."""
+        if len(tensors) > 1 and devices.on_accelerator(tensors[0]) and self._is_complete(tensors[0]):
+            together: AbstractContextManager[object] = torch_private.coalescing_manager(self._backend_group)
+            return together
+        return nullcontext()
+
+    def _op(self, tensors: Sequence[Tensor]) -> dist.ReduceOp.RedOpType:
+        """Return AVG where the backend's mean is exact, else SUM, after which `_widen` divides.
+
+        Gloo has no mean. NCCL multiplies by 1 / world first, in the dtype that is sent. fp16 would underflow,
+        while a sum that overflows lowers the scale. bf16 is exact for a power of two. A single rank copies.
+        """
+        world = self.world
+        dtypes = {tensor.dtype for tensor in tensors}
+        inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
+        return _SUM if world == 1 or inexact or not self._is_complete(tensors[0]) else _AVG
+
+    def _reduce(self, gradients: Sequence[Gradient], means: list[Tensor]) -> list[Tensor]:
+        """Fill ``means``, and return them.
+
+        A narrower dtype is reduced into ``full`` first, which the caller keeps alive.
+        """
+        op = self._op([gradient.full for gradient in gradients])
+        outs = list[Tensor]()
+        for gradient, mean in zip(gradients, means, strict=True):
+            outs.append(mean if mean.dtype == gradient.full.dtype else gradient.own)
+        with self._together([gradient.full for gradient in gradients if gradient.layout.equal]):
+            for gradient, out in zip(gradients, outs, strict=True):
+                if gradient.layout.equal:
+                    native.reduce_scatter(out, gradient.full, op, self._backend_group)
+                elif native.moves_bytes(self._backend_group):
+                    dist.reduce_scatter(out, gradient.parts, op=op, group=self._backend_group)
+        self._widen(means, outs, op)
+        return means
+
+    def _widen(self, means: Sequence[Tensor], outs: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
+        """Fill ``means`` from ``outs``, the results of ``op``."""
+        for mean, out in zip(means, outs, strict=True):
+            if mean is not out:
+                mean.copy_(out)
+            if op is _SUM and self.world > 1:
+                mean.div_(self._divisor)
+
+    def _average(
+        self, means: list[Tensor], dtypes: Sequence[torch.dtype], buffers: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Average ``means`` in place, and return them.
+
+        They are sent as ``dtypes``: by way of ``buffers`` where these differ.
+        """
+        following = iter(buffers)
+        sent = list[Tensor]()
+        for mean, dtype in zip(means, dtypes, strict=True):
+            sent.append(mean if mean.dtype == dtype else next(following).copy_(mean))
+        op = self._op(sent)
+        with self._together(sent):
+            for tensor in sent:
+                dist.all_reduce(tensor, op, group=self._backend_group)
+        self._widen(means, sent, op)
+        return means

@@ -25,7 +25,7 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import Guard
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
-from shardtrain.comm.trace import ENTER, STEP, Movement
+from shardtrain.comm.trace import ENTER, NOTES, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Transport
 from shardtrain.layout import Layout
 
@@ -156,8 +156,8 @@ class SharedMemoryTransport(Transport):
         return Pending(partial(self._average, numbers, gradients))
 
     def fence(self, what: Movement) -> None:
-        """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
-        if what is STEP:
+        """Wait until every rank of the host is at the same barrier; do not wait at `trace.NOTES`."""
+        if what in NOTES:
             self.signals.advance()
             return
         if what is ENTER:

@@ -43,6 +43,7 @@ class Movement(Enum):
     LEAVE = "fence", "leaving"
     STEP = "fence", "stepping"  # the optimizer, since the last forward
     SHARE = "", "sharing"  # memory, between the ranks of a host
+    TRAIN = "fence", "training"  # other parameters than before: users have frozen some, or set them free
 
     def __init__(self, counted: str, doing: str) -> None:
         self.counted = counted
@@ -52,7 +53,10 @@ class Movement(Enum):
 
 # Module-level names, since every unit uses them in every step: `Movement.GATHER` takes ten times as long.
 MOVEMENTS = tuple(Movement)
-GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE = Movement
+GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, TRAIN = Movement
+
+# What a rank notes in its path, where nothing moves.
+NOTES = (STEP, TRAIN)
 
 
 class Wait(NamedTuple):

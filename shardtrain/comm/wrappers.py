@@ -1,20 +1,17 @@
-"""Wrap channels: shards in host memory, several replicas as one; and simulate ranks."""
+"""Wrap channels: shards in host memory, and several replicas as one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardtrain import device as devices
-from shardtrain.comm.channel import Channel
-from shardtrain.comm.guard import Guard, Paths
-from shardtrain.comm.messages import open_inbox
+from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.trace import LEAVE, Movement
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending
+from shardtrain.comm.transport import Flat, Gradient, Pending
 from shardtrain.device import current_stream
 from shardtrain.layout import Layout
 
@@ -50,6 +47,10 @@ class Offloaded(Channel):
         self.in_place = False
         self._stream = devices.new_stream(device)
         self._downloaded: Any = None  # event after the latest copy of a gradient to the host
+
+    def place(self, devices: Iterable[torch.device]) -> None:
+        self.inner.place(devices)
+        self.transport = self.inner.transport
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the full vector on the device, and the interval in host memory."""
@@ -127,11 +128,15 @@ class Replicated(Channel):
     """
 
     def __init__(
-        self, inside: Channel, across: Channel, all_ranks: Channel, groups: Sequence[Sequence[int]]
+        self, inside: Channel, across: Channel, all_ranks: Ranks, groups: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(inside.transport, all_ranks, inside.guard)
         self.stages = groups
         self.across = across
+
+    def place(self, devices: Iterable[torch.device]) -> None:
+        super().place(devices)
+        self.across.place(devices)
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         # With ``terms`` the first stage only sums.
@@ -145,88 +150,3 @@ class Replicated(Channel):
     def fence(self, what: Movement, name: str = "the model") -> None:
         fence = super().fence if self.world > 1 else self.all_ranks.fence
         fence(what, name)
-
-
-class Simulated(Alone):
-    """Simulate rank ``rank`` of a shard group or replica group of ``world`` ranks that do not exist.
-
-    It allocates the memory and counts the traffic of a real transport, and moves nothing. With tensors
-    without data (torch's ``FakeTensorMode``) one process so computes what one rank of 1,024 holds and sends.
-
-    ``in_place``: simulate `SharedMemoryTransport`; otherwise `ProcessGroupTransport`, over gloo with
-    ``inbox``, over NCCL without.
-    """
-
-    def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
-        self.rank = rank
-        self.world = world
-        self.in_place = in_place
-        self._inbox = inbox and not in_place
-        self._largest = 0  # bytes of the largest gradient
-        self._arena: Tensor | None = None
-
-    def open_guard(self) -> Guard:
-        return Guard(Paths(self.rank, ()))
-
-    def _inbox_of(self, part: Tensor, sent: Tensor) -> list[Tensor]:
-        """Return an inbox for each rank's ``part``, of ``sent``'s dtype; nothing without ``inbox``."""
-        return [open_inbox(sent, self.world, part.numel())] if self._inbox else []
-
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
-        self._largest = max(self._largest, layout.padded * reduced.itemsize)
-        full = like.new_empty(layout.padded)
-        local = full[layout.interval(self.rank)]
-        return full, local if self.in_place else torch.empty_like(local)
-
-    @property
-    def reserved(self) -> int:
-        return 3 * self._largest if self.in_place else 0
-
-    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        """Return a full gradient; over shared memory a view of one vector, as the arena is `reserved`."""
-        if not self.in_place:
-            return like.new_empty(layout.padded)
-        if self._arena is None:
-            self._arena = like.new_empty(self._largest, dtype=torch.uint8)
-        return self._arena[: layout.padded * like.element_size()].view(like.dtype)
-
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
-        """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
-        inboxes = list[Tensor]()
-        for gradient in [] if self.in_place else gradients:
-            inboxes += self._inbox_of(gradient.own, gradient.full)
-        if self.in_place or self._inbox:  # which compute means when they are waited for
-            return Pending(partial(_means, gradients, inboxes))
-        return Pending.done(_means(gradients, inboxes))
-
-    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
-        """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
-        buffers = list[Tensor]()
-        for gradient, mean in zip(gradients, means.wait(), strict=True):
-            sent = mean.to(gradient.full.dtype)
-            part = sent.tensor_split(self.world)[self.rank]
-            buffers += [sent, *self._inbox_of(part, part)]
-
-        def finish(values: list[Tensor]) -> list[Tensor]:
-            buffers.clear()
-            return values
-
-        return means.then(finish)
-
-
-def _means(gradients: Sequence[Gradient], inboxes: list[Tensor]) -> list[Tensor]:
-    """Return new tensors in the place of the means of ``gradients``, and free the ``inboxes``."""
-    means = [gradient.new_mean().copy_(gradient.own) for gradient in gradients]
-    inboxes.clear()
-    return means
-
-
-def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Channel:
-    """Return the simulated channel of rank ``rank``, in the first of ``replicas`` shard groups."""
-    group = world // replicas
-    inside = Channel(Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox))
-    if replicas == 1:
-        return inside
-    across = Channel(Simulated(0, replicas, inbox=inbox or in_place))
-    groups = [range(first, first + group) for first in range(0, world, group)]
-    return Replicated(inside, across, Channel(Simulated(rank, world)), groups)

@@ -113,8 +113,7 @@ class Twins:
         """Return the allowed difference of tensors, as a fraction of the largest element."""
         transport = introspect(self.job.model).transport.transport
         precision = self.config.parallel.precision
-        gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
-        in_one_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
+        in_one_order = isinstance(transport, comm.Alone | comm.MessagesTransport | comm.SharedMemoryTransport)
         one_rounding = precision == "fp32" or self.job.train.share.accumulate == 1
         if not (in_one_order and one_rounding) or is_accelerator(self.job.device):
             return TOLERANCE[precision]

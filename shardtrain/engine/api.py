@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from shardtrain import comm, torch_private
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.transport import Transport
-from shardtrain.device import is_accelerator, is_deterministic, return_freed_memory
+from shardtrain.device import is_accelerator, return_freed_memory
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.extents import require_apart, require_dense_buffers
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
@@ -30,7 +30,7 @@ from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
 from shardtrain.engine.unit import Unit, UnitOptions
 from shardtrain.engine.units import UnitChoice, infos_by_unit, unit_modules
-from shardtrain.engine.virtual import seed_random_numbers
+from shardtrain.engine.virtual import check_sums, require_deterministic_kernels
 from shardtrain.layout import Cut, Policy, cut_of
 
 
@@ -73,7 +73,7 @@ def shard(
             ``False`` keeps it: more memory, one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
             copy of the parameters between them; ``"auto"`` chooses the latter where it works; or a
-            `Transport`, such as `comm.Simulated` for one rank of an imagined world.
+            `Transport`, such as `shardtrain.plan.transport.Simulated` for one rank of an imagined world.
         ignored: modules or parameters that are not sharded; they stay replicated and are not reduced.
         conditional: modules that a step may call on some ranks only, such as a tower for images. Neither
             they nor modules inside are units: all ranks gather and reduce them with the unit around them.
@@ -103,8 +103,8 @@ def shard(
     devices = [initial.device(param) for param in module.parameters()]
     link = _open(transport, mesh, devices, offload)
     if virtual_ranks:
-        _check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
-        _require_deterministic_kernels(devices)
+        check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
+        require_deterministic_kernels(devices)
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
     segments: dict[str, list[Segment]] = {}
@@ -159,75 +159,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     engine = engine_of(module)
     if engine.virtual is not None:
-        with engine.virtual.waiting(), _reducing(engine, False):
+        with engine.virtual.waiting(), engine.driver.reducing(False):
             yield
         return
-    with _reducing(engine, engine.transport.all_ranks.world == 1):  # a single rank communicates nothing
+    with engine.driver.reducing(engine.transport.all_ranks.world == 1):  # a single rank communicates nothing
         yield
-
-
-@contextmanager
-def _reducing(engine: Engine, reduces: bool) -> Iterator[None]:
-    """Let all units reduce their gradients inside, or none."""
-    schedule = engine.driver.schedule
-    accumulating = schedule.accumulates
-    schedule.accumulate(() if reduces else engine.units)
-    try:
-        yield
-    finally:
-        schedule.accumulate(accumulating)
-
-
-@contextmanager
-def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, step: int = 0) -> Iterator[None]:
-    """Compute the micro-batch of virtual rank ``number``: forward and backward inside.
-
-    Every rank computes each of ``introspect(module).virtual_ranks`` once per step, in this order. The last
-    backward reduces: ``.grad`` is then the mean over all V micro-batches, so no loss is scaled::
-
-        for number in shardtrain.introspect(model).virtual_ranks:
-            with shardtrain.virtual_rank(model, number, seed=0, step=step):
-                loss_of(model(images[step][number]), labels[step][number]).backward()
-        optimizer.step()
-
-    With the images of a micro-batch chosen by ``step`` and ``number``, weights, gradients, norms, buffers and
-    optimizer state have the same bits on any number of ranks, over any transport. Losses to report are a
-    rank's own: exchange one per virtual rank and add them in one order. Buffers that forward changes become
-    their mean over virtual ranks when the last one ends, or the first one's value if they are integers. All
-    but the last of several backwards run inside `no_sync`. A step begins again with its first virtual rank.
-
-    Args:
-        module: what `shard` returned, given ``virtual_ranks``.
-        number: of the virtual rank.
-        seed: with ``step`` and ``number``, what random numbers on CPU and device follow from inside, as
-            dropout's. ``None`` leaves them alone.
-        step: the number of the step.
-
-    Raises:
-        ValueError: another virtual rank is to be computed now, a buffer or a backward would make results
-            depend on the number of ranks, or `shard` was given no ``virtual_ranks``.
-    """
-    engine = engine_of(module)
-    virtual = engine.virtual
-    driver = engine.driver
-    if virtual is None:
-        raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    if engine.driver.schedule.accumulates:
-        raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
-    if virtual.begin(number):
-        driver.drop_backward()
-    micro_batch, is_last = virtual.place(number)
-    driver.micro_batch = micro_batch
-    if seed is not None:
-        seed_random_numbers(engine.driver.device, seed, step, number)
-    try:
-        with _reducing(engine, is_last):
-            yield
-        virtual.end()
-    except BaseException:
-        virtual.fail()
-        driver.drop_backward()
-        raise
 
 
 def forward_method(module: nn.Module, *names: str) -> None:
@@ -320,51 +256,6 @@ def _parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Paramete
             raise ValueError(f"ignored must hold modules and parameters, got {type(item).__name__}")
         params.update(item.parameters() if isinstance(item, nn.Module) else [item])
     return params
-
-
-def _check_sums(
-    module: nn.Module,
-    ignored: set[nn.Parameter],
-    precisions: Sequence[Precision],
-    link: Channel,
-    count: int,
-) -> None:
-    """Raise ValueError if ``count`` virtual ranks would not give the same bits."""
-    world = link.all_ranks.world
-    if count < world or count & (count - 1) or world & (world - 1):
-        raise ValueError(
-            f"virtual_ranks={count} on {world} ranks: expected powers of two, and at least one virtual rank "
-            "per rank"
-        )
-    narrow = [
-        name
-        for name, p in module.named_parameters()
-        if p not in ignored and p.requires_grad and p.itemsize < 4
-    ]
-    if narrow:
-        raise ValueError(
-            f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in "
-            "fp32, and compute in precision=Precision(param=torch.bfloat16)"
-        )
-    if any(precision.reduce for precision in precisions):
-        raise ValueError("virtual_ranks sums without rounding: leave precision.reduce None")
-    apart = [ranks for ranks in link.stages if [*ranks] != [*range(ranks[0], ranks[0] + len(ranks))]]
-    if apart:
-        raise ValueError(
-            f"virtual_ranks sums neighbouring ranks first, but ranks {', '.join(map(str, apart[0]))} share a "
-            "row of the mesh: give each row ranks that follow one another"
-        )
-
-
-def _require_deterministic_kernels(devices: Iterable[torch.device]) -> None:
-    """Raise ValueError if one of ``devices`` may compute other bits in the next run."""
-    for device in devices:
-        if not is_deterministic(device):
-            raise ValueError(
-                f"virtual_ranks on {device.type} needs kernels that compute the same bits in every run: call "
-                "torch.use_deterministic_algorithms(True) first, with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the "
-                "environment"
-            )
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -7,7 +7,8 @@ is no decision: fences between ranks that share memory, refusals of edits, gradi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 
 from shardtrain import torch_private
 from shardtrain.comm import trace
-from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
+from shardtrain.comm.trace import ENTER, LEAVE, STEP, TRAIN, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
-from shardtrain.engine.edits import Edits
+from shardtrain.engine.changes import Changes, frozen, trained_in_words
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
@@ -32,16 +33,17 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class Driver:
     """Drive all units of one sharded module. Only `Engine` calls its events."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], changes: Changes) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        self.edits = Edits()
+        self.changes = changes
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.steps = Steps()  # of optimizers since the last forward
+        self._frozen = frozen(units)  # the names of parameters, which ranks agree in
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
@@ -75,10 +77,18 @@ class Driver:
         return bool(self.schedule.forward.calls)
 
     def _fence(self, what: Movement) -> None:
-        for name in self.steps.take() if what is ENTER else ():
-            self.root.transport.fence(STEP, name)
+        if what is ENTER:
+            for name in self.steps.take():
+                self.root.transport.fence(STEP, name)
         with waiting(what, "the model", self.device):
             self.root.transport.fence(what)
+
+    def _agree_on_frozen(self) -> None:
+        """Enter into the path which parameters are frozen, if users have changed that."""
+        names = frozen(self.units)
+        if names != self._frozen:
+            self._frozen = names
+            self.root.transport.fence(TRAIN, trained_in_words(names))
 
     # verbs: what the schedule decides
 
@@ -88,7 +98,7 @@ class Driver:
     def show(self, unit: Unit) -> None:
         unit.show()
         if self.schedule.backward is None:
-            self.edits.note(unit)
+            self.changes.note(unit)
         else:
             trace.begin("backward", unit.title)
 
@@ -100,7 +110,7 @@ class Driver:
         trace.end("backward", unit.title)  # if it is one
 
     def take(self, unit: Unit) -> None:
-        self.reductions[unit].take(self.micro_batch, self._captured)
+        self._captured += self.reductions[unit].take(self.micro_batch)
 
     def reduce(self, unit: Unit) -> None:
         self._reducing[unit] = self.reductions[unit].reduce()
@@ -121,15 +131,16 @@ class Driver:
         self.schedule.begin_forward(self._training())
         for unit in self.units:
             unit.refresh()
-            self.edits.note(unit)
+            self.changes.note(unit)
+        self._agree_on_frozen()
         self._fence(ENTER)
         self.forget_nodes()
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
-        for unit in self.units if torch.is_grad_enabled() else ():
-            for segment in unit.segments if unit.shown is Shown.SHARD else ():
-                segment.forget_nodes()
+        if torch.is_grad_enabled():
+            for unit in self.units:
+                unit.forget_nodes()
 
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
@@ -142,7 +153,8 @@ class Driver:
         else:
             self.schedule.trains.discard(unit)
         unit.refresh()
-        self.edits.note(unit)
+        self.changes.note(unit)
+        self._agree_on_frozen()
         self._fence(ENTER)
 
     def end_forward(self, failed: bool) -> None:
@@ -156,7 +168,7 @@ class Driver:
         if failed:  # an exception must not wait for other ranks
             return
         for unit in self.units:
-            self.edits.refuse_inside_forward(unit)
+            self.changes.require_same_shards(unit)
         self.forget_nodes()
         self._fence(LEAVE)
 
@@ -166,7 +178,7 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
-                self.edits.refuse_inside_forward(unit)
+                self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
                 self.refresh(unit)
         schedule.enter(unit)
@@ -200,22 +212,32 @@ class Driver:
         if call is None:  # an error prevented its begin
             return
         learns = torch.is_grad_enabled() and not (failed or schedule.backward)
-        stays = False
+        unannounced = False
         if learns:
             self.mark(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
-            stays = _hides(unit, outputs)
+            unannounced = _hides(unit, outputs)
         if call.depth == 1:
             trace.end("forward", unit.title)
             if not (failed or schedule.backward):
                 if not schedule.in_forward:
                     self._fence(LEAVE)
-                self.edits.refuse(unit)
-        schedule.leave(unit, learns, stays)
+                self.changes.require_same_values(unit)
+        schedule.leave(unit, learns, unannounced)
+
+    @contextmanager
+    def reducing(self, reduces: bool) -> Iterator[None]:
+        """Let all units reduce their gradients inside, or none."""
+        accumulating = self.schedule.accumulates
+        self.schedule.accumulate(() if reduces else self.units)
+        try:
+            yield
+        finally:
+            self.schedule.accumulate(accumulating)
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
-        for unit in self.schedule.kept:
-            self.edits.refuse(unit)
+        for unit in self.schedule.unannounced:
+            self.changes.require_same_values(unit)
 
     def show_shards(self) -> None:
         """Show local shards where a forward without a backward has left full parameters shown.
@@ -225,7 +247,7 @@ class Driver:
         try:
             self.refuse_edits()
         finally:
-            self.schedule.hide_kept()
+            self.schedule.hide_unannounced()
 
     # backward
 
@@ -247,6 +269,7 @@ class Driver:
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
         self.refuse_edits()
+        self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
         self.schedule.begin_backward(forward, self._training())
         callback = self._end_backward
@@ -267,7 +290,7 @@ class Driver:
         Raises ValueError if the gradient is of a local shard; ``fits``: it has the parameter's shape.
         """
         schedule = self.schedule
-        if not fits or not (unit.shown is not Shown.SHARD or unit in schedule.kept):
+        if not fits or not (unit.shown is not Shown.SHARD or unit in schedule.unannounced):
             raise ValueError(
                 f"the gradient of {name} comes from its piece, which code outside of the forward of "
                 f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "

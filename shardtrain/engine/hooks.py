@@ -24,8 +24,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, initialize, pieces, user_code
-from shardtrain.engine.adoption import Adoption
+from shardtrain.engine import casts, changes, initialize, pieces, user_code, virtual
+from shardtrain.engine.changes import Changes, Flattens
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition, add
 from shardtrain.engine.optimizers import Optimizers, Trial
@@ -34,7 +34,6 @@ from shardtrain.engine.refusals import Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards
-from shardtrain.engine.virtual import Virtual
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
@@ -44,20 +43,21 @@ _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Connect a sharded root's modules with its units and their schedule, by hooks."""
 
-    def __init__(self, module: nn.Module, units: list[Unit], virtual: int = 0) -> None:
+    def __init__(self, module: nn.Module, units: list[Unit], virtual_ranks: int = 0) -> None:
         self.module = module
         self.units = units
         self.segments = [*chain.from_iterable(unit.segments for unit in units)]
         self.members = [*chain.from_iterable(unit.members for unit in units)]
         self.transport = units[0].transport
-        self.driver = Driver(units)
-        self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
+        self._place()
+        self._changes = Changes(module, units)
+        self.driver = Driver(units, self._changes)
+        self.virtual = virtual.Virtual(module, self.driver, virtual_ranks) if virtual_ranks else None
         if self.virtual:
             self.driver.before_backward = self.virtual.begin_backward
         for unit in units:
             unit.account = units[0].account
         self.optimizers = Optimizers(self.driver, self.segments, self.members)
-        self._adoption = Adoption(module, units, self.segments, self.members)
         # Trainable parameters, each with the handle of its hook.
         self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
@@ -81,6 +81,9 @@ class Engine:
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
                 self._add_to_class(module, Uncopied)
+            for module in [holder for holder in unit.holders if isinstance(holder, nn.RNNBase)]:
+                self._mark(module, changes.MARK, (unit, self._changes))
+                self._add_to_class(module, Flattens)
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
@@ -93,6 +96,7 @@ class Engine:
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._mark(self.module, _ENGINE, self)
+        self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
 
     def _mark(self, module: nn.Module, name: str, value: Any) -> None:
@@ -156,6 +160,10 @@ class Engine:
         self.driver.show_shards()
         self.adopt_changes()
 
+    def _place(self) -> None:
+        """Tell the channel on which devices full vectors lie."""
+        self.transport.place({segment.full.device for segment in self.segments})
+
     def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
 
@@ -164,10 +172,12 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
-        self._adoption.adopt(self.driver.require_reduced)
+        self.optimizers.end_steps()
+        if self._changes.adopt(self.driver.require_reduced):
+            self._place()
         self._hook_parameters()
-        self._adoption.refuse_attached()
-        self._adoption.refuse_meta()
+        self._changes.refuse_attached()
+        self._changes.refuse_meta()
 
 
 def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., Any]:
@@ -197,7 +207,7 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
         try:
             begin()
             output = call(*args, **kwargs)
-            end([*leaves(output)], None)
+            end(leaves(output), None)
         except BaseException as error:
             end((), error)
             raise

@@ -52,6 +52,11 @@ class Part:
             return self.shape
         return self.numel, *(1 for _ in self.shape[1:])
 
+    @cached_property
+    def local_stride(self) -> Index:
+        """The strides of `local_shape`."""
+        return self.stride if self.local_shape == self.shape else tuple(1 for _ in self.local_shape)
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return this part of the whole ``tensor``: 1-D, a view if the tensor has the strides ``stride``."""
         return in_memory_order(tensor, self.stride)[self.start : self.stop]
@@ -61,6 +66,10 @@ class Part:
         if self.local_shape == self.shape:
             return piece.as_strided(self.shape, self.stride)
         return piece.view(self.local_shape)
+
+    def at_rest(self, memory: Tensor, offset: int = 0) -> Tensor:
+        """Return a view in the shape at rest of the part that begins at ``offset`` in dense ``memory``."""
+        return memory.as_strided(self.local_shape, self.local_stride, memory.storage_offset() + offset)
 
     def flattened(self, piece: Tensor) -> Tensor:
         """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""
@@ -106,12 +115,18 @@ def dense_stride(tensor: Tensor) -> Index:
     return empty_like(tensor, device="meta").stride()
 
 
-def in_memory_order(tensor: Tensor, stride: Index) -> Tensor:
-    """Return ``tensor`` as 1-D in the order of ``stride``: a view if it has these strides, else a copy.
+def strided(tensor: Tensor, stride: Index) -> Tensor:
+    """Return ``tensor`` with the strides ``stride``: a copy unless it has them.
 
     Gradients from autograd have their parameter's strides. What users assign may have others.
     """
-    if tensor.stride() != stride:
-        ordered = empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor)
+    if tensor.stride() == stride:
+        return tensor
+    ordered = empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return ordered.copy_(tensor)
+
+
+def in_memory_order(tensor: Tensor, stride: Index) -> Tensor:
+    """Return ``tensor`` as 1-D in the order of ``stride``: a view if it has these strides, else a copy."""
+    tensor = strided(tensor, stride)
     return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))

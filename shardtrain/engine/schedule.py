@@ -155,7 +155,7 @@ class Schedule(Generic[U]):
         self.shown: set[U] = set()
         self.prefetched: dict[U, None] = {}  # gathered, and not shown since
         self.opened: set[U] = set()  # units whose call is under way in backward: they may get gradients
-        self.kept: dict[U, None] = {}  # units that stay whole until backward: perhaps no node announces it
+        self.unannounced: dict[U, None] = {}  # gathered until backward: perhaps no node announces it
         self.unreduced: set[U] = set()  # units whose gradients have been taken, and not reduced
         self.forward: Forward[U] = Forward()  # the latest of the root
         self.in_forward = False
@@ -247,10 +247,10 @@ class Schedule(Generic[U]):
         if unit in self.calls:
             self.calls[unit].announced = True
 
-    def leave(self, unit: U, learns: bool, stays: bool = False) -> None:
+    def leave(self, unit: U, learns: bool, unannounced: bool = False) -> None:
         """Release ``unit`` as a call of it ends, if it is the outermost one.
 
-        ``learns``: a backward may follow. ``stays``: it may need the unit without a node that announces it.
+        ``learns``: a backward may follow. ``unannounced``: perhaps no node announces that it needs the unit.
         """
         call = self.calls[unit]
         if learns and unit in self.trains:  # on another rank an output may have a gradient
@@ -263,22 +263,29 @@ class Schedule(Generic[U]):
         call.ended = self._moment
         if self.backward is not None:
             return
-        begins_backward = False
-        if self.in_forward and call.announced:
-            self.forward.calls.append(call)
-            self._compare(self._ends, self._expected_ends, unit)
-            # Backward begins with the last two calls before the root's.
-            begins_backward = self._alike and len(self._ends) >= len(self._expected_ends) - 2
         if call.announced:
-            self._awaiting.setdefault(unit, call.began)
-        if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
-            self.kept[unit] = None
-        if unit in self.kept:
+            self._record(call)
+        if learns and (unannounced or unit is self.root):  # a loss may use the root's, as CLIP's temperature
+            self.unannounced[unit] = None
+        if unit in self.unannounced:
             return
-        if learns and (unit in self.keeps or begins_backward):
+        if learns and (unit in self.keeps or self._begins_backward(call)):
             self._hide(unit)
         else:
             self.release(unit)
+
+    def _record(self, call: Call[U]) -> None:
+        """Note the end of ``call``: backward will descend through it."""
+        self._awaiting.setdefault(call.unit, call.began)
+        if self.in_forward:
+            self.forward.calls.append(call)
+            self._compare(self._ends, self._expected_ends, call.unit)
+
+    def _begins_backward(self, call: Call[U]) -> bool:
+        """Return whether ``call``, which has ended, is one of the last two before the root's."""
+        if not (self.in_forward and self._alike and call.announced):
+            return False
+        return len(self._ends) >= len(self._expected_ends) - 2
 
     def end_forward(self, failed: bool) -> None:
         """Release what was gathered and not used, as the root returns or (``failed``) raises."""
@@ -288,20 +295,25 @@ class Schedule(Generic[U]):
             self._order = self._expected  # the next forward is compared with the last complete one
             self._ends = self._expected_ends
         for unit in self.units:
-            if unit in self.kept and not failed:  # of an earlier forward
+            if unit in self.unannounced and not failed:  # of an earlier forward
                 self._show(unit)
             elif failed or unit in self.prefetched:
                 self.release(unit)
 
-    def keep(self, unit: U) -> None:
-        """Gather ``unit``, and keep it whole until its backward."""
+    def show_unannounced(self, unit: U) -> None:
+        """Gather and show ``unit``, until the next backward ends: code outside of its calls uses it."""
         self._show(unit)
-        self.kept[unit] = None
+        self.unannounced[unit] = None
 
-    def hide_kept(self) -> None:
-        """Let the parameters of units that are kept show local shards."""
-        for unit in self.kept:
+    def hide_unannounced(self) -> None:
+        """Let the parameters of units that stay gathered until backward show local shards."""
+        for unit in self.unannounced:
             self._hide(unit)
+
+    def release_unannounced(self, unit: U) -> None:
+        """Release ``unit``, which no longer stays gathered until backward."""
+        self.unannounced.pop(unit, None)
+        self.release(unit)
 
     # backward
 
@@ -361,7 +373,7 @@ class Schedule(Generic[U]):
     def _end(self) -> None:
         self.backward = None
         if not self.in_forward:
-            self.kept.clear()
+            self.unannounced.clear()
             self._awaiting.clear()
             self.forward = Forward()
         for unit in self.units:
@@ -416,7 +428,7 @@ class Schedule(Generic[U]):
         """
         self.opened.discard(unit)
         self.act.take(unit)
-        if unit not in self.calls and not (awaits and unit in self.kept):
+        if unit not in self.calls and not (awaits and unit in self.unannounced):
             self.release(unit)
         if unit not in self.trains or unit in backward.accumulates or awaits:
             return

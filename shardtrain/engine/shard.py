@@ -44,10 +44,11 @@ def plain_name(name: str) -> str:
 
 
 class ParamInfo(NamedTuple):
-    """Name one parameter of a unit, and every (module, attribute) that holds it."""
+    """Name one parameter of a unit, and every (module, attribute) that holds it, each with its own name."""
 
     name: str
     holders: tuple[tuple[nn.Module, str], ...]
+    names: tuple[str, ...]
 
     @property
     def holder(self) -> nn.Module:
@@ -56,14 +57,25 @@ class ParamInfo(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, attribute = self.holders[0]
-        parameter = module._parameters.get(attribute)
-        if parameter is None:
-            raise ValueError(
-                f"{self.name} is no longer where shard() found it; remove, prune or parametrize parameters "
-                "before shard(), or shard another model, with the weights of full_state_dict(model)"
-            )
-        return parameter
+        """The parameter that all holders hold. Raises ValueError if one has none, or another one."""
+        parameters = list[nn.Parameter]()
+        for name, (module, attribute) in zip(self.names, self.holders, strict=True):
+            parameter = module._parameters.get(attribute)
+            if parameter is None:
+                raise ValueError(
+                    f"{name} is no longer where shard() found it; remove, prune or parametrize parameters "
+                    "before shard(), or shard another model, with the weights of full_state_dict(model)"
+                )
+            parameters.append(parameter)
+        first = parameters[0]
+        for name, parameter in zip(self.names, parameters, strict=True):
+            if parameter is not first:
+                raise ValueError(
+                    f"{self.names[0]} and {name} were one parameter when shard() was called, and are two "
+                    "now: tie them again, one object in both places (after to_empty(), too), or untie them "
+                    "before shard()"
+                )
+        return first
 
 
 class ShardedParam:
@@ -86,14 +98,14 @@ class ShardedParam:
 
     def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
-        self.local_view = self.part.shown(self.piece_of(local))
+        self.local_view = self.piece_of(local)
         self.full_view = full_view
         self.owners = owners
         self.address = address_of(self.local_view)
 
-    def piece_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's piece (1-D) of ``local``, which is laid out as the rank's interval."""
-        return local[self.offset : self.offset + self.part.numel]
+    def piece_of(self, interval: torch.Tensor) -> torch.Tensor:
+        """Return a view of this parameter's piece of ``interval``, the rank's, in the shape at rest."""
+        return self.part.at_rest(interval, self.offset)
 
     def piece_of_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of ``whole``, in its shape at rest. Raises ValueError for another shape."""
@@ -128,8 +140,7 @@ class ShardedParam:
         self.param.data = shown
 
     def give_grad(self, piece: torch.Tensor) -> None:
-        """Add ``piece`` (1-D, this rank's part) to the gradient."""
-        piece = self.part.shown(piece)
+        """Add ``piece``, this rank's part in the shape at rest, to the gradient."""
         grad = self.param.grad
         if grad is not None:
             grad.add_(piece)
@@ -142,7 +153,8 @@ class Segment:
 
     The constructor is collective: all ranks get rank 0's values.
 
-    ``like_gradient``: an empty tensor of the dtype in which gradients are summed.
+    ``like_gradient``: an empty tensor of the dtype in which gradients are summed. ``starts``: where a rank's
+    part of any parameter begins in the flat vector. ``zeros``: as many zeros, of the gradient's dtype.
     """
 
     def __init__(
@@ -202,6 +214,9 @@ class Segment:
         self.wire = self.local if transport.uploads else wire  # each upload casts
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
+        starts = self.layout.starts
+        self.starts = torch.tensor(starts, dtype=torch.int64, device=self.full.device)
+        self.zeros = torch.zeros(len(starts), dtype=reduced, device=self.full.device)
         another = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
         self._of_another_dtype = self.local.new_empty(0, dtype=another)
         # If dtype or device differ, showing `full` already makes autograd forget the node.
@@ -223,8 +238,11 @@ class Segment:
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's view of the flat vector ``full``, in its own shape."""
-        places = zip(self.layout.offsets, self.layout.sizes, self.members, strict=True)
-        return [full[start : start + n].as_strided(m.part.shape, m.part.stride) for start, n, m in places]
+        views = list[torch.Tensor]()
+        for start, member in zip(self.layout.offsets, self.members, strict=True):
+            part = member.part
+            views.append(full.as_strided(part.shape, part.stride, full.storage_offset() + start))
+        return views
 
     def cast(self) -> None:
         """Copy ``local`` into ``wire``, while no rank reads it."""
@@ -243,11 +261,18 @@ class Segment:
         that the parameter had when the node was made. Assigning data of another dtype makes it forget the
         node. So a loss on pieces reaches the hook that refuses it by name.
         """
-        for member in self.members if self._shows_alike else ():
+        if not self._shows_alike:
+            return
+        for member in self.members:
             if member.param.requires_grad:  # others have no node
                 shown = member.param.data  # a user may have replaced it since
                 member.param.data = self._of_another_dtype
                 member.param.data = shown
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter requires a gradient now."""
+        return any(member.param.requires_grad for member in self.members)
 
     def converts(self, local: torch.Tensor) -> bool:
         """Return whether ``local`` has another dtype or device than this rank's interval."""

@@ -119,7 +119,7 @@ class Unit:
     @property
     def trains(self) -> bool:
         """Whether a parameter requires a gradient now."""
-        return any(member.param.requires_grad for member in self.members)
+        return any(segment.trains for segment in self.segments)
 
     @property
     def holders(self) -> dict[nn.Module, Segment]:
@@ -153,6 +153,12 @@ class Unit:
         """Let the next gather include changes of the local shards."""
         for segment in self.segments:
             segment.cast()
+
+    def forget_nodes(self) -> None:
+        """Make autograd forget the nodes of parameters that show their shards. See `Segment.forget_nodes`."""
+        if self.shown is Shown.SHARD:
+            for segment in self.segments:
+                segment.forget_nodes()
 
     def gather(self) -> None:
         """Start gathering the full vector. It must not be read before `show`."""

@@ -121,10 +121,10 @@ def infos_by_unit(
         home = homes[0]
         while home and not all(f"{other}.".startswith(f"{home}.") for other in homes):
             home = innermost[home.rpartition(".")[0]]
-        first, _, attribute = used[0]
-        holders = dict.fromkeys((module, attribute) for _, module, attribute in used)
-        name = plain_name(f"{first}.{attribute}".removeprefix("."))
-        infos[home].append(ParamInfo(name, tuple(holders)))
+        names: dict[tuple[nn.Module, str], str] = {}
+        for module_name, module, attribute in used:
+            names.setdefault((module, attribute), plain_name(f"{module_name}.{attribute}".removeprefix(".")))
+        infos[home].append(ParamInfo(next(iter(names.values())), tuple(names), tuple(names.values())))
     return {name: members for name, members in infos.items() if members or name == ""}
 
 

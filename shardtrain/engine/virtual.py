@@ -16,7 +16,7 @@ others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import NamedTuple
@@ -28,10 +28,14 @@ from torch.distributed import ReduceOp
 from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.channel import Ranks
+from shardtrain.comm.channel import Channel
+from shardtrain.engine.driver import Driver
+from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import plain_name
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+MARK = "_shardtrain_virtual"  # a root's `Virtual`
 
 OUTSIDE = (
     "backward() outside of virtual_rank(), but each rank computes virtual ranks: run each of "
@@ -41,6 +45,102 @@ SECOND = (
     "a second backward() in virtual_rank({}), whose first one may have reduced: add the losses and call "
     "backward() once, or run all but the last backward() inside shardtrain.no_sync(model)"
 )
+
+
+@contextmanager
+def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, step: int = 0) -> Iterator[None]:
+    """Compute the micro-batch of virtual rank ``number``: forward and backward inside.
+
+    Every rank computes each of ``introspect(module).virtual_ranks`` once per step, in this order. The last
+    backward reduces: ``.grad`` is then the mean over all V micro-batches, so no loss is scaled::
+
+        for number in shardtrain.introspect(model).virtual_ranks:
+            with shardtrain.virtual_rank(model, number, seed=0, step=step):
+                loss_of(model(images[step][number]), labels[step][number]).backward()
+        optimizer.step()
+
+    With the images of a micro-batch chosen by ``step`` and ``number``, weights, gradients, norms, buffers and
+    optimizer state have the same bits on any number of ranks, over any transport. Losses to report are a
+    rank's own: exchange one per virtual rank and add them in one order. Buffers that forward changes become
+    their mean over virtual ranks when the last one ends, or the first one's value if they are integers. All
+    but the last of several backwards run inside `no_sync`. A step begins again with its first virtual rank.
+
+    Args:
+        module: what `shard` returned, given ``virtual_ranks``.
+        number: of the virtual rank.
+        seed: with ``step`` and ``number``, what random numbers on CPU and device follow from inside, as
+            dropout's. ``None`` leaves them alone.
+        step: the number of the step.
+
+    Raises:
+        ValueError: another virtual rank is to be computed now, a buffer or a backward would make results
+            depend on the number of ranks, or `shard` was given no ``virtual_ranks``.
+    """
+    virtual = module.__dict__.get(MARK)
+    if not isinstance(virtual, Virtual):
+        raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
+    driver = virtual.driver
+    if driver.schedule.accumulates:
+        raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
+    if virtual.begin(number):
+        driver.drop_backward()
+    micro_batch, is_last = virtual.place(number)
+    driver.micro_batch = micro_batch
+    if seed is not None:
+        seed_random_numbers(driver.device, seed, step, number)
+    try:
+        with driver.reducing(is_last):
+            yield
+        virtual.end()
+    except BaseException:
+        virtual.fail()
+        driver.drop_backward()
+        raise
+
+
+def check_sums(
+    module: nn.Module,
+    ignored: set[nn.Parameter],
+    precisions: Sequence[Precision],
+    transport: Channel,
+    count: int,
+) -> None:
+    """Raise ValueError if ``count`` virtual ranks would not give the same bits."""
+    world = transport.all_ranks.world
+    if count < world or count & (count - 1) or world & (world - 1):
+        raise ValueError(
+            f"virtual_ranks={count} on {world} ranks: expected powers of two, and at least one virtual rank "
+            "per rank"
+        )
+    narrow = [
+        name
+        for name, p in module.named_parameters()
+        if p not in ignored and p.requires_grad and p.itemsize < 4
+    ]
+    if narrow:
+        raise ValueError(
+            f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in "
+            "fp32, and compute in precision=Precision(param=torch.bfloat16)"
+        )
+    if any(precision.reduce for precision in precisions):
+        raise ValueError("virtual_ranks sums without rounding: leave precision.reduce None")
+    apart = [ranks for ranks in transport.stages if [*ranks] != [*range(ranks[0], ranks[0] + len(ranks))]]
+    if apart:
+        raise ValueError(
+            f"virtual_ranks sums neighbouring ranks first, but ranks {', '.join(map(str, apart[0]))} share a "
+            "row of the mesh: give each row ranks that follow one another"
+        )
+
+
+def require_deterministic_kernels(places: Iterable[torch.device]) -> None:
+    """Raise ValueError if one of ``places`` may compute other bits in the next run."""
+    for device in places:
+        if not devices.is_deterministic(device):
+            raise ValueError(
+                f"virtual_ranks on {device.type} needs kernels that compute the same bits in every run: call "
+                "torch.use_deterministic_algorithms(True) first, with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the "
+                "environment"
+            )
 
 
 class Slot(NamedTuple):
@@ -83,9 +183,11 @@ class Virtual:
     that the latest micro-batch has changed, with the values that it left, which differ between virtual ranks.
     """
 
-    def __init__(self, module: nn.Module, all_ranks: Ranks, count: int) -> None:
+    def __init__(self, module: nn.Module, driver: Driver, count: int) -> None:
         self.count = count
+        self.driver = driver
         self._module = module
+        all_ranks = driver.root.transport.all_ranks
         self._all_ranks = all_ranks
         share = count // all_ranks.world
         self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)

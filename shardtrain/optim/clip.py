@@ -70,4 +70,6 @@ class GradScaler(torch.amp.GradScaler):
         flag = torch.zeros_like(found_inf, device=device)  # since torch does not wait for copies to the host
         by_device = super()._unscale_grads_(optimizer, inv_scale.to(device), flag, allow_fp16)
         flags = [flag.to(found_inf.device, non_blocking=True) for flag in by_device.values()]
-        return {found_inf.device: comm.all_reduce(torch.stack([found_inf, *flags]).amax(), "max")}
+        found_anywhere = torch.stack([found_inf, *flags]).amax()
+        comm.plain_transport().all_reduce(found_anywhere, "max")
+        return {found_inf.device: found_anywhere}

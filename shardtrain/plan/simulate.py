@@ -21,11 +21,12 @@ from shardtrain.job.errors import reading
 from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, uncompiled
 from shardtrain.job.step import Step
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
+from shardtrain.plan.transport import simulated
 
 
 @dataclass(frozen=True)
 class Question:
-    """Describe what to plan for. ``in_place``, ``inbox``: see `comm.Simulated`."""
+    """Describe what to plan for. ``in_place``, ``inbox``: see `Simulated`."""
 
     world_size: int
     replicate: int
@@ -123,7 +124,7 @@ def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim
     """Return the model on the question's rank (default: 0), and its optimizer."""
     model = _unsharded(config)
     ranks = question.world_size, question.replicate, question.rank or 0
-    transport = comm.simulated(*ranks, in_place=question.in_place, inbox=question.inbox)
+    transport = simulated(*ranks, in_place=question.in_place, inbox=question.inbox)
     return model, shard_with_optimizer(model, config, transport)
 
 

@@ -15,7 +15,8 @@ from torch import empty, ones
 
 from shardtrain import comm
 from shardtrain import comm as dist
-from shardtrain.comm import messages, native, public
+from shardtrain.collectives import calls
+from shardtrain.comm import messages, native
 
 from pool import each_rank
 from small import tree_sum, until
@@ -205,11 +206,11 @@ def test_calls_under_way_together_keep_apart() -> None:
     outputs = [torch.empty(3) for _ in range(20)]
     delays = random.Random(rank)
 
-    def move_late(*call: Any, move: Any = public._move) -> None:
+    def move_late(*call: Any, move: Any = calls._move) -> None:
         time.sleep(delays.random() / 20)
         move(*call)
 
-    with patch.object(public, "_move", move_late):
+    with patch.object(calls, "_move", move_late):
         works = [
             comm.reduce_scatter_tensor(output, full * (index + 1), async_op=True)
             for index, output in enumerate(outputs)

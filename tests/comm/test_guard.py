@@ -207,6 +207,56 @@ def test_options_that_differ_between_ranks_are_named(name: str) -> None:
     assert ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau" in text
 
 
+FROZEN: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a weight": (
+        lambda model: model.blocks[0].conv.weight.requires_grad_(False),
+        r"all but blocks\.0\.conv\.weight",
+    ),
+    "a unit": (
+        lambda model: model.blocks[0].requires_grad_(False),
+        r"all but blocks\.0\.[\w.]+ and \d more \(\w{8}\)",
+    ),
+    "set free": (lambda model: model.fc.requires_grad_(True), "all parameters"),
+}
+
+
+@pytest.mark.parametrize("when", ["between steps", "before backward"])
+@pytest.mark.parametrize("name", FROZEN)
+@each_rank(2)
+def test_a_rank_that_freezes_other_parameters_is_named(name: str, when: str) -> None:
+    change, text = FROZEN[name]
+    torch.manual_seed(0)
+    net = OddNet()
+    net.fc.requires_grad_(name != "set free")
+    model = shard(net, units=[Block])
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+
+    def go_on() -> None:
+        loss = classify(model, 2) if when == "before backward" else None
+        if is_last():
+            change(model)
+        loss = loss or classify(model, 2)
+        loss.backward()
+        optimizer.step()
+        train(model, optimizer, 2, start=3)
+
+    told = raised_soon(comm.Diverged, go_on)
+    assert re.match(f"step [234]: ranks 0 and 1 take different paths: .*rank 1 is training {text}", told), (
+        told
+    )
+    assert told.endswith("at the same point: call requires_grad_() on every rank"), told
+
+
+@each_rank(2)
+def test_parameters_that_all_ranks_freeze_are_frozen() -> None:
+    model, optimizer = trained()
+    model.blocks[0].requires_grad_(False)
+    train(model, optimizer, 2)
+    model.requires_grad_(True)
+    train(model, optimizer, 2)
+
+
 @each_rank(2)
 def test_optimizers_that_differ_between_ranks_are_named() -> None:
     kinds = torch.optim.Adam, torch.optim.RMSprop
@@ -296,6 +346,20 @@ def test_a_rank_that_ends_outside_of_models_is_named(name: str, known: bool) -> 
     who = "rank(s [01] and)? 2 ha(s|ve)" if name == "shard" else "rank 2 has"  # one has left for it
     where = "at a point between steps, all-reducing"
     assert re.match(f"{who} ended: rank {dist.get_rank()} was {where}", told), told
+
+
+@each_rank(2, transport="auto")
+def test_a_wait_that_ends_leaves_the_others_watched() -> None:
+    """One that lies in another one, and those of two threads, which end in any order."""
+    guard = Reports(dist.group.WORLD)
+    for first, second in ((1, 2), (2, 1)):
+        waits = {position: guard.waiting(position) for position in (1, 2)}
+        for wait in waits.values():
+            wait.__enter__()
+        waits[first].__exit__(None, None, None)
+        assert [wait.position for wait in guard._open] == [second]
+        waits[second].__exit__(None, None, None)
+        assert not guard._open
 
 
 @pytest.mark.parametrize(("sizes", "where"), [((2, 2), "backward"), (None, "forward")])
@@ -586,7 +650,7 @@ def test_without_tags_a_sum_is_compared_now_and_then(at_step: int, told: str) ->
 def test_without_gloo_no_memory_is_shared() -> None:
     with without_tags() as (transport, _), pytest.raises(ValueError, match="not possible: that needs gloo"):
         comm.open_transport("shared_memory")
-    assert type(transport.transport) is comm.ProcessGroupTransport
+    assert type(transport.transport) is comm.BackendTransport
 
 
 @each_rank(2, transport="auto")

@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 import shardtrain
 from shardtrain import checkpoint, comm
@@ -29,7 +30,7 @@ from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.job.build import require_equal_groups
 from shardtrain.job.errors import UserError
-from shardtrain.layout import Policy, even
+from shardtrain.layout import Policy, cut_of, even
 from shardtrain.optim import Ema
 from shardtrain.recipes.muon import Muon
 
@@ -56,6 +57,8 @@ from small import (
 )
 from tiny import configure
 
+CPU = torch.device("cpu")
+KINDS = ("all_reduce", "reduce_scatter")
 # the host of each rank
 BLOCKS = [0, 0, 1, 1]
 INTERLEAVED = [0, 1, 0, 1]
@@ -179,7 +182,7 @@ def test_two_jobs_with_the_same_names_do_not_meet() -> None:
 def test_several_hosts_exchange_messages_and_one_line_says_so(of_ranks: list[int], why: str) -> None:
     with patch.object(logging.getLogger("shardtrain"), "info") as told:
         transport = shardtrain.introspect(sharded(of_ranks)).transport
-    assert type(transport.transport) is comm.ProcessGroupTransport
+    assert type(transport.transport) is comm.MessagesTransport
     messages = [call.args[0] % call.args[1:] for call in told.call_args_list]
     assert messages == ([f"not sharing memory between ranks: {why}"] if dist.get_rank() == 0 else [])
     with hosts(of_ranks):
@@ -383,12 +386,23 @@ def test_bad_meshes_and_replicas_that_differ_are_refused() -> None:
 
 
 @each_rank(4, transport="auto")
+def test_the_meter_counts_waits_for_averages_across_replicas() -> None:
+    model, _ = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
+    with comm.meter() as meter:
+        train(model, sgd(model), 2)
+    waited = {kind: {wait.unit for wait in meter.exposed() if wait.kind == kind} for kind in KINDS}
+    assert waited["all_reduce"] == waited["reduce_scatter"]
+    assert "blocks.0" in waited["all_reduce"]
+
+
+@each_rank(4, transport="auto")
 def test_the_backends_own_collectives_serve_as_well() -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
     model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
     transport = shardtrain.introspect(model).transport
+    transport.place([torch.device("cuda")])
     for part in (transport, transport.across):
-        part.transport.has_gloo = False
+        assert type(part.transport) is comm.BackendTransport
     train_alike(model, replica)
     assert_replicas_are_equal(model)
 
@@ -399,12 +413,58 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
     group = dist.new_group(members)
     world = dist.group.WORLD
     if dist.get_rank() in members:
-        part = comm.ProcessGroupTransport(world).part(members, group)
-        part.has_gloo = False
+        part = comm.BackendTransport(world).part(members, group)
         own = part.rank + torch.tensor([0.1, 0.2])
         parts = [torch.zeros(2), torch.zeros(2)]
-        part._send_to_all([(own, parts)]).wait()
+        part._send_to_all([(own, parts)], part._tags)()
         assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
+
+
+@each_rank(2, transport="auto")
+def test_the_devices_of_vectors_choose_what_moves_them() -> None:
+    """Vectors on the CPU move by messages, others by the backend's own collectives, under one guard."""
+    channel = comm.open_transport("process_group")
+    layout = cut_of("even", 2)([64], 16)
+    full, local = channel.allocate(layout, torch.empty(0), torch.float32)
+    for kinds, expected in {
+        ("cpu", "meta"): comm.MessagesTransport,
+        ("cpu", "cuda"): comm.BackendTransport,
+        ("cuda",): comm.BackendTransport,
+        ("cpu",): comm.MessagesTransport,
+    }.items():
+        channel.place(map(torch.device, kinds))
+        assert type(channel.transport) is expected
+        assert channel.transport.open_guard() is channel.guard
+        local.fill_(channel.rank)
+        channel.gather("a unit", [comm.Flat(full, local, layout)]).wait()
+        assert full.tolist() == [0.0] * 32 + [1.0] * 32
+    assert type(comm.ProcessGroupTransport(dist.group.WORLD).on([CPU])) is comm.MessagesTransport
+
+
+@each_rank(2, 3, transport="auto")
+def test_a_reduction_receives_the_others_parts_alone() -> None:
+    """It allocates no place for this rank's own part, which nobody sends."""
+    channel = comm.open_transport("process_group")
+    layout = cut_of("even", channel.world)([16 * channel.world * 100], 16)
+    gradient = comm.Gradient(torch.ones(layout.padded), layout, channel.rank, torch.float32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        pending = channel.reduce("a unit", [gradient])
+    allocated = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
+    assert allocated == (channel.world - 1) * gradient.own.nbytes
+    assert torch.equal(pending.wait()[0], gradient.own)
+
+
+@each_rank(2, transport="auto")
+def test_the_transport_follows_a_model_to_another_device() -> None:
+    """What the next forward adopts has the devices of its vectors looked at again."""
+    model, replica = sharded_and_replica(OddNet, transport="process_group")
+    channel = shardtrain.introspect(model).transport
+    channel.place([torch.device("cuda")])
+    train_alike(model, replica)
+    assert type(channel.transport) is comm.BackendTransport
+    model.double()
+    model(torch.zeros(2, 3, 5, 5, dtype=torch.float64))
+    assert type(channel.transport) is comm.MessagesTransport
 
 
 State = dict[str, torch.Tensor]
@@ -528,14 +588,11 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
             require_equal_groups(configure(*arguments.split()).parallel, 4)
 
 
-class ByTheBackend(comm.ProcessGroupTransport):
-    """Move flat vectors by the backend's own collectives, as on an accelerator."""
+class ByTheBackend(comm.BackendTransport):
+    """Move flat vectors on the CPU, too, by the backend's own collectives, as on an accelerator."""
 
-    def all_gather(self, flats: Any) -> Any:
-        return self._own_collectives.gather(flats)
-
-    def reduce_scatter(self, gradients: Any) -> Any:
-        return self._own_collectives.reduce(gradients)
+    def on(self, devices: Any) -> Any:
+        return self
 
 
 @each_rank(2, transport="auto")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import shardtrain
-from shardtrain import comm
+from shardtrain.plan.transport import Simulated
 
 from pool import each_rank
 from small import Parts, shard
@@ -98,7 +98,7 @@ def test_a_step_costs_as_much_per_unit_or_layer_in_a_larger_model(
         shardtrain.shard(
             stack(forward, count, frozen),
             units=[Layer],
-            transport=comm.Simulated(0, 2, in_place=in_place),
+            transport=Simulated(0, 2, in_place=in_place),
         )
         for count in (30, 120)
     ]

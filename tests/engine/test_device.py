@@ -1,16 +1,17 @@
 """The device paths on a simulated device: order of streams, memory, launches and waits of the host."""
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import partial
-from itertools import product
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer
 
 import shardtrain
@@ -26,109 +26,369 @@ from shardtrain import Precision, comm
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm.transport import Transport
 from shardtrain.job.launch import Context
-from shardtrain.optim import Ema
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
 import gpu_first
+import ways
 from contenders import POOL, Contender, adamw
+from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
-from small import Block, OddNet, images
+from small import Block, OddNet, images, mesh, sgd
 from steps import footprint
 from tiny import ALONE, TINY, configure
+from ways import WAYS, Result, Way
 
-WORLD = 8
-RANK = 2
-LOW = Precision(torch.bfloat16)
-PRECISIONS = {
-    "fp32": Precision(),
-    "fp32, reduce bf16": Precision(reduce=torch.bfloat16),
-    "bf16": LOW,
-    "bf16, reduce fp32": Precision(torch.bfloat16, reduce=torch.float32),
-    "fp16": Precision(torch.float16),
-}
+RANK = 2  # of eight
+EXACT = 0.0
+CPU = torch.device("cpu")
+OF_TESTS = re.compile("upload .* at test_|over gloo")  # waits for batches, and those that gloo has by nature
 
 
-def replicas() -> Transport:
+class World(NamedTuple):
+    """Name a rank over NCCL, for which a fake process group stands; without a ``group``, a silent one."""
+
+    rank: int
+    size: int
+    group: bool = True
+
+
+SILENT = World(0, 1, group=False)
+ONE = World(0, 1)
+EIGHT = World(RANK, 8)
+
+
+@contextmanager
+def simulated(world: World = EIGHT) -> Iterator[SimulatedDevice]:
+    """Let this process be one rank of ``world``, with a simulated device."""
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device:
+        if world.group:
+            store = FakeStore()
+            backends = "cpu:fake,cuda:fake"
+            dist.init_process_group(backends, store=store, rank=world.rank, world_size=world.size)
+        try:
+            yield device
+        finally:
+            if world.group:
+                dist.destroy_process_group()
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    """A simulated device, which rank 2 of 8 has."""
+    with simulated() as device:
+        yield device
+
+
+def replicas_of_eight() -> Transport:
     inside = dist.new_group(list(range(4)))
     across = dist.new_group([RANK, RANK + 4])
     return comm.open_transport("process_group", None, [range(4), range(4, 8)], inside, across)
 
 
-SCENES: dict[str, Callable[[], dict[str, Any]]] = {
-    "even": dict,
-    "whole": lambda: {"layout": "whole"},
-    "kept": lambda: {"reshard_after_forward": False},
-    "replicas": lambda: {"transport": replicas()},
-    "offload": lambda: {"offload": True},
-    "offload, replicas": lambda: {"offload": True, "transport": replicas()},
-    "virtual ranks": lambda: {"virtual_ranks": 16},
-    "virtual ranks, offload, replicas": lambda: {
-        **{"virtual_ranks": 16, "offload": True, "transport": replicas()}
-    },
-}
+def options(way: Way, world: World) -> dict[str, Any]:
+    """Return the options of `shard` for ``way`` on ranks over NCCL; a group of one is communicated with."""
+    if way.replicas:
+        return {"transport": replicas_of_eight()} if world == EIGHT else {"mesh": mesh(1, 1)}
+    return {"transport": comm.ProcessGroupTransport(dist.group.WORLD)} if world == ONE else {}
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    """A simulated device, which rank 2 of 8 has."""
-    with SimulatedDevice()(monkeypatch) as simulated:
-        dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=RANK, world_size=WORLD)
-        try:
-            yield simulated
-        finally:
-            dist.destroy_process_group()
-            torch.use_deterministic_algorithms(False)
+def adamw_in_lists(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
-def play(device: SimulatedDevice, scene: str, precision: Precision, net: nn.Module) -> list[str]:
-    """Train, evaluate, change parameters on the host, save; return the waits of the last step."""
-    options = SCENES[scene]()
-    torch.manual_seed(0)
-    model = shardtrain.shard(net.to(DEVICE), units=[Block], precision=precision, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    ema = Ema(model, 0.9)
-    batches = [[each.to(DEVICE) for each in images(step, 0, 4)] for step in range(8)]
-    scaler = shardtrain.GradScaler("cuda", init_scale=8.0, enabled=precision.param is torch.float16)
-    for step in range(3):
+def play(
+    device: SimulatedDevice, way: Way, model: nn.Module, world: World, **more: Any
+) -> tuple[Result, list[str]]:
+    """Train, evaluate, change parameters on the host, save; return the results, and the third step's waits.
+
+    Those for batches, which the test moves, do not count, nor those for gloo.
+    """
+    waits: list[list[str]] = []
+
+    def next_step(step: int) -> None:
+        waits.append([wait for wait in device.waits if not OF_TESTS.search(wait)])
         device.next_step()
-        ranks = shardtrain.introspect(model).virtual_ranks
-        for index, (x, y) in enumerate((batches[step], batches[step + 3])):
-            inside = nullcontext() if index else shardtrain.no_sync(model)
-            with shardtrain.virtual_rank(model, ranks[index], seed=1, step=step) if ranks else inside:
-                scaler.scale(F.cross_entropy(model(x).float(), y)).backward()
-        scaler.unscale_(optimizer)
-        shardtrain.clip_grad_norm_(model, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        ema.update(step + 1)
-        optimizer.zero_grad()
-    waits = list(device.waits)
-    with torch.no_grad(), ema.swapped():
-        model(batches[6][0])
-    shardtrain.full_state_dict(model)["fc.bias"].numpy()
+
+    result = ways.train(model, way, DEVICE, world.rank, world.size, each_step=next_step, **more)
+    batches = [images(step, 0, 4)[0].to(DEVICE) for step in range(2)]
+    with torch.no_grad():
+        model(batches[0])
     for tensor in Snapshot().copy(dict(model.named_parameters())).values():
         tensor.numpy()
-    model(batches[7][0])
+    model(batches[1])
     for param in model.blocks.parameters():  # no backward need follow a forward
         param.data.zero_()
-    return waits
+    return result, waits[3]
+
+
+def expected_waits(way: Way, world: World) -> int:
+    """Return how often the host waits in a step.
+
+    With offload it does for the gradients of each backward, also under no_sync, for their norm, and to know
+    that they are finite. With a scaled loss it must know whether to step.
+    """
+    offloads = "offload" in way.options
+    scaled = way.scale > 0
+    return offloads * (way.count(world.size) + (way.clip > 0) + scaled) + scaled
+
+
+@functools.cache
+def plain(name: str, rank: int, size: int) -> Result:
+    return ways.train_plain(WAYS[name], CPU, rank, size)
+
+
+# What shows something of its own by default, and everything with --long.
+SHORT = {
+    SILENT: {"even", "offload", "offload, fp16 scaled", "deferred"},
+    ONE: {"bf16", "offload, no_sync, clip", "offload, checkpoint"},
+    EIGHT: {
+        *("whole", "kept, no_sync", "fp16 scaled", "virtual ranks", "replicas, bf16"),
+        *("offload, replicas, bf16", "EMA"),
+    },
+}
+# Ranks that do not exist cannot agree on what is in a checkpoint; `play` copies it.
+ROWS = [
+    pytest.param(name, world, id=f"{name}, {at}", marks=() if name in SHORT[world] else pytest.mark.long)
+    for at, world in {"silent": SILENT, "one": ONE, "eight": EIGHT}.items()
+    for name, way in WAYS.items()
+    if not (way.replicas and world == SILENT) and not (way.saves and world == EIGHT)
+]
+
+
+@pytest.mark.parametrize(("name", "world"), ROWS)
+def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
+    """Streams are in order, the host never waits without need, and a single rank equals the plain model.
+
+    In fp32 it does bit for bit, unless sums of virtual ranks have another order.
+    """
+    way = WAYS[name]
+    with simulated(world) as device:
+        torch.use_deterministic_algorithms(way.virtual)
+        model = ways.sharded(way, DEVICE, **options(way, world))
+        optimizer = adamw_in_lists if world == EIGHT else sgd
+        result, waits = play(device, way, model, world, folder=tmp_path, optimizer=optimizer)
+        assert list(device.findings) == []
+    assert len(waits) == expected_waits(way, world), waits
+    if world.size == 1:
+        exact = way.precision == Precision() and not way.virtual
+        off = ways.deviation(result, plain(name, world.rank, world.size))
+        assert off <= (EXACT if exact else way.tolerance)
+
+
+# Gloo moves tensors of a device in equal intervals.
+REFUSED = "whole", "whole, bf16", *(name for name, way in WAYS.items() if way.virtual)
+SHORT_OVER_GLOO = "even", "whole", "offload, no_sync, clip", "replicas"
 
 
 @pytest.mark.parametrize(
-    ("scene", "precision"),
-    [*product(SCENES, ["bf16"]), *product(["even", "offload"], [n for n in PRECISIONS if n != "bf16"])],
+    "name",
+    [pytest.param(name, marks=() if name in SHORT_OVER_GLOO else pytest.mark.long) for name in WAYS],
 )
-def test_streams_are_in_order_and_the_host_never_waits(
-    device: SimulatedDevice, scene: str, precision: str
-) -> None:
-    """With offload it does for gradients, also under no_sync, and their norm; with a scaled loss to step."""
-    torch.use_deterministic_algorithms("virtual ranks" in scene)
-    waits = play(device, scene, PRECISIONS[precision], OddNet())
-    assert list(device.findings) == []
-    away = "offload" in scene
-    scaled = precision == "fp16"
-    assert len(waits) <= 3 * away + scaled * (1 + away), waits
+@each_rank(2, transport="auto")
+def test_every_way_over_gloo(name: str, tmp_path: Path) -> None:
+    """Two real ranks, each with a simulated device, whose values gloo moves through host memory."""
+    way = WAYS[name]
+    world = World(dist.get_rank(), 2)
+    usual: dict[str, Any] = {"transport": "process_group"}
+    if way.replicas:
+        usual["mesh"] = mesh(2, 1)
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device:
+        torch.use_deterministic_algorithms(way.virtual)
+        try:
+            model = ways.sharded(way, DEVICE, **usual)
+            if name in REFUSED:
+                with pytest.raises(ValueError, match="moves tensors on cuda in equal intervals only"):
+                    ways.train(model, way, DEVICE, *world[:2])
+                return
+            result, waits = play(device, way, model, world, folder=tmp_path)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert list(device.findings) == []
+    assert len(waits) == expected_waits(way, world), waits
+    assert ways.deviation(result, plain(name, *world[:2])) <= way.tolerance
+
+
+class Recurrent(nn.Module):
+    """An LSTM in a model, as torch advises: `flatten_parameters` before each call, which moves weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 7, batch_first=True)
+        self.fc = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.lstm.flatten_parameters()
+        return self.fc(self.lstm(x.flatten(1, 2))[0][:, -1])
+
+
+def recurrent_steps(
+    model: nn.Module,
+    device: torch.device,
+    rank: int,
+    size: int,
+    next_step: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Return the losses of a rank's batches; a model that is not sharded computes those of all ranks."""
+    optimizer = sgd(model)
+    losses = []
+    for step in range(3):
+        next_step()
+        for number in range(size):
+            x, y = images(step, rank if size == 1 else number)
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
+            (loss / size).backward()
+            if number == rank or size == 1:
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def waits_of_package(device: SimulatedDevice) -> list[str]:
+    """Return the waits of the last step, without the tests' own and those for gloo."""
+    return [wait for wait in device.waits if " at test_" not in wait and "over gloo" not in wait]
+
+
+def recurrent(place: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return Recurrent().to(place)
+
+
+UNITS = {"in the root": [], "a unit": [nn.LSTM]}
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("world", [SILENT, ONE, EIGHT], ids=["silent", "one", "eight"])
+def test_weights_that_cudnn_moves_in_forward(world: World, units: str) -> None:
+    with simulated(world) as device:
+        model = shardtrain.shard(recurrent(DEVICE), units=UNITS[units], **options(Way(), world))
+        losses = recurrent_steps(model, DEVICE, world.rank, 1, device.next_step)
+        assert list(device.findings) == []
+        assert waits_of_package(device) == []
+    if world.size == 1:
+        assert losses == recurrent_steps(recurrent(CPU), CPU, 0, 1)
+
+
+@pytest.mark.parametrize("units", UNITS)
+@each_rank(2, transport="auto")
+def test_weights_that_cudnn_moves_in_forward_on_two_ranks(units: str) -> None:
+    """Of the unit's shards one rank has enough for cuDNN to try."""
+    rank = dist.get_rank()
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device:
+        model = shardtrain.shard(recurrent(DEVICE), units=UNITS[units], transport="process_group")
+        losses = recurrent_steps(model, DEVICE, rank, 1, device.next_step)
+        assert list(device.findings) == []
+        assert waits_of_package(device) == []
+    assert losses == pytest.approx(recurrent_steps(recurrent(CPU), CPU, rank, 2), rel=1e-6)
+
+
+def step_with_state(tensor: torch.Tensor, state: torch.Tensor, foreach: bool) -> None:
+    param = nn.Parameter(tensor)
+    optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.9, foreach=foreach)
+    param.grad = torch.ones_like(param)
+    optimizer.state[param]["momentum_buffer"] = state
+    optimizer.step()
+
+
+ONE_DEVICE = "Expected all tensors to be on the same device"
+GENERATOR = torch.Generator()
+# By the operation on a tensor (4,) of the host and one of the device: what torch says on a card.
+REFUSALS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
+    "sum": (lambda here, there: here + there, ONE_DEVICE),
+    "number of the device": (lambda here, there: here * there[0], ONE_DEVICE),
+    "two numbers": (lambda here, there: torch.where(there > 0, here[0], here[1]), ONE_DEVICE),
+    "into the host": (lambda here, there: torch.add(there, 1, out=here), ONE_DEVICE),
+    "into a number of the host": (lambda here, there: here[0].add_(there[0]), ONE_DEVICE),
+    "indexed": (lambda here, there: there.index_add_(0, torch.tensor([1]), there[:1]), ONE_DEVICE),
+    "lists": (lambda here, there: torch._foreach_add_([there, here], [there, there]), ONE_DEVICE),
+    "state": (lambda here, there: step_with_state(there, here, foreach=False), ONE_DEVICE),
+    "state in lists": (lambda here, there: step_with_state(there, here, foreach=True), ONE_DEVICE),
+    "state on the device": (lambda here, there: step_with_state(here, there, foreach=True), "same index"),
+    "pinned": (lambda here, there: there.pin_memory(), "only dense CPU tensors can be pinned"),
+    "pinned like": (lambda here, there: torch.empty_like(there, pin_memory=True), "can be pinned"),
+    "generator": (lambda here, there: there.normal_(generator=GENERATOR), "'cuda' device type for generator"),
+    "random": (lambda here, there: torch.rand(4, device=DEVICE, generator=GENERATOR), "for generator"),
+    "numpy": (lambda here, there: there.numpy(), "can't convert cuda:0 device type tensor to numpy"),
+    "array": (lambda here, there: np.asarray(there), "can't convert cuda:0 device type tensor to numpy"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_what_a_card_refuses_is_refused(how: str) -> None:
+    operation, text = REFUSALS[how]
+    with simulated(SILENT):
+        here = torch.ones(4)
+        there = torch.ones(4).to(DEVICE)
+        with pytest.raises((RuntimeError, TypeError), match=text):
+            operation(here, there)
+
+
+def test_a_gradient_on_another_device_is_refused_in_torch_s_words() -> None:
+    """Torch's own, of the meta device, which every machine has."""
+    words = []
+    for grad, param in (
+        (torch.ones(4, device="meta"), torch.ones(4)),
+        (torch.ones(4), torch.ones(4, device="meta")),
+    ):
+        with pytest.raises(RuntimeError) as real:
+            param.grad = grad
+        words.append(str(real.value).replace("meta", "cuda"))
+    with simulated(SILENT):
+        here = torch.ones(4)
+        there = torch.ones(4).to(DEVICE)
+        for (grad, param), text in zip(((there, here), (here, there)), words, strict=True):
+            with pytest.raises(RuntimeError, match=re.escape(text)):
+                param.grad = grad
+        there.grad = there.clone()
+        here.grad = here.clone()
+
+
+def test_what_a_card_allows_is_allowed() -> None:
+    with simulated(SILENT) as device:
+        here = torch.ones(4)
+        there = torch.ones(4).to(DEVICE)
+        results = [there * here[0], torch.where(there > 0, there, here[0]), there.fill_(here[0])]
+        torch._foreach_add_([there, here], [there, here])
+        params = [nn.Parameter(here), nn.Parameter(there)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        torch.optim.SGD(params, lr=1.0, foreach=True).step()
+        assert all(result.device == DEVICE for result in results)
+        assert device.findings == {}
+
+
+def test_data_of_another_device_makes_autograd_forget_a_node() -> None:
+    """So does data of another dtype, as `Segment.forget_nodes` wants; data on the same device does not."""
+    with simulated(SILENT):
+        param = nn.Parameter(torch.ones(4))
+        nodes = [autograd_node(param)]
+        for data in (torch.zeros(4), torch.zeros(4).to(DEVICE), torch.zeros(4)):
+            param.data = data
+            nodes.append(autograd_node(param))
+    assert [node is nodes[at] for at, node in enumerate(nodes[1:])] == [True, False, False]
+
+
+def autograd_node(param: nn.Parameter) -> object:
+    return param.view_as(param).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize(("layers", "both", "projected"), [(1, False, 0), (2, True, 3)])
+def test_cudnn_moves_weights_and_changes_none(layers: int, both: bool, projected: int) -> None:
+    with simulated(SILENT):
+        lstm = nn.LSTM(5, 7, layers, bidirectional=both, proj_size=projected).to(DEVICE)
+        before = [(param.detach().cpu().clone(), param._version) for param in lstm.parameters()]
+        copies = [param.data.clone() for param in lstm.parameters()]
+        for param, copy in zip(lstm.parameters(), copies, strict=True):
+            param.data = copy
+        assert len({param.untyped_storage().data_ptr() for param in lstm.parameters()}) == len(copies)
+        lstm.flatten_parameters()
+        assert len({param.untyped_storage().data_ptr() for param in lstm.parameters()}) == 1
+        for (value, version), param in zip(before, lstm.parameters(), strict=True):
+            assert torch.equal(param.detach().cpu(), value)
+            assert param._version == version
 
 
 def test_gradients_of_a_root_without_parameters_wait_on_the_host(device: SimulatedDevice) -> None:
@@ -142,6 +402,22 @@ def test_gradients_of_a_root_without_parameters_wait_on_the_host(device: Simulat
     assert list(device.findings) == []
 
 
+@pytest.mark.parametrize("writeback", [True, False])
+def test_whole_gradients_of_an_offloaded_model(writeback: bool) -> None:
+    """Whole, they are on the device; this rank's parts return to the host."""
+    with simulated(SILENT):
+        model = shardtrain.shard(OddNet().to(DEVICE), units=[Block], offload=True)
+        ways.loss_of(model, 0, 0, DEVICE).backward()
+        before = {name: param.grad.clone() for name, param in model.named_parameters()}
+        with shardtrain.unsharded(model, writeback=writeback, grads=True), torch.no_grad():
+            for param in model.parameters():
+                assert param.device == DEVICE
+                param.grad.mul_(2)
+        for name, param in model.named_parameters():
+            assert param.grad.device == CPU
+            assert torch.equal(param.grad, before[name] * (2 if writeback else 1))
+
+
 def test_virtual_ranks_need_deterministic_kernels(device: SimulatedDevice) -> None:
     model = OddNet().to(DEVICE)
     with pytest.raises(
@@ -150,19 +426,19 @@ def test_virtual_ranks_need_deterministic_kernels(device: SimulatedDevice) -> No
         shardtrain.shard(model, units=[Block], virtual_ranks=8)
 
 
-@pytest.mark.parametrize(("how", "waits"), [("checkpointed", 0), ("compiled", 0), ("unused", 1)])
-def test_units_that_compute_otherwise(device: SimulatedDevice, how: str, waits: int) -> None:
+@pytest.mark.parametrize(("how", "count"), [("compiled", 0), ("unused", 1)])
+def test_units_that_compute_otherwise(device: SimulatedDevice, how: str, count: int) -> None:
     """Other ranks may have gradients of unused parameters, and the host must know which to show."""
     net = OddNet()
     for block in net.blocks:
-        if how == "checkpointed":
-            options = {"preserve_rng_state": False, "determinism_check": "none"}
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
-        elif how == "compiled":
+        if how == "compiled":
             block.compile(backend="eager")
         else:
             block.unused = nn.Linear(30, 30)
-    assert len(play(device, "even", LOW, net)) == waits
+    way = WAYS["bf16"]
+    model = shardtrain.shard(net.to(DEVICE), units=[Block], precision=way.precision)
+    _, waits = play(device, way, model, EIGHT, optimizer=adamw_in_lists)
+    assert len(waits) == count
     assert list(device.findings) == []
 
 
@@ -191,6 +467,16 @@ def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert list(device.findings) == []
 
 
+@pytest.mark.parametrize("key", ["optim=muon", pytest.param("parallel.offload=true", marks=pytest.mark.long)])
+def test_the_program_resumes(tmp_path: Path, key: str) -> None:
+    """On a device, with evaluations and checkpoints; the step counts of a checkpoint lie on the host."""
+    with simulated(SILENT) as device:
+        for length in ("train.max_steps=2", "train.max_steps=4"):
+            train(configure(*TINY, key, length, "train.epochs=1"), Context(ALONE, DEVICE, tmp_path))
+        assert list(device.findings) == []
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
+
+
 def in_bf16(model: nn.Module) -> nn.Module:
     """Compute in bf16 and normalise in fp32, as the sharded model does."""
     for module in model.bfloat16().modules():
@@ -213,7 +499,10 @@ def launches(model: nn.Module, dtype: torch.dtype) -> int:
     [
         (lambda: torchvision.models.resnet50(num_classes=5), None, 89),
         pytest.param(
-            lambda: VisionTransformer(8, 4, 24, 2, 16, 32, num_classes=5), LOW, 231, marks=pytest.mark.long
+            lambda: VisionTransformer(8, 4, 24, 2, 16, 32, num_classes=5),
+            WAYS["bf16"].precision,
+            231,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["resnet50 fp32", "vit24 bf16"],

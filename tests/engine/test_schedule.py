@@ -98,7 +98,7 @@ class Recorder:
 
     def _count(self) -> None:
         schedule = self.schedule
-        busy = {self.units[0], *schedule.calls, *schedule.kept, *self._under_way_in_backward()}
+        busy = {self.units[0], *schedule.calls, *schedule.unannounced, *self._under_way_in_backward()}
         self.most = max(self.most, len(set(self.full) - busy))
 
     def _under_way_in_backward(self) -> set[Facts]:

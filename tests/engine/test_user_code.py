@@ -400,6 +400,108 @@ def test_edits_inside_forward_are_refused(replaced: bool) -> None:
         shard(Net(root=run_then_update), units=[Unit])(batch(0))
 
 
+class Buffered(nn.LSTM):
+    """Moves its weights into one buffer, as cuDNN's do on a GPU: other addresses, the same versions."""
+
+    def flatten_parameters(self) -> None:
+        weights = [*self.parameters()]
+        buffer = torch.cat([weight.data.flatten() for weight in weights])
+        sizes = [shape.numel() for shape in map(torch.Tensor.size, weights)]
+        for weight, part, shape in zip(weights, buffer.split(sizes), self.shapes, strict=True):
+            weight.data = part.view(shape)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of whole weights, as the compiled function computes them."""
+        gates = 4 * self.hidden_size
+        return [(gates, self.input_size), (gates, self.hidden_size), (gates,), (gates,)]
+
+
+def flatten_inside(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.lstm.flatten_parameters()
+    return net.head(net.lstm(x)[0])
+
+
+def copy_inside(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for param in net.lstm.parameters():
+        param.data = param.data.clone()
+    return net.head(net.lstm(x)[0])
+
+
+def reorder_inside(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.conv.to(memory_format=torch.channels_last)
+    return net.head(net.lstm(net.conv(x[None, None])[0, 0])[0])
+
+
+def recurrent(forward: Callable[..., Any]) -> nn.Module:
+    conv = nn.Conv2d(1, 4, 3, padding=1)
+    return Parts(forward, lstm=Buffered(5, 7), head=nn.Linear(7, 3), conv=conv)
+
+
+def on_sequences(net: nn.Module, number: int) -> None:
+    net(batch(number)).square().mean().backward()
+
+
+@pytest.mark.parametrize("units", [[], [nn.LSTM], [nn.LSTM, nn.Conv2d]], ids=["root", "lstm", "both"])
+@pytest.mark.parametrize("forward", [flatten_inside, copy_inside, reorder_inside])
+@each_rank(1, 2)
+def test_weights_that_move_inside_forward_are_unchanged(units: Any, forward: Any) -> None:
+    """Those of the root are whole, those of a unit inside local shards."""
+    model = like_a_replica(lambda: recurrent(forward), on_sequences, units=units)
+    model.lstm.flatten_parameters()
+    model.lstm.double().float()  # which flattens, too
+    on_sequences(model, 0)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@each_rank(2)
+def test_weights_that_move_and_change_inside_forward_are_refused(moves: bool) -> None:
+    def flatten_and_change(net: Any, x: torch.Tensor) -> torch.Tensor:
+        if moves:
+            net.lstm.flatten_parameters()
+        net.lstm.bias_hh_l0.data = net.lstm.bias_hh_l0.data * 2
+        net.lstm.flatten_parameters()
+        return net.head(net.lstm(x)[0])
+
+    with refused(
+        "^lstm.bias_hh_l0 changed while the root was whole, .* between steps, inside shardtrain.uns"
+    ):
+        on_sequences(shard(recurrent(flatten_and_change), units=[]), 0)
+
+
+def tied_pair() -> Any:
+    net = nn.Sequential(nn.Embedding(9, 7), nn.Linear(7, 9, bias=False))
+    net[1].weight = net[0].weight
+    return net
+
+
+UNTIED: dict[str, Callable[[Any], object]] = {
+    "the second": lambda net: setattr(net[1], "weight", nn.Parameter(net[1].weight.detach().clone())),
+    "the first": lambda net: setattr(net[0], "weight", nn.Parameter(net[0].weight.detach().clone())),
+    "on one rank": lambda net: UNTIED["the second"](net) if dist.get_rank() else None,
+    "removed": lambda net: setattr(net[1], "weight", None),
+    "each by itself": lambda net: net.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("name", UNTIED)
+@each_rank(2)
+def test_a_tie_that_is_undone_is_refused(name: str) -> None:
+    with torch.device("meta" if name == "each by itself" else "cpu"):
+        model = shard(tied_pair(), units=[nn.Linear])
+    UNTIED[name](model)
+    tokens = torch.tensor([[1, 4]])
+    if name == "on one rank" and dist.get_rank() == 0:
+        return  # the other one ends, which the guard tells this one
+    message = "^1.weight is no longer where shard" if name == "removed" else "^0.weight and 1.weight were one"
+    with pytest.raises(ValueError, match=message):
+        model(tokens)
+    model[1].weight = model[0].weight
+    if name != "on one rank":
+        model(tokens).sum().backward()
+        assert model[0].weight.grad is not None
+
+
 @each_rank(2)
 def test_reset_parameters_draws_what_it_draws_for_the_whole_model() -> None:
     def make() -> nn.Module:

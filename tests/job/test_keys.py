@@ -245,7 +245,7 @@ def test_all_other_keys_of_several_ranks_act(tmp_path: Path) -> None:
 
 @each_rank(2, transport="auto")
 def test_the_transport_is_the_one_that_is_asked_for() -> None:
-    kinds = {"process_group": comm.ProcessGroupTransport, "shared_memory": comm.SharedMemoryTransport}
+    kinds = {"process_group": comm.MessagesTransport, "shared_memory": comm.SharedMemoryTransport}
     for name, kind in kinds.items():
         config = composed(*VIT, *FOUR_STEPS, f"parallel.transport={name}")
         job, _ = build.build(config, comm.rank(), comm.world_size(), CPU)

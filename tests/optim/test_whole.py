@@ -13,6 +13,7 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.plan.transport import Simulated
 from shardtrain.recipes.muon import Muon, hidden_matrices
 
 from pool import each_rank
@@ -55,7 +56,7 @@ def test_balance_of_known_models(name: str, world: int, most: float) -> None:
     with torch.device("meta"):
         model = getattr(torchvision.models, name)()
     share = sum(param.numel() for param in model.parameters()) / world
-    shardtrain.shard(model, layout="whole", transport=comm.Simulated(0, world))
+    shardtrain.shard(model, layout="whole", transport=Simulated(0, world))
     held = shardtrain.introspect(model).bytes_by_rank
     assert max(held) / (4 * share) == pytest.approx(most, abs=0.005)
     infos = shardtrain.introspect(model).units

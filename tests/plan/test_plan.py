@@ -30,6 +30,7 @@ from shardtrain.plan.__main__ import PlanSettings, plan, read
 from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
+from shardtrain.plan.transport import Simulated
 
 from small import Block, OddNet, Parts, sgd
 from tiny import ALONE, CPU, VIT, composed, configure
@@ -322,7 +323,7 @@ def test_a_step_runs_in_a_simulated_world(groups: int, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
-    class Mine(comm.Simulated):
+    class Mine(Simulated):
         pass
 
     opened = lambda opening: Mine(opening.shards.rank, opening.shards.world)  # noqa: E731
@@ -343,7 +344,7 @@ def test_a_parameter_that_gets_no_gradient_can_be_planned() -> None:
     """Nobody can be asked whether another rank has one, and what is lacking here has no values to look at."""
     with FakeTensorMode():
         first_alone = Parts(lambda self, x: self.first(x), first=nn.Linear(9, 9), second=nn.Linear(9, 9))
-        model = shardtrain.shard(first_alone, units=(), transport=comm.Simulated(2, 3))
+        model = shardtrain.shard(first_alone, units=(), transport=Simulated(2, 3))
         model(torch.randn(2, 9)).sum().backward()
         got = {name for name, param in model.named_parameters() if param.grad is not None}
     assert got == {"first.weight", "first.bias"}  # an empty piece has an empty gradient
@@ -361,7 +362,7 @@ def test_a_rank_holds_its_shards_and_about_one_unit(rank: int, world: int, monke
 
     def start() -> None:
         model = shardtrain.deferred(stack)
-        shardtrain.shard(model, units=[nn.Linear], transport=comm.Simulated(rank, world))
+        shardtrain.shard(model, units=[nn.Linear], transport=Simulated(rank, world))
 
     most = allocated(start) / unit
     assert whole <= most <= max(12 / world, whole) + 2.1

@@ -1,6 +1,6 @@
-"""Provide public collectives with ``torch.distributed``'s names, arguments and results.
+"""Check the arguments of a public collective, agree with the other ranks, and run it.
 
-``from shardtrain import comm as dist`` runs torch's documented examples. The engine uses none. Differences:
+What differs from ``torch.distributed``'s collectives of these names:
 
 - on gloo they are built from messages (``messages.py``), with sums in a fixed tree and fp32 accumulation:
   about twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 from torch.utils._pytree import tree_leaves
 
+from shardtrain.collectives.agreement import Row, check_agreement, start_sharing
 from shardtrain.comm import native
-from shardtrain.comm.agreement import Row, check_agreement, start_sharing
 from shardtrain.comm.arithmetic import check_op, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.norms import refuse_pieces
@@ -220,24 +220,6 @@ def all_to_all_single(
     return _run(Call("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single), group, async_op)
 
 
-def _guarded(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap torch's ``function``, so that a rank that is lost meanwhile is named."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        groups = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, Group))
-        with guarded(next(groups, dist.group.WORLD)):
-            return function(*args, **kwargs)
-
-    return call
-
-
-all_gather = _guarded(dist.all_gather)
-barrier = _guarded(dist.barrier)
-gather = _guarded(dist.gather)
-scatter = _guarded(dist.scatter)
-
-
 def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     """Check the arguments, agree with the other ranks, and run the collective."""
     group = group or dist.group.WORLD
@@ -344,10 +326,10 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
     if read_storages & written_storages - {0} and not is_in_place:  # 0: of tensors without elements
         outgoing = [part.clone() for part in outgoing]
     if call.op is None:
-        start_exchange(mailbox, tag, outgoing, incoming).wait()
+        start_exchange(mailbox, tag, outgoing, incoming)()
     else:
         out = incoming[rank]
-        start_reduce_scatter(mailbox, tag, outgoing, out.dtype, call.op, out=out).wait()
+        start_reduce_scatter(mailbox, tag, outgoing, out.dtype, call.op, out=out)()
 
 
 def _backends_own(call: Call) -> Callable[..., Work | None]:

@@ -1,0 +1,262 @@
+"""Notice what users change of parameters, and adopt it or refuse it by name.
+
+Parameters change in ways of which no hook tells: in place, by ``.data =``, ``.to()``, ``requires_grad_()``,
+or by another object in a module's attribute. So what they show is noted, and compared at four moments:
+
+between steps     a local shard that lies elsewhere, of another dtype or device, is adopted; so is another
+                  object, if all modules that held the parameter hold it
+in forward        local shards may not change, since other ranks may compute with them; they may move
+while whole       values may not change: that would be lost, or done once per rank; they may move
+where a forward   the frozen parameters must be the same on all ranks: their names enter the path
+or backward begins
+
+A move changes where a parameter lies, and no element: ``flatten_parameters()`` of a recurrent network moves
+its weights into one buffer, ``.to(memory_format=torch.channels_last)`` into another order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from shardtrain.engine.module_class import Addition
+from shardtrain.engine.shard import Segment, ShardedParam, address_of
+from shardtrain.engine.unit import Shown, Unit
+
+Below = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
+
+
+# Of each parameter of a unit autograd's version of it, and where it lies. Another dtype or device lies
+# elsewhere, since the memory of what was noted is still held. A named tuple would take three times as long.
+Noted = list[tuple[int, int]]
+
+MARK = "_shardtrain_flattens"  # the attribute of a recurrent module with its unit and the model's `Changes`
+
+
+class Changes:
+    """Compare what the parameters of ``root`` show with what was noted. Written here only."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
+        self._root = root
+        self._units = units
+        self._ignored = set(root.parameters()).difference(self._params())
+        self._below = _modules_below(root)
+        self._full: dict[Unit, Noted] = {}
+        self._shards: dict[Unit, Noted] = {}
+
+    def _params(self) -> list[nn.Parameter]:
+        params = list[nn.Parameter]()
+        for unit in self._units:
+            params += [member.param for member in unit.members]
+        return params
+
+    # between steps
+
+    def adopt(self, require_reduced: Callable[[str], None]) -> bool:
+        """Adopt the local shards that users have replaced. Call it between steps only.
+
+        Return whether one was converted, so that full vectors may lie on another device.
+
+        Raises ValueError if a local shard does not fit, or, by ``require_reduced``, if a unit takes another
+        dtype or device while gradients wait; then nothing of the unit is adopted.
+        """
+        converted = False
+        for unit in self._units:
+            replaced = [segment for segment in unit.segments if any(map(was_replaced, segment.members))]
+            if not replaced or unit.shown is not Shown.SHARD:
+                continue
+            locals_ = [shown_local(segment) for segment in replaced]
+            if any(segment.converts(local) for segment, local in zip(replaced, locals_, strict=True)):
+                require_reduced("parameters were converted")
+                converted = True
+            for segment, local in zip(replaced, locals_, strict=True):
+                segment.adopt(local)
+        return converted
+
+    def refuse_attached(self) -> None:
+        """Raise ValueError if parameters were attached, which no unit has."""
+        if not any(
+            len(module._parameters) != count or tuple(module._modules.values()) != children
+            for module, children, count in self._below
+        ):
+            return
+        known = self._ignored.union(self._params())
+        if new := [name for name, param in self._root.named_parameters() if param not in known]:
+            raise ValueError(
+                f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "
+                "gradients. Attach them first, then shard"
+            )
+        self._below = _modules_below(self._root)
+
+    def refuse_meta(self) -> None:
+        """Raise ValueError if local shards have no values yet."""
+        names = list[str]()
+        for unit in self._units:
+            for segment in unit.segments:
+                if segment.local.is_meta:
+                    names += [member.name for member in segment.members]
+        if names:
+            raise ValueError(
+                f"parameters still on the meta device: {', '.join(names)}; materialise the local pieces "
+                "with module.to_empty(device=...) and load or initialise their values first"
+            )
+
+    # in a step
+
+    def note(self, unit: Unit) -> None:
+        """Note the values that parameters of ``unit`` show now."""
+        noted = self._full if unit.shown is Shown.FULL else self._shards
+        noted[unit] = _noted(unit)
+
+    def move(self, unit: Unit, move: Callable[[], None]) -> None:
+        """Call ``move``, which moves full parameters of ``unit`` and changes none, and note where they lie.
+
+        So the host need not wait for an accelerator to compare their values.
+        """
+        changed = _differing(unit, self._full)
+        move()
+        noted = self._full.get(unit, [])
+        if unit.shown is Shown.FULL:
+            for index, (member, (version, _)) in enumerate(zip(unit.members, noted, strict=True)):
+                if member not in changed:
+                    noted[index] = version, member.param.data_ptr()
+
+    def require_same_values(self, unit: Unit) -> None:
+        """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost.
+
+        If one lies elsewhere its values are compared, for which the host waits for an accelerator.
+        """
+        if unit.shown is not Shown.FULL:
+            return
+        differing = _differing(unit, self._full)
+        if changed := [m.name for m in differing if not _has_moved(m.param, m.full_view)]:
+            raise ValueError(
+                f"{', '.join(changed)} changed while {unit.title} was whole, which would be lost or done "
+                "once per rank; change parameters between steps, inside shardtrain.unsharded(model). After a "
+                "forward with gradients, the root is whole until its backward: evaluate under torch.no_grad()"
+            )
+        if differing:
+            self.note(unit)
+
+    def require_same_shards(self, unit: Unit) -> None:
+        """Raise ValueError if local shards were changed since forward began: other ranks may read them."""
+        if unit.shown is not Shown.SHARD:
+            return
+        differing = _differing(unit, self._shards)
+        if changed := [m.name for m in differing if not _has_moved(m.param, m.local_view)]:
+            raise ValueError(
+                f"forward changed {', '.join(changed)} of {unit.title}, with which other ranks may compute "
+                "now; change parameters between steps (a momentum encoder after optimizer.step())"
+            )
+
+
+class Flattens(Addition):
+    """Let a recurrent network move its weights into one buffer while they are whole.
+
+    At rest they are local shards, which stay where they are. cuDNN would take them for whole weights.
+    """
+
+    def flatten_parameters(self) -> None:
+        unit, changes = self.__dict__[MARK]
+        if unit.shown is not Shown.SHARD:
+            changes.move(unit, super().flatten_parameters)  # type: ignore[misc]
+
+
+def frozen(units: Sequence[Unit]) -> list[str]:
+    """Return the names of the parameters that require no gradient now."""
+    names = list[str]()
+    for unit in units:
+        names += [member.name for member in unit.members if not member.param.requires_grad]
+    return names
+
+
+def trained_in_words(names: Sequence[str]) -> str:
+    """Return what ranks compare of what they train: all parameters, or all but the frozen ``names``."""
+    if not names:
+        return "all parameters"
+    if len(names) == 1:
+        return f"all but {names[0]}"
+    return f"all but {names[0]} and {len(names) - 1} more ({zlib.crc32(' '.join(names).encode()):08x})"
+
+
+def was_replaced(member: ShardedParam) -> bool:
+    """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave the parameter other storage.
+
+    The old storage is still held, so a new one has another address. A module may also hold another object.
+    """
+    param = member.param
+    for module, attribute in member.info.holders:
+        if module._parameters.get(attribute) is not param:
+            return True
+    return address_of(param) != member.address
+
+
+def shown_local(segment: Segment) -> torch.Tensor:
+    """Return the local shards that the parameters show now, laid out like ``segment.local``.
+
+    Members take over parameters that a user has put in the place of theirs. Raises ValueError if one is not
+    of its part's size, or if dtypes or devices differ.
+    """
+    for member in segment.members:
+        member.param = member.info.parameter
+    first = segment.members[0]
+    local = first.param.new_zeros(segment.layout.length(segment.transport.rank))
+    for member in segment.members:
+        _check_like(member, first)
+        member.part.shown(member.piece_of(local)).copy_(member.param.data)
+    return local
+
+
+def _check_like(member: ShardedParam, first: ShardedParam) -> None:
+    """Raise ValueError unless the value is a piece of the right size, dtype and device (``first``'s)."""
+    param = member.param
+    expected = first.param
+    if not param.is_leaf:
+        raise ValueError(
+            f"parameter {member.name} was replaced by the result of a computation, through which "
+            "gradients cannot flow here; do that (torch.func.functional_call) with an unsharded model"
+        )
+    if param.shape != member.part.local_shape:
+        raise ValueError(
+            f"parameter {member.name} now has shape {tuple(param.shape)} on this rank, but its local piece "
+            f"has {member.part.local_shape}; change whole parameters inside shardtrain.unsharded(model)"
+        )
+    if (param.dtype, param.device) != (expected.dtype, expected.device):
+        raise ValueError(
+            f"parameter {member.name} is now {param.dtype} on {param.device}, while {first.name} of the "
+            f"same unit is {expected.dtype} on {expected.device}; convert the whole model, or convert it "
+            "before shard()"
+        )
+
+
+def _modules_below(root: nn.Module) -> Below:
+    """Return all modules with their children and numbers of parameters, to notice what is attached."""
+    below = []
+    for module in root.modules():
+        below.append((module, tuple(module._modules.values()), len(module._parameters)))
+    return below
+
+
+def _noted(unit: Unit) -> Noted:
+    return [(member.param._version, member.param.data_ptr()) for member in unit.members]
+
+
+def _differing(unit: Unit, noted: dict[Unit, Noted]) -> list[ShardedParam]:
+    """Return the parameters of ``unit`` that show something else than was ``noted``."""
+    shows = _noted(unit)
+    showed = noted.get(unit, shows)
+    if shows == showed:
+        return []
+    return [member for member, now, then in zip(unit.members, shows, showed, strict=True) if now != then]
+
+
+def _has_moved(param: nn.Parameter, held: torch.Tensor) -> bool:
+    """Return whether ``param`` shows, elsewhere, the values of ``held``, which its unit set it to."""
+    shown = param.data
+    if shown.data_ptr() == held.data_ptr():  # changed in place
+        return False
+    alike = (shown.shape, shown.dtype, shown.device) == (held.shape, held.dtype, held.device)
+    return alike and torch.allclose(shown, held, rtol=0, atol=0, equal_nan=True)

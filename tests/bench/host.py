@@ -1,0 +1,340 @@
+"""Measure what a training step costs the host: the time of Python and of launches, by phase and by contender.
+
+    python tests/bench/host.py
+    python tests/bench/host.py device=cuda
+
+On the CPU it is processor time of one thread beyond that of the model that is not sharded, for rank 2 of 8
+of torch's fake process group, whose collectives move nothing. (DDP needs a real group: one rank of gloo.)
+Models of 4 and 24 units with 1 and 8 parameters each tell microseconds per unit, per parameter and per
+step. On a GPU it is one rank over NCCL: milliseconds until all work of a step is launched, beside those of
+the step. Where both are equal the device waits for the host.
+
+cases          a list of grid (the four models), vit, vit48, small (48 units of one parameter); on a GPU of
+               vit_s, wide (24 blocks of width 1024), vit48; by default all
+contenders     a list of ddp, fsdp2, shardtrain, alone (one rank without a process group), besides plain
+optimizer      fused, foreach or loop: AdamW's ways (fused)
+precision      fp32, bf16, in which normalisation layers stay fp32, but for FSDP2's (fp32; on a GPU bf16)
+rounds         timed; each steps every contender once (60; on a GPU 20)
+device         cpu or an accelerator's type (cpu)
+out            a JSON file (none)
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore, fsdp  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchvision.models.vision_transformer import EncoderBlock, VisionTransformer
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.device import is_accelerator, synchronize
+from shardtrain.job.errors import UserError, not_valid
+
+PHASES = ("forward", "backward", "optimizer")
+TITLES = {
+    "plain": "not sharded",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "shardtrain": "shardtrain",
+    "alone": "shardtrain, alone",
+}
+GRID = [(4, 1), (4, 8), (24, 1), (24, 8)]  # units, and parameters of each
+CHOICES = {
+    "contenders": [*TITLES][1:],
+    "optimizer": ["fused", "foreach", "loop"],
+    "precision": ["fp32", "bf16"],
+}
+SETTLED = 5  # steps before the first timed one
+
+
+class Layers(nn.Module):
+    """Multiply by each of ``count`` weights: a unit in which the model itself costs little."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.eye(8) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describe a model, its unit, and its images [batch, ...]; of ``classes`` it computes a loss."""
+
+    build: Callable[[], nn.Module]
+    unit: type[nn.Module]
+    images: tuple[int, ...]
+    classes: int
+
+
+def _vit(blocks: int, width: int, heads: int, size: int, patch: int, batch: int) -> Case:
+    def build() -> nn.Module:
+        model: nn.Module = VisionTransformer(size, patch, blocks, heads, width, 4 * width, num_classes=10)
+        return model
+
+    return Case(build, EncoderBlock, (batch, 3, size, size), 10)
+
+
+def _stack(units: int, params: int) -> Case:
+    return Case(lambda: nn.Sequential(*[Layers(params) for _ in range(units)]), Layers, (2, 8), 8)
+
+
+CASES = {
+    **{f"grid {units}x{params}": _stack(units, params) for units, params in GRID},
+    "vit": _vit(12, 32, 2, 8, 4, 2),
+    "vit48": _vit(48, 64, 2, 8, 4, 2),
+    "small": _stack(48, 1),
+    "vit_s": _vit(12, 384, 6, 224, 16, 64),
+    "wide": _vit(24, 1024, 16, 224, 16, 16),
+}
+ON_CPUS = ("grid", "vit", "vit48", "small")
+ON_GPUS = ("vit_s", "wide", "vit48")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold the command line's settings."""
+
+    device: torch.device
+    cases: tuple[str, ...]
+    contenders: tuple[str, ...]
+    optimizer: str
+    precision: str
+    rounds: int
+    out: str
+
+
+def read(arguments: Sequence[str]) -> Settings:
+    """Return the settings of ``key=value`` words. Raises UserError for others."""
+    values = {}
+    known = ("device", "cases", *CHOICES, "rounds", "out")
+    for word in arguments:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"cannot read {word!r}: expected key=value")
+        if key not in known:
+            raise not_valid(f"unknown key {key}", key, known)
+        values[key] = value
+    device = torch.device(values.get("device", "cpu"))
+    on_gpu = is_accelerator(device)
+    choices = {**CHOICES, "cases": ON_GPUS if on_gpu else ON_CPUS}
+    lists = {}
+    for key, names in choices.items():
+        lists[key] = tuple(values[key].strip("[]").split(",") if key in values else names)
+        for name in lists[key]:
+            if name not in names:
+                raise not_valid(f"{key}={name}", name, names)
+    rounds = values.get("rounds", "20" if on_gpu else "60")
+    if not rounds.isdecimal() or int(rounds) < 1:
+        raise UserError(f"rounds={rounds}: expected a whole number, at least 1")
+    return Settings(
+        device=device,
+        cases=lists["cases"],
+        contenders=lists["contenders"],
+        optimizer=lists["optimizer"][0],
+        precision=lists["precision"][-1 if on_gpu else 0],
+        rounds=int(rounds),
+        out=values.get("out", ""),
+    )
+
+
+class Contender:
+    """Hold one model, ready to step, and what its steps have taken.
+
+    ``seconds``: of each phase, per step; of the host on a GPU. ``whole``: of the whole step, with the device.
+    """
+
+    def __init__(self, name: str, case: Case, settings: Settings) -> None:
+        device = settings.device
+        self.device = device
+        self.low = torch.bfloat16 if settings.precision == "bf16" else None
+        torch.manual_seed(0)
+        self.model = _wrapped(name, case, case.build().to(device), device, self.low)
+        self.autocasts = self.low if name in ("plain", "ddp") else None
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=1e-4,
+            fused=settings.optimizer == "fused",
+            foreach=settings.optimizer == "foreach",
+        )
+        self.images = torch.randn(case.images, device=device)
+        self.labels = torch.randint(case.classes, case.images[:1], device=device)
+        self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self.whole = list[float]()
+
+    def step(self, timed: bool) -> None:
+        clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
+        synchronize(self.device)
+        moments = [clock()]
+        with torch.autocast(self.device.type, self.autocasts, enabled=self.autocasts is not None):
+            loss = F.cross_entropy(self.model(self.images).float(), self.labels)
+        moments.append(clock())
+        loss.backward()
+        moments.append(clock())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        moments.append(clock())
+        synchronize(self.device)
+        if timed:
+            self.whole.append(clock() - moments[0])
+            for index, phase in enumerate(PHASES):
+                self.seconds[phase].append(moments[index + 1] - moments[index])
+
+
+def _wrapped(
+    name: str, case: Case, model: nn.Module, device: torch.device, low: torch.dtype | None
+) -> nn.Module:
+    if name == "ddp":
+        group = None if is_accelerator(device) else dist.new_group([dist.get_rank()], backend="gloo")
+        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    if name == "fsdp2":
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=low)
+        for module in model.modules():
+            if isinstance(module, case.unit):
+                fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+        fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
+    if name != "plain":
+        world: Any = dist.group.WORLD
+        transport = comm.Alone() if name == "alone" else comm.ProcessGroupTransport(world)
+        precision = shardtrain.Precision(low)
+        return shardtrain.shard(model, units=[case.unit], transport=transport, precision=precision)
+    return model
+
+
+def measure(case: Case, settings: Settings) -> dict[str, Contender]:
+    """Step all contenders in turns."""
+    contenders = {name: Contender(name, case, settings) for name in ("plain", *settings.contenders)}
+    gc.collect()
+    for number in range(SETTLED + settings.rounds):
+        order = deque(contenders.values())
+        order.rotate(-number)
+        for contender in order:
+            contender.step(number >= SETTLED)
+    return contenders
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the lower quartile: others' work only lengthens a step."""
+    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+
+
+def beyond_plain(contenders: Mapping[str, Contender]) -> dict[str, dict[str, float]]:
+    """Return the microseconds per phase of each contender beyond those of the model that is not sharded."""
+    costs: dict[str, dict[str, float]] = {}
+    plain = contenders["plain"]
+    for name, contender in contenders.items():
+        if contender is plain:
+            continue
+        costs[name] = {}
+        for phase in PHASES:
+            difference = lower_quartile(contender.seconds[phase]) - lower_quartile(plain.seconds[phase])
+            costs[name][phase] = 1e6 * difference
+        costs[name]["step"] = sum(costs[name].values())
+    return costs
+
+
+def slopes(costs: Sequence[float]) -> tuple[float, float, float]:
+    """Return microseconds per unit, per parameter and per step, from the ``costs`` of the `GRID`."""
+    points = torch.tensor([[units, units * params, 1.0] for units, params in GRID], dtype=torch.float64)
+    solved = torch.linalg.lstsq(points, torch.tensor(costs, dtype=torch.float64)[:, None]).solution
+    per_unit, per_param, fixed = solved.flatten().tolist()
+    return per_unit, per_param, fixed
+
+
+@dataclass
+class Report:
+    """Collect lines to print, and what a file of results has."""
+
+    lines: list[str] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+def on_cpu(settings: Settings, report: Report) -> None:
+    """Measure processor time beyond that of the model that is not sharded."""
+    names = [case for case in CASES if case.split()[0] in settings.cases]
+    costs = {}
+    for name in names:
+        costs[name] = beyond_plain(measure(CASES[name], settings))
+    report.results = costs
+    if "grid" in settings.cases:
+        report.lines.append(f"{'µs':<20}{'phase':<12}{'per unit':>10}{'per param':>11}{'per step':>10}")
+        for contender in settings.contenders:
+            for phase in (*PHASES, "step"):
+                grid = [costs[f"grid {units}x{params}"][contender][phase] for units, params in GRID]
+                unit, param, fixed = slopes(grid)
+                line = f"{TITLES[contender]:<20}{phase:<12}{unit:>10.0f}{param:>11.1f}{fixed:>10.0f}"
+                report.lines.append(line)
+    for name in names:
+        if not name.startswith("grid"):
+            report.lines.append(f"{name}, µs per step beyond the model that is not sharded")
+            for contender, phases in costs[name].items():
+                words = [f"{phase} {cost:,.0f}" for phase, cost in phases.items()]
+                report.lines.append(f"  {TITLES[contender]:<20}{'   '.join(words)}")
+
+
+def on_accelerator(settings: Settings, report: Report) -> None:
+    """Measure the host's time beside the step's."""
+    for name in settings.cases:
+        contenders = measure(CASES[name], settings)
+        head = f"{name}, {settings.precision}, ms per step"
+        report.lines.append(f"{head:<36}{'host':>8}{'step':>9}{'over plain':>12}")
+        plain = lower_quartile(contenders["plain"].whole)
+        report.results[name] = {}
+        for title, contender in contenders.items():
+            host = 1e3 * sum(lower_quartile(contender.seconds[phase]) for phase in PHASES)
+            whole = lower_quartile(contender.whole)
+            step = 1e3 * whole
+            report.results[name][title] = {"host_ms": host, "step_ms": step, "over_plain": whole / plain}
+            report.lines.append(f"  {TITLES[title]:<34}{host:>8.2f}{step:>9.2f}{whole / plain:>12.2f}")
+        del contenders
+        gc.collect()
+
+
+def main(arguments: Sequence[str]) -> Report:
+    settings = read(arguments)
+    report = Report()
+    torch.set_num_threads(1)
+    if is_accelerator(settings.device):
+        store = TCPStore("127.0.0.1", 0, 1, is_master=True)
+        device = torch.device(settings.device.type, 0)
+        dist.init_process_group(store=store, rank=0, world_size=1, device_id=device)
+        on_accelerator(settings, report)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+        on_cpu(settings, report)
+    dist.destroy_process_group()
+    if settings.out:
+        Path(settings.out).write_text(json.dumps(report.results, indent=1))
+    return report
+
+
+if __name__ == "__main__":
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        try:
+            print("\n".join(main(sys.argv[1:]).lines))
+        except UserError as error:
+            sys.exit(f"Error: {error}")
