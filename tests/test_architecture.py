@@ -261,6 +261,11 @@ def test_no_test_module_imports_another() -> None:
         assert not modules, f"{file.relative_to(ROOT)} imports {modules}: what is shared is a helper's"
 
 
+def test_plugins_that_xdist_disables_are_left_out(pytestconfig: pytest.Config) -> None:
+    """Some releases of pytest-benchmark warn of that: an error before a test is collected."""
+    assert pytestconfig.pluginmanager.is_blocked("benchmark")
+
+
 def test_helpers_of_tests_are_read_quickly() -> None:
     helpers = [file for file in TESTS.glob("*.py") if not file.stem.startswith("test_")]
     counted = [file for file in helpers if file.stem not in NO_HELPERS]
