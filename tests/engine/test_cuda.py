@@ -1,4 +1,4 @@
-"""The CUDA paths, and the table of ways on real devices. Tests skip where they lack a device, or a second one.
+"""The CUDA paths, and the table of ways on real devices. Tests skip where they lack one device, or two.
 
     python -m pytest -n 0 -rs tests/engine/test_cuda.py           on a machine with a card
     python -m pytest -n 0 tests/engine/test_cuda.py --long        without: the table on the CPU
@@ -48,7 +48,7 @@ two_gpus = pytest.mark.skipif(CARDS < 2, reason="needs two CUDA devices")
 
 def nccl_ranks(count: int) -> pytest.MarkDecorator:
     """Skip where ``count`` ranks over NCCL have neither a device each nor the right to share one."""
-    enough = CARDS >= count or (CARDS > 0 and devices.shareable())
+    enough = count <= CARDS or (CARDS > 0 and devices.shareable())
     return pytest.mark.skipif(
         not enough, reason=f"needs {count} CUDA devices, or NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1"
     )
