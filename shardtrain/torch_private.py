@@ -59,6 +59,11 @@ NAMES = {
     "torch._C._dynamo.eval_frame:get_eval_frame_callback": Row(
         "to notice compiled code that runs around a call", _COMPILE
     ),
+    "torch._C._functorch:peek_interpreter_stack": Row(
+        "to notice vmap and torch.func around a call",
+        "test_user_code.py::test_uses_of_a_sharded_model_are_refused",
+        "torch.func.debug_unwrap of a new tensor, which takes 60 times as long",
+    ),
     "torch._compile:_disable_dynamo": Row(
         "to keep hooks out of compiled graphs",
         _COMPILE,
@@ -135,6 +140,11 @@ IN_PLACE = {
     "torch.utils._python_dispatch:TorchDispatchMode": Row(
         "a base class: to see each operation of a planned step", _PLAN
     ),
+    "torch.autograd.forward_ad:_current_level": Row(
+        "to notice that dual numbers are in use",
+        "test_forwards.py::test_dual_numbers",
+        "forward_ad.unpack_dual, which takes 40 times as long",
+    ),
     "torch:Tensor._version": Row(
         "to notice that a user has changed a tensor",
         "test_user_code.py::test_edits_of_whole_parameters_between_forward_and_backward_are_refused",
@@ -146,6 +156,14 @@ IN_PLACE = {
     "torch:Tensor._post_accumulate_grad_hooks": Row(
         "to call users' hooks once gradients are reduced",
         "test_user_code.py::test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece",
+    ),
+    "torch.optim:SGD([{'params': []}])._optimizer_step_pre_hooks": Row(
+        "to begin a step after users' hooks",
+        "test_gradients.py::test_users_code_in_a_step_sees_pieces",
+    ),
+    "torch.optim:SGD([{'params': []}])._optimizer_step_post_hooks": Row(
+        "to end a step before users' hooks",
+        "test_gradients.py::test_users_code_in_a_step_sees_pieces",
     ),
     "torch:UntypedStorage._cdata": Row(
         "to compare storages",

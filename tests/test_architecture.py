@@ -29,7 +29,7 @@ ENGINE = [
     "collectives",
     "checkpoint",
 ]
-PROGRAM = ["job", "plan", "monitor", "train", "export", "doctor"]
+PROGRAM = ["job", "plan", "monitor", "train", "export", "evaluate", "predict", "doctor"]
 ORDER = [*ENGINE, PUBLIC, "fsdp", "transport_check", *PROGRAM]
 # `comm` has the public collectives among its names, and loads them at the first use.
 HANDS_ON = ("comm/__init__.py", "collectives")
@@ -259,6 +259,11 @@ def test_no_test_module_imports_another() -> None:
                 names += [f"{node.module}.{alias.name}" for alias in node.names]
         modules = [name for name in names if re.search(r"(^|\.)test_\w+\.", f"{name}.")]
         assert not modules, f"{file.relative_to(ROOT)} imports {modules}: what is shared is a helper's"
+
+
+def test_plugins_that_xdist_disables_are_left_out(pytestconfig: pytest.Config) -> None:
+    """Some releases of pytest-benchmark warn of that: an error before a test is collected."""
+    assert pytestconfig.pluginmanager.is_blocked("benchmark")
 
 
 def test_helpers_of_tests_are_read_quickly() -> None:

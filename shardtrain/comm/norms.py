@@ -83,6 +83,15 @@ class GradientPiece(Tensor):
         piece.owners = owners
         return piece
 
+    def unmark(self) -> None:
+        """Be a plain tensor, the same object, until `mark`."""
+        self.__class__ = Tensor  # type: ignore[assignment]
+
+    @classmethod
+    def mark(cls, unmarked: Tensor) -> None:
+        """Undo `unmark`."""
+        unmarked.__class__ = cls
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -147,11 +147,7 @@ class Driver:
 
     def refresh(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.release(unit)
-        if unit.trains:
-            self.schedule.trains.add(unit)
-        else:
-            self.schedule.trains.discard(unit)
+        self.schedule.refresh(unit, unit.trains)
         unit.refresh()
         self.changes.note(unit)
         self._agree_on_frozen()
@@ -194,7 +190,7 @@ class Driver:
         schedule = self.schedule
         if unit not in schedule.calls or schedule.backward or not torch.is_grad_enabled():
             return
-        reach = partial(self._reach, schedule.forward, unit, schedule.moment)
+        reach = partial(self._reach, schedule.recorded, unit, schedule.moment)
         for tensor in tensors:
             for output in (tensor, tensor._base):
                 if output is not None and (node := output.grad_fn) is not None:

@@ -172,6 +172,7 @@ class Engine:
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             return
+        self.optimizers.end_steps()
         if self._changes.adopt(self.driver.require_reduced):
             self._place()
         self._hook_parameters()
@@ -206,7 +207,7 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
         try:
             begin()
             output = call(*args, **kwargs)
-            end([*leaves(output)], None)
+            end(leaves(output), None)
         except BaseException as error:
             end((), error)
             raise

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.shard import Segment, ShardedParam
@@ -45,9 +46,10 @@ class Optimizers:
         self._members = members
         # The sizes of each optimizer's groups when it was checked, and whether it steps this model.
         self._known: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
-        self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hooks: weakref.WeakKeyDictionary[Any, StepHooks] = weakref.WeakKeyDictionary()
         self._passed: set[str] = set()  # see `Tryable`
-        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in step() now
+        # Optimizers whose own code runs now, each with the gradients that are plain meanwhile.
+        self._stepping: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def before_step(
         self,
@@ -71,8 +73,10 @@ class Optimizers:
                 for member in self._members:
                     _cut_state(member, optimizer.state.get(member.param, {}))
             self._known[optimizer] = sizes, steps
+        self.end_step(optimizer)  # the last one may have raised
         if not steps:
             return
+        self._hooks[optimizer].enclose(optimizer)
         driver = self._driver
         driver.reset_failed_backward()
         driver.require_reduced("an optimizer's step()")
@@ -86,13 +90,34 @@ class Optimizers:
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
-        self._stepping.add(optimizer)
-        driver.root.transport.stepping = True
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the code of ``optimizer``, which was tried, use gradients as it likes, until `end_step`.
+
+        No user's code runs meanwhile: neither a hook nor a closure. For torch's own optimizers gradients are
+        plain tensors, since each operation on a piece is a call of Python.
+        """
+        plain = list[torch.Tensor]()
+        if type(optimizer).__module__.startswith("torch.optim."):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    grad = param.grad
+                    if type(grad) is GradientPiece:
+                        grad.unmark()
+                        plain.append(grad)
+        self._stepping[optimizer] = plain
+        self._driver.root.transport.stepping = True
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that ``optimizer`` has stepped. If its step raised, that is not before its next one."""
-        self._stepping.discard(optimizer)
+        """Undo `begin_step`, if that was called."""
+        for grad in self._stepping.pop(optimizer, ()):
+            GradientPiece.mark(grad)
         self._driver.root.transport.stepping = bool(self._stepping)
+
+    def end_steps(self) -> None:
+        """End the steps of optimizers that raised: torch calls no hook then."""
+        for optimizer in list(self._stepping):
+            self.end_step(optimizer)
 
     @property
     def seen(self) -> list[torch.optim.Optimizer]:
@@ -107,13 +132,63 @@ class Optimizers:
 
     def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give local shards to torch.distributed.checkpoint."""
-        if optimizer not in self._described:
-            self._described.add(optimizer)
-            optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
+        if optimizer not in self._hooks:
+            self._hooks[optimizer] = StepHooks(self, optimizer)
             pieces.describe_state(optimizer, self._members)
 
 
-def _after_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+class StepHooks:
+    """Tell `Optimizers` when an optimizer's own code begins and ends, between all users' hooks.
+
+    The optimizer holds the hooks. They hold `Optimizers` weakly, which holds a model.
+    """
+
+    def __init__(self, optimizers: Optimizers, optimizer: torch.optim.Optimizer) -> None:
+        known = weakref.ref(optimizers)
+        self._before = optimizer.register_step_pre_hook(partial(_begin_step, known)).id
+        self._after = optimizer.register_step_post_hook(partial(_end_step, known)).id
+
+    def enclose(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended."""
+        before: Any = optimizer._optimizer_step_pre_hooks
+        after: Any = optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before)
+        after.move_to_end(self._after, last=False)
+
+
+def _begin_step(
+    known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Begin a step of ``optimizer``. Return its arguments, with closures that run outside of the step."""
+    optimizers = known()
+    if optimizers is None:
+        return None
+    optimizers.begin_step(optimizer)
+    if len(args) == 1 and not kwargs:
+        return None
+
+    def outside(argument: Any) -> Any:
+        return partial(_run_outside, optimizers, optimizer, argument) if callable(argument) else argument
+
+    itself, *others = args
+    return (itself, *map(outside, others)), {name: outside(value) for name, value in kwargs.items()}
+
+
+def _run_outside(
+    optimizers: Optimizers,
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a user's ``closure``. If it raises, the step has ended."""
+    optimizers.end_step(optimizer)
+    result = closure(*args, **kwargs)
+    optimizers.begin_step(optimizer)
+    return result
+
+
+def _end_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     optimizers = known()
     if optimizers is not None:
         optimizers.end_step(optimizer)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardtrain import torch_private
-from shardtrain.engine.user_code import tracked
+from shardtrain.engine.user_code import is_plain, tracked
 
 NORMS: tuple[type[nn.Module], ...] = (torch_private.NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -79,11 +79,18 @@ class Precision:
         return isinstance(module, self.keep) and not isinstance(module, torch_private.NormBase)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested arguments or outputs of a module: pytrees, mappings, dataclasses.
+def leaves(value: Any) -> list[Any]:
+    """Return the leaves of nested arguments or outputs of a module: pytrees, mappings, dataclasses.
 
-    Of a tensor inside vmap, or a dual number, yield what autograd tracks: its plain value and tangent.
+    Of a tensor inside vmap, or a dual number, return what autograd tracks: its plain value and tangent.
     """
+    if isinstance(value, torch.Tensor) and is_plain():  # most modules return one tensor
+        return [value]
+    return [*_each_leaf(value)]
+
+
+def _each_leaf(value: Any) -> Iterator[Any]:
+    """Yield the `leaves` of ``value``."""
     if isinstance(value, torch.Tensor):
         yield from tracked(value)
         return
@@ -91,9 +98,9 @@ def leaves(value: Any) -> Iterator[Any]:
         if isinstance(leaf, torch.Tensor):
             yield from tracked(leaf)
         elif isinstance(leaf, Mapping):
-            yield from leaves(list(leaf.values()))
+            yield from _each_leaf(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from _each_leaf([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
             yield leaf
 

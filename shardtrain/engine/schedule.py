@@ -158,6 +158,7 @@ class Schedule(Generic[U]):
         self.unannounced: dict[U, None] = {}  # gathered until backward: perhaps no node announces it
         self.unreduced: set[U] = set()  # units whose gradients have been taken, and not reduced
         self.forward: Forward[U] = Forward()  # the latest of the root
+        self.recorded: Forward[U] = self.forward  # has the calls under way: this, or one called by itself
         self.in_forward = False
         self.backward: Backward[U] | None = None
         self._moment = 0
@@ -186,6 +187,14 @@ class Schedule(Generic[U]):
         """Let the next backwards reduce no gradients of ``units``, and those of all others."""
         self.accumulates = frozenset(units)
 
+    def refresh(self, unit: U, trains: bool) -> None:
+        """Release ``unit``, which is called by itself; ``trains``: a parameter of it requires a gradient."""
+        self.release(unit)
+        if trains:
+            self.trains.add(unit)
+        else:
+            self.trains.discard(unit)
+
     # forward
 
     def begin_forward(self, trains: set[U]) -> None:
@@ -201,6 +210,7 @@ class Schedule(Generic[U]):
         self._ends = []
         self._alike = True
         self.forward = Forward()
+        self.recorded = self.forward
         self.in_forward = True
 
     def enter(self, unit: U) -> None:
@@ -208,6 +218,8 @@ class Schedule(Generic[U]):
         if unit in self.calls:
             self.calls[unit].depth += 1
             return
+        if not (self.calls or self.in_forward or self.backward):  # called by itself: a forward of its own
+            self.recorded = Forward()
         self._moment += 1
         self.calls[unit] = Call(unit, self._moment)
         if self.backward is not None:  # which computes something again
@@ -215,9 +227,10 @@ class Schedule(Generic[U]):
             return
         if self.in_forward:
             self._compare(self._order, self._expected, unit)
-        self._show(unit)
+        self._gather(unit)
         if self.in_forward and self._alike:
             self._prefetch()
+        self._show(unit)
 
     def _compare(self, units: list[U], expected: Sequence[U], unit: U) -> None:
         """Append ``unit`` to ``units``. If ``expected`` has another one there, release what waits for it."""
@@ -240,7 +253,7 @@ class Schedule(Generic[U]):
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""
-        return self.gathered - self.shown - self.keeps
+        return self.gathered - self.calls.keys() - self.unannounced.keys() - self.keeps
 
     def announce(self, unit: U) -> None:
         """Note that autograd may run a node that made an output of ``unit``'s call under way."""
@@ -267,6 +280,8 @@ class Schedule(Generic[U]):
             self._record(call)
         if learns and (unannounced or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self.unannounced[unit] = None
+        if not (self.calls or self.in_forward):
+            self.recorded = self.forward
         if unit in self.unannounced:
             return
         if learns and (unit in self.keeps or self._begins_backward(call)):
@@ -277,15 +292,15 @@ class Schedule(Generic[U]):
     def _record(self, call: Call[U]) -> None:
         """Note the end of ``call``: backward will descend through it."""
         self._awaiting.setdefault(call.unit, call.began)
-        if self.in_forward:
-            self.forward.calls.append(call)
+        self.recorded.calls.append(call)
+        if self.in_forward and call.unit is not self.root:
             self._compare(self._ends, self._expected_ends, call.unit)
 
     def _begins_backward(self, call: Call[U]) -> bool:
         """Return whether ``call``, which has ended, is one of the last two before the root's."""
-        if not (self.in_forward and self._alike and call.announced):
+        if not (self.in_forward and self._alike and call.announced and len(self._in_advance()) <= 2):
             return False
-        return len(self._ends) >= len(self._expected_ends) - 2
+        return len(self._ends) > len(self._expected_ends) - 2
 
     def end_forward(self, failed: bool) -> None:
         """Release what was gathered and not used, as the root returns or (``failed``) raises."""
@@ -302,8 +317,9 @@ class Schedule(Generic[U]):
 
     def show_unannounced(self, unit: U) -> None:
         """Gather and show ``unit``, until the next backward ends: code outside of its calls uses it."""
-        self._show(unit)
         self.unannounced[unit] = None
+        self._show(unit)
+        self._awaiting.setdefault(unit, self._moment)
 
     def hide_unannounced(self) -> None:
         """Let the parameters of units that stay gathered until backward show local shards."""
@@ -321,6 +337,8 @@ class Schedule(Generic[U]):
         """Begin a backward, whose first node was made in ``forward``."""
         self.trains = trains
         self.backward = Backward(self.accumulates)
+        for unit in self.unannounced:  # hidden since, or released
+            self._show(unit)
         self._descend_into(self.backward, forward)
 
     def reach(self, forward: Forward[U], unit: U, moment: int) -> None:
@@ -333,7 +351,7 @@ class Schedule(Generic[U]):
         if forward is not backward.forward:  # two forwards, one backward
             self._descend_into(backward, forward)
             self._descend(backward, moment)
-        if unit not in backward.entered:  # called by itself
+        if unit not in self.opened:  # its call is under way
             self._open(backward, unit)
 
     def arrive(self, unit: U) -> None:
@@ -398,10 +416,11 @@ class Schedule(Generic[U]):
             edge = edges.pop()
             unit = edge.call.unit
             if edge.is_end:
-                self._open(backward, unit)
+                self._gather(unit)
                 following = next((each.call.unit for each in reversed(edges) if each.is_end), None)
                 if following is not None:
                     self._gather(following)
+                self._open(backward, unit)
             elif unit in self.opened:
                 if edge.moment == backward.first[unit]:
                     self._complete(backward, unit, self._awaiting.get(unit, edge.moment) < edge.moment)
@@ -418,7 +437,7 @@ class Schedule(Generic[U]):
     def _close(self, unit: U) -> None:
         """Release ``unit``, of which an earlier call will be reached: autograd sums the gradients of both."""
         self.opened.discard(unit)
-        if unit not in self.calls:
+        if unit not in self.calls and unit not in self.unannounced:
             self.release(unit)
 
     def _complete(self, backward: Backward[U], unit: U, awaits: bool) -> None:

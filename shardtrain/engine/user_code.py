@@ -27,8 +27,7 @@ def undisturbed(hook: Hook) -> Hook:
         if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
             broken(*args)
             return
-        probe = torch.empty(0, device="cpu")
-        if torch.func.debug_unwrap(probe) is not probe:
+        if _is_transformed():
             raise ValueError(
                 "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func: compute "
                 "with torch.autograd.forward_ad, or transform an unsharded copy of it, with the weights of "
@@ -37,6 +36,19 @@ def undisturbed(hook: Hook) -> Hook:
         hook(*args)
 
     return either
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` wraps all that is computed now, as vmap does not."""
+    if torch_private.peek_interpreter_stack() is None:
+        return False
+    probe = torch.empty(0, device="cpu")
+    return torch.func.debug_unwrap(probe) is not probe
+
+
+def is_plain() -> bool:
+    """Return whether no transform and no dual number is in use: each tensor is what autograd tracks."""
+    return torch_private.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 def tracked(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

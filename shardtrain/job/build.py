@@ -62,7 +62,10 @@ def build(
     config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
 ) -> tuple[Job, Config]:
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
-    require_equal_parts(config, world_size)
+    if config.eval_only:
+        config = for_evaluation(config)
+    else:
+        require_equal_parts(config, world_size)
     require_equal_groups(config.parallel, world_size)
     micro_batches = config.micro_batches(world_size)
     virtual = config.virtual_ranks(world_size)
@@ -70,16 +73,16 @@ def build(
         devices.choose_deterministic_kernels()
     share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
-    images = together(lambda: data.load(config.data, config.allow, config.seed))
+    images = together(lambda: data.load(config.data, config.allow))
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
     steps, steps_per_epoch = length_of(config, images, share)
 
     model = initial_model(config, deferred=True, resumed=first_step > 0)
-    sample = (share.micro_batch, images.channels)
+    sample = (max(1, share.micro_batch), images.channels)
     flops = {  # for every size, so that a size that the model refuses fails now, not after hours
-        side: forward_flops(model, (*sample, side, side), len(images.classes)) / share.micro_batch
+        side: forward_flops(model, (*sample, side, side), len(images.classes)) / sample[0]
         for side in sorted(config.data.sides)
     }
     inference = inference_of(config, images, model)
@@ -92,6 +95,11 @@ def build(
         group["initial_lr"] = group["lr"]
     factor = lr_factor(config.sched, steps, steps_per_epoch)
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
+    if config.train.class_weights == "balanced" and not len(images.train):
+        raise UserError(
+            "train.class_weights=balanced needs the training images; train.class_weights=null scores the "
+            "loss without, and train.class_weights=[…] with given ones"
+        )
     loss = loss_of(config.train, config.allow, weights_of(config.train.class_weights, images))
     if isinstance(loss, nn.Module):  # it may have weights
         loss.to(device)
@@ -117,6 +125,13 @@ def build(
         forward_flops=flops,
     )
     return job, config
+
+
+def for_evaluation(config: Config) -> Config:
+    """Return the configuration without what divides training among ranks, as any number may evaluate."""
+    train = dataclasses.replace(config.train, accumulate=1)
+    parallel = dataclasses.replace(config.parallel, replicate=1)
+    return dataclasses.replace(config, train=train, parallel=parallel)
 
 
 def length_of(config: Config, images: data.DataSet, share: data.Share) -> tuple[int, int]:
@@ -225,7 +240,7 @@ def feeds(
     cutmix = config.train.cutmix
     mix = None
     augment = None
-    if config.augment.get("_target_") is None:
+    if config.augment.get("_target_") is None or config.eval_only:
         images = images._replace(train=images.train_as_val or images.train)  # no random crops either
     else:
         augment = instantiate(config.augment, "augment", object, config.allow)

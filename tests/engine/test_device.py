@@ -144,13 +144,8 @@ SHORT = {
     SILENT: {"even", "offload", "offload, fp16 scaled", "deferred"},
     ONE: {"bf16", "offload, no_sync, clip", "offload, checkpoint"},
     EIGHT: {
-        "whole",
-        "kept",
-        "fp16 scaled",
-        "offload, bf16",
-        "virtual ranks",
-        "offload, replicas, bf16",
-        "EMA",
+        *("whole", "kept, no_sync", "fp16 scaled", "virtual ranks", "replicas, bf16"),
+        *("offload, replicas, bf16", "EMA"),
     },
 }
 # Ranks that do not exist cannot agree on what is in a checkpoint; `play` copies it.
@@ -407,6 +402,22 @@ def test_gradients_of_a_root_without_parameters_wait_on_the_host(device: Simulat
     assert list(device.findings) == []
 
 
+@pytest.mark.parametrize("writeback", [True, False])
+def test_whole_gradients_of_an_offloaded_model(writeback: bool) -> None:
+    """Whole, they are on the device; this rank's parts return to the host."""
+    with simulated(SILENT):
+        model = shardtrain.shard(OddNet().to(DEVICE), units=[Block], offload=True)
+        ways.loss_of(model, 0, 0, DEVICE).backward()
+        before = {name: param.grad.clone() for name, param in model.named_parameters()}
+        with shardtrain.unsharded(model, writeback=writeback, grads=True), torch.no_grad():
+            for param in model.parameters():
+                assert param.device == DEVICE
+                param.grad.mul_(2)
+        for name, param in model.named_parameters():
+            assert param.grad.device == CPU
+            assert torch.equal(param.grad, before[name] * (2 if writeback else 1))
+
+
 def test_virtual_ranks_need_deterministic_kernels(device: SimulatedDevice) -> None:
     model = OddNet().to(DEVICE)
     with pytest.raises(
@@ -454,6 +465,16 @@ def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     torch.use_deterministic_algorithms(False)
     assert waits[2:7] == [[]] * 5  # after the last step comes a report, which waits
     assert list(device.findings) == []
+
+
+@pytest.mark.parametrize("key", ["optim=muon", pytest.param("parallel.offload=true", marks=pytest.mark.long)])
+def test_the_program_resumes(tmp_path: Path, key: str) -> None:
+    """On a device, with evaluations and checkpoints; the step counts of a checkpoint lie on the host."""
+    with simulated(SILENT) as device:
+        for length in ("train.max_steps=2", "train.max_steps=4"):
+            train(configure(*TINY, key, length, "train.epochs=1"), Context(ALONE, DEVICE, tmp_path))
+        assert list(device.findings) == []
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
 
 
 def in_bf16(model: nn.Module) -> nn.Module:

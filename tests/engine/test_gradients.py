@@ -5,6 +5,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.torch_version import TorchVersion
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.comm.norms import GradientPiece
 from shardtrain.recipes.muon import Muon
 
 from pool import Ranks, each_rank
@@ -275,6 +279,10 @@ TORCH_S: dict[str, Callable[[Any, Tensor], object]] = {
     "functional": lambda _, g: functional_collectives.all_reduce(g, "sum", dist.group.WORLD),
     "with gradients": lambda _, g: dist.nn.functional.all_reduce(g),
 }
+# Those of torch 2.11 that ask a tensor's class first, and those of ours that do not leave that to torch.
+ASK = {"all_reduce", "all_reduce of its data", "all_reduce later", "all_gather", "a norm of one"}
+OURS = COLLECTIVES.keys() - {"gather", "scatter", "send"}
+ALL_ASK = TorchVersion(torch.__version__) >= (2, 14)
 
 
 @pytest.mark.parametrize("layout", ["even", "whole"])
@@ -283,8 +291,9 @@ def test_collectives_of_gradients_are_refused(layout: str) -> None:
     """Each rank refuses by itself, before anything is sent; ours by an agreement, where they have one."""
     model = with_gradients(layout=layout)
     grad = next(param.grad for param in model.parameters() if param.grad is not None and param.numel())
-    ours = {f"ours: {name}": (comm, call) for name, call in COLLECTIVES.items()}
-    theirs = {name: (dist, call) for name, call in {**COLLECTIVES, **TORCH_S}.items()}
+    ours = {f"ours: {name}": (comm, call) for name, call in COLLECTIVES.items() if ALL_ASK or name in OURS}
+    torch_s = {**COLLECTIVES, **TORCH_S}
+    theirs = {name: (dist, call) for name, call in torch_s.items() if ALL_ASK or name in ASK}
     for name, (of, call) in {**ours, **theirs}.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch renames some
@@ -331,6 +340,82 @@ def test_an_operator_of_another_package_steps_if_the_trial_finds_it_right() -> N
     ByKernel(model.parameters(), 0.1).step()
     for name, value in shardtrain.full_state_dict(model).items():
         assert torch.equal(value, whole[name]), name
+
+
+class Descent(torch.optim.SGD):
+    """A user's optimizer, whose code is no user's code that sees a step from outside."""
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Descent])
+@each_rank(2, transport="auto")
+def test_users_code_in_a_step_sees_pieces(kind: type[torch.optim.Optimizer], layout: str) -> None:
+    """Hooks of a step and closures, however they are registered; so norms by hand are never one rank's."""
+    model = with_gradients(layout=layout)
+    params = [*model.parameters()]
+    right = shardtrain.clip_grad_norm_(model, torch.inf)
+    optimizer = kind(params, lr=0.1)
+    saw = list[str]()
+
+    def look(name: str) -> None:
+        norms = [param.grad.norm() for param in params if param.grad is not None]
+        torch.testing.assert_close(torch.stack(norms).norm().item(), right.item())
+        raised_soon(ValueError, lambda: norms[0].item())
+        saw.append(name)
+
+    def closure() -> Tensor:
+        look("closure")
+        return torch.zeros(())
+
+    optimizer.register_step_post_hook(lambda *_: look("after"))
+    handle = register_optimizer_step_pre_hook(lambda *_: look("before all"))
+    later = register_optimizer_step_post_hook(lambda *_: look("after all"))
+    try:
+        optimizer.step()
+        optimizer.register_step_pre_hook(lambda *_: look("before"))
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+    finally:
+        handle.remove()
+        later.remove()
+    look("outside")
+    both = ["before all", "before"]
+    if kind is Descent:  # torch calls the hooks of the class, and of the class that it calls
+        assert saw.count("closure") == 2
+        return
+    assert saw == [
+        *("before all", "after", "after all"),
+        *(*both, "closure", "after", "after all") * 2,
+        "outside",
+    ]
+
+
+@each_rank(2, transport="auto")
+def test_gradients_are_plain_while_torch_s_optimizer_steps_and_pieces_after_one_that_failed() -> None:
+    model = with_gradients()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # after its trial
+    with patch.object(GradientPiece, "__torch_function__", side_effect=AssertionError("a call of Python")):
+        optimizer.step()
+    weight = model[0].weight
+
+    def fails() -> None:
+        weight.grad.norm().item()
+
+    def fails_in_torch() -> None:
+        optimizer.param_groups[0]["lr"] = "none"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+
+    assert "piece alone" in raised_soon(ValueError, lambda: optimizer.step(fails))
+    assert "piece alone" in raised_soon(ValueError, fails)
+    fails_in_torch()
+    model(torch.ones(2, 5))
+    assert "piece alone" in raised_soon(ValueError, fails)
+    fails_in_torch()
+    optimizer.register_step_pre_hook(lambda *_: fails())
+    assert "piece alone" in raised_soon(ValueError, optimizer.step)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
