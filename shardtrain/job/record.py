@@ -165,8 +165,8 @@ def _has_checkpoints(run: Path) -> bool:
 
 def _file_of(path: Path) -> Path | None:
     """Return the file that has the record of ``path``: a run, one of its checkpoints, or `RUN/best`."""
-    folders = [path.parent] if path.name == "best" and not path.is_dir() else [path]
-    candidates = [folder / name for folder in folders for name in (CONFIG, "manifest.json")]
+    folder = path.parent if path.name == "best" and not path.is_dir() else path
+    candidates = [folder / name for name in (CONFIG, "manifest.json")]
     return next((file for file in candidates if file.is_file()), None)
 
 

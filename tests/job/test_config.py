@@ -137,7 +137,7 @@ def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
     assert said.count("=NAME:") == 3
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
+@pytest.mark.parametrize("program", ["train", "plan", "doctor", "evaluate", "export", "predict"])
 def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     """Of every choice of every group; one odd file of the user's changes nothing."""
     (own / "notes.yaml").write_text("- a\n\t- b")
