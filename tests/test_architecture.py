@@ -29,7 +29,7 @@ ENGINE = [
     "collectives",
     "checkpoint",
 ]
-PROGRAM = ["job", "plan", "monitor", "train", "export", "evaluate", "predict", "doctor"]
+PROGRAM = ["job", "plan", "monitor", "train", "evaluate", "export", "predict", "doctor"]
 ORDER = [*ENGINE, PUBLIC, "fsdp", "transport_check", *PROGRAM]
 # `comm` has the public collectives among its names, and loads them at the first use.
 HANDS_ON = ("comm/__init__.py", "collectives")
