@@ -198,6 +198,7 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
         table = [start_table(config, context, job)] if context.first else []
         notes = [
             *messages,
+            *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
             *start_messages(store, start, job, config),
         ]

@@ -161,7 +161,7 @@ ROWS = [
 def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
     """Streams are in order, the host never waits without need, and a single rank equals the plain model.
 
-    In fp32 it does bit for bit, unless sums of virtual ranks have another order.
+    In fp32 it does bit for bit, unless virtual ranks or a norm add in another order.
     """
     way = WAYS[name]
     with simulated(world) as device:
@@ -172,7 +172,7 @@ def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
         assert list(device.findings) == []
     assert len(waits) == expected_waits(way, world), waits
     if world.size == 1:
-        exact = way.precision == Precision() and not way.virtual
+        exact = way.precision == Precision() and not (way.virtual or way.clip)
         off = ways.deviation(result, plain(name, world.rank, world.size))
         assert off <= (EXACT if exact else way.tolerance)
 
