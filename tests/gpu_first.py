@@ -191,7 +191,7 @@ def nccl() -> None:
     values = [torch.ones(4, device=DEVICE) for _ in range(2)]
     with (
         noted(
-            "an error inside a coalesced collective", "coalesc" if DRY else "planted"
+            "an error inside a coalesced collective", "oalesc" if DRY else "planted"
         ),  # gloo coalesces nothing
         dist._coalescing_manager(device=DEVICE),
     ):
