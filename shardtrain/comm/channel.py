@@ -69,6 +69,11 @@ class Channel:
         return self._all_ranks or self
 
     @property
+    def returns_memory(self) -> bool:
+        """See `Transport`."""
+        return self.transport.returns_memory
+
+    @property
     def silent(self) -> bool:
         """Whether no other rank exists."""
         return isinstance(self.all_ranks.transport, Alone)

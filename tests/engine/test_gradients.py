@@ -412,6 +412,22 @@ def test_gradients_are_plain_while_torch_s_optimizer_steps_and_pieces_after_one_
     assert "piece alone" in raised_soon(ValueError, optimizer.step)
 
 
+@each_rank(2)
+def test_gradients_of_a_converted_model_are_summed_in_its_dtype() -> None:
+    model = with_gradients()
+    model.double()
+    model.zero_grad()
+    x = torch.rand(2, 5, dtype=torch.double)
+    model(x).square().sum().backward()
+    plain = small().double()
+    plain.load_state_dict(shardtrain.full_state_dict(model))
+    plain(x).square().sum().backward()
+    right = [dist.nn.functional.all_reduce(param.grad) / 2 for param in plain.parameters()]
+    with shardtrain.unsharded(model, grads=True):
+        for param, expected in zip(model.parameters(), right, strict=True):
+            torch.testing.assert_close(param.grad.as_subclass(Tensor), expected, rtol=1e-12, atol=1e-12)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "torch's Muon": lambda net: torch.optim.Muon(net.parameters(), lr=0.1),
     "Muon": lambda net: Muon(Muon.groups(net), lr=0.1),
