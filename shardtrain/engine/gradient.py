@@ -235,13 +235,13 @@ class Reduction:
     def _new_sum(self, segment: Segment, micro_batch: int) -> Sum:
         if not self._moves:
             return Sum(segment, micro_batch, None)
-        if not self._sums[segment] and (freed := self._freed.pop(segment, None)) is not None:
-            if freed.like is segment.like_gradient:  # users have not converted the segment
-                return freed.allocate(micro_batch)
         if self._sums[segment]:
             first = self._sums[segment][0].full
             assert first is not None
             return Sum(segment, micro_batch, torch.empty_like(first))
+        freed = self._freed.pop(segment, None)
+        if freed is not None and freed.like is segment.like_gradient:  # users have not converted the segment
+            return freed.allocate(micro_batch)
         return Sum(segment, micro_batch, segment.transport.gradient(segment.layout, segment.like_gradient))
 
     def _waiting(self) -> list[Sum]:
