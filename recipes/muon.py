@@ -120,9 +120,13 @@ class Muon(torch.optim.Optimizer):
 
     def _step_rest(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for param in params:
-            if not self.state[param]:
+            state = self.state[param]
+            if not state:
                 step = torch.zeros((), dtype=torch.float32, device=param.device)
-                self.state[param].update({key: torch.zeros_like(param) for key in AVERAGES}, step=step)
+                state.update({key: torch.zeros_like(param) for key in AVERAGES}, step=step)
+            elif state["step"].device != param.device:
+                # `load_state_dict` leaves it on the host, where the fused kernel of a device cannot read it.
+                state["step"] = state["step"].to(param.device)
         states = [self.state[param] for param in params]
         averages = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]

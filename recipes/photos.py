@@ -22,7 +22,8 @@ from torchvision.transforms import v2
 
 from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
-from shardtrain.job.errors import UserError, WorkerError, path_of, plain_file, reading
+from shardtrain.job.errors import UserError, WorkerError, not_valid, path_of, plain_file, reading
+from shardtrain.job.inference import Inference, mode_of, transform_of
 
 IMAGENET_MEAN = (123.7, 116.3, 103.5)
 IMAGENET_STD = (58.4, 57.1, 57.4)
@@ -32,13 +33,28 @@ class Unreadable(WorkerError):
     """Report an image that cannot be read."""
 
 
+def opened_image(source: Files, index: int, mode: str = "RGB") -> Image.Image:
+    """Return an image of ``source`` in Pillow's ``mode``, of 8 bits per channel. Raises Unreadable."""
+    try:
+        image: Image.Image = Image.open(io.BytesIO(source.content(index)))
+        # `convert` would cut grey values at 255.
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"its values are of mode {image.mode}, expected 8 or 16 bits per channel")
+        return image.convert(mode)
+    except Exception as error:  # decoders raise exceptions of many kinds
+        reason = str(error).partition(" <")[0]  # Pillow adds the address of the bytes
+        raise Unreadable(f"cannot read the image {source.paths[index]}: {reason}") from None
+
+
 class Pictures(Batches):
     """Hold one part of a data set, cropped to squares. Random crops use torch's random numbers."""
 
     def __init__(self, source: Files, crop: v2.Transform, random: bool = False) -> None:
         self.source = source
         self.random = random
-        self.labels: Tensor = torch.tensor(source.labels)
+        self.labels: Tensor = torch.tensor(source.labels, dtype=torch.int64)
         self.transform = v2.Compose([crop, v2.PILToTensor()])
 
     def __len__(self) -> int:
@@ -49,18 +65,7 @@ class Pictures(Batches):
         return torch.stack(images), torch.tensor(labels)
 
     def _read(self, index: int) -> tuple[Tensor, int]:
-        try:
-            image: Image.Image = Image.open(io.BytesIO(self.source.content(index)))
-            # `convert` would cut grey values at 255.
-            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            if image.mode in ("I", "F"):
-                raise ValueError(f"its values are of mode {image.mode}, expected 8 or 16 bits per channel")
-            image = image.convert("RGB")
-        except Exception as error:  # decoders raise exceptions of many kinds
-            reason = str(error).partition(" <")[0]  # Pillow adds the address of the bytes
-            raise Unreadable(f"cannot read the image {self.source.paths[index]}: {reason}") from None
-        return self.transform(image), self.source.labels[index]
+        return self.transform(opened_image(self.source, index)), self.source.labels[index]
 
     def path(self, index: int) -> str | None:
         return self.source.paths[index]
@@ -82,6 +87,25 @@ def _is_image(root: Path, path: str) -> bool:
     return datasets.folder.is_image_file(path) and not is_hidden
 
 
+class Prepared(Batches):
+    """Hold images of files as a run's model gets them, one by one; labels are their numbers."""
+
+    def __init__(self, paths: Sequence[str], inference: Inference) -> None:
+        self.source = Files(paths, [])
+        self.mode = mode_of(inference)
+        self.transform = transform_of(inference)
+
+    def __len__(self) -> int:
+        return len(self.source.paths)
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images = [self.transform(opened_image(self.source, index, self.mode)) for index in indices]
+        return torch.stack(images), torch.tensor(indices)
+
+    def path(self, index: int) -> str | None:
+        return self.source.paths[index]
+
+
 class Files(NamedTuple):
     """Hold images by their paths, with their labels."""
 
@@ -92,8 +116,13 @@ class Files(NamedTuple):
         return plain_file(Path(self.paths[index])).read_bytes()
 
 
+NO_FILES = Files((), ())
+
+
 def image_folder(config: ImageFolder) -> DataSet:
     """Open the images of `root/train` and `root/val`."""
+    if config.all_held_out:
+        return photographs(config, config.classes or (), NO_FILES, _to_score(config))
     train, classes = _in_folders(config, "train")
     val = None
     val_classes = classes
@@ -105,6 +134,25 @@ def image_folder(config: ImageFolder) -> DataSet:
         said = " and ".join(f"{part} has no {', '.join(lacks)}" for part, lacks in lacking.items() if lacks)
         raise UserError(f"data.root={config.root}: {said}; both need a folder of each class")
     return photographs(config, classes, train, val)
+
+
+def _to_score(config: ImageFolder) -> Files:
+    """Return the images of `root/val/<class>`, or without `val` of `root/<class>`, by the labels of a run."""
+    root = path_of("data.root", config.root)
+    part = "val" if (root / "val").is_dir() else "."
+    files, names = _in_folders(config, part)
+    classes = config.classes or ()
+    for name in names:
+        if name not in classes:
+            raise not_valid(f"data.root={config.root}: the run has no class {name}", name, classes)
+    return Files(files.paths, [classes.index(names[label]) for label in files.labels])
+
+
+def images_in(root: Path) -> list[str]:
+    """Return the paths of all images in ``root`` and its folders, in order. Raises UserError without it."""
+    if not root.is_dir():
+        raise UserError(f"data.root={root}: there is no such folder")
+    return [str(path) for path in sorted(root.rglob("*")) if path.is_file() and _is_image(root, str(path))]
 
 
 def _in_folders(config: ImageFolder, part: str) -> tuple[Files, list[str]]:

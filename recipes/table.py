@@ -13,7 +13,7 @@ from shardtrain.job.config import Csv
 from shardtrain.job.data.feed import DataSet
 from shardtrain.job.errors import UserError, not_valid, path_of, plain_file, reading
 from shardtrain.job.format import first_of
-from shardtrain.recipes.photos import Files, photographs
+from shardtrain.recipes.photos import NO_FILES, Files, photographs
 
 COLUMNS = ("image", "label", "split")
 PARTS = ("train", "val", "test")
@@ -41,6 +41,8 @@ def image_table(config: Csv) -> DataSet:
         raise UserError(
             f"{where}: {len(missing)} of {len(rows)} images are not in data.root={root}: {first_of(missing)}"
         )
+    if config.all_held_out:
+        return photographs(config, config.classes or (), NO_FILES, *_to_score(config, rows, root, where))
     classes = _in_order({row.label for row in rows})
     labels = {label: number for number, label in enumerate(classes)}
     parts = {}
@@ -52,6 +54,40 @@ def image_table(config: Csv) -> DataSet:
     val = parts.get("val", parts.get("test"))
     test = parts.get("test") if "val" in parts else None
     return photographs(config, classes, parts["train"], val, test)
+
+
+def _to_score(config: Csv, rows: Sequence[Row], root: Path, where: str) -> list[Files | None]:
+    """Return the images to validate and to test by; without a column `split` all are of the first."""
+    classes = config.classes or ()
+    for row in rows:
+        if row.label not in classes:
+            raise not_valid(f"{where}: the run has no class {row.label}", row.label, classes)
+    kinds = {row.split for row in rows}
+    parts: list[Files | None] = []
+    for part in [kind for kind in ("val", "test") if kind in kinds] or ["train"]:
+        own = [row for row in rows if row.split == part]
+        parts.append(Files([str(root / row.image) for row in own], [classes.index(row.label) for row in own]))
+    return parts
+
+
+def images_of(table: str, root: Path) -> list[str]:
+    """Return the paths of the images in a table, which needs no labels. Raises UserError for absent ones."""
+    where = f"data.table={table}"
+    path = path_of("data.table", table)
+    expected = "expected a CSV file with a column image"
+    with reading(where, expected), plain_file(path).open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.DictReader(file, skipinitialspace=True, strict=True)
+        columns = [column.strip() for column in lines.fieldnames or ()]
+        if "image" not in columns:
+            raise ValueError(f"its first line has {', '.join(columns) or 'nothing'}")
+        lines.fieldnames = columns
+        names = [(line["image"] or "").strip() for line in lines]
+    missing = [name for name in names if not os.path.isfile(root / name)]
+    if missing:
+        raise UserError(
+            f"{where}: {len(missing)} of {len(names)} images are not in data.root={root}: {first_of(missing)}"
+        )
+    return [str(root / name) for name in names]
 
 
 def _read(path: Path, where: str) -> list[Row]:

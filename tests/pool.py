@@ -1,7 +1,8 @@
 """A persistent pool of ranks: real processes over gloo, started once, given one test after another.
 
 Every call gets a process group of its own, so that tests cannot disturb one another. A call that takes too
-long, or a rank that dies, fails that one test, and the pool is started afresh.
+long, or a rank that dies, fails that one test, and the pool is started afresh. So it is after any exception
+while answers are awaited, such as that of a time-out or Ctrl-C: late answers must not reach the next call.
 
 Programs, too, are forked from a process that has imported torch already, which takes four seconds. Each is
 ``__main__`` of its own processes, with its arguments, environment, folder and outputs, and its ranks meet at
@@ -74,9 +75,13 @@ class Pool:
             self._ranks.append(self._start())
         self._count += 1
         store = f"{self._folder.name}/{self._count}"
-        for rank, (_, pipe) in enumerate(self._ranks[:world]):
-            pipe.send((body, args, keywords, rank, world, store, transport))
-        answers = self._answers(world)
+        try:
+            for rank, (_, pipe) in enumerate(self._ranks[:world]):
+                pipe.send((self._count, body, args, keywords, rank, world, store, transport))
+            answers = self._answers(world)
+        except BaseException:
+            self.stop()
+            raise
         failed = [f"--- rank {rank}\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
         if len(answers) < world:
             silent = sorted(set(range(world)) - set(answers))
@@ -92,16 +97,20 @@ class Pool:
         return [answers[rank][1] for rank in range(world)]
 
     def _answers(self, world: int) -> dict[int, tuple[bool, Any]]:
+        """Return what each rank answers to the latest call. Answers to earlier calls are dropped."""
         answers: dict[int, tuple[bool, Any]] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:world])}
         deadline = time.monotonic() + self.limit_s
         while pipes and time.monotonic() < deadline:
             for ready in wait(list(pipes), timeout=max(0.0, deadline - time.monotonic())):
-                rank = pipes.pop(ready)
                 try:
-                    answers[rank] = ready.recv()
+                    number, answer = ready.recv()
                 except EOFError:  # it died: the others have time to say what they saw of that
+                    pipes.pop(ready)
                     deadline = min(deadline, time.monotonic() + 100)
+                    continue
+                if number == self._count:
+                    answers[pipes.pop(ready)] = answer
         return answers
 
     def _start(self) -> tuple[Any, Connection]:
@@ -164,16 +173,16 @@ def _serve(pipe: Connection, path: list[str], fresh: bool) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
-    warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", FutureWarning)  # torch.func's own
+    warnings.filterwarnings("ignore", r".torch.jit.\w+. is deprecated")  # torch's own, of two categories
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     while True:
         try:
-            body, args, keywords, rank, world, store, transport = pipe.recv()
+            number, body, args, keywords, rank, world, store, transport = pipe.recv()
         except EOFError:
             return
         body = getattr(body, "on_rank", body)  # of a test made by `each_rank`
         os.environ["SHARDTRAIN_TEST_TRANSPORT"] = transport
-        pipe.send(_call(functools.partial(body, *args, **keywords), rank, world, store))
+        pipe.send((number, _call(functools.partial(body, *args, **keywords), rank, world, store)))
         if fresh:
             os._exit(0)  # so that connections end that something still holds
 

@@ -46,8 +46,16 @@ PINNED = "pinned"
 
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_"}
 NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "is_pinned", "record_stream"}
+NO_KERNEL |= {"_has_compatible_shallow_copy_type"}  # asked by `.data =`, in inference mode by way of here
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "is_nonzero"}
-WAITS |= {"unique_dim", "unique_consecutive", "repeat_interleave", "_linalg_check_errors"}
+WAITS |= {
+    "unique_dim",
+    "unique_consecutive",
+    "repeat_interleave",
+    "_linalg_check_errors",
+    "allclose",
+    "histc",
+}
 TAKES_NUMBERS = {
     "fill_",
     "masked_fill_",
@@ -400,6 +408,8 @@ class Functions(TorchFunctionMode):
             self.sim.access(args[0], self.sim.host, False, "numpy()")
         if func in SETTERS:
             SETTERS[func](self.sim, *args)
+        if dist.is_initialized() and self.sim.is_real and _averages(*args, *kwargs.values()):
+            raise RuntimeError("Cannot use ReduceOp.AVG with Gloo")
         return self._make(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -445,6 +455,12 @@ class Functions(TorchFunctionMode):
         place = PINNED if non_blocking and moves and there is HOST else there
         keywords = {} if form is None else {"memory_format": form}
         return self._at(place, tensor.to, dtype or tensor.dtype, copy=copy or moves, **keywords)
+
+
+def _averages(*arguments: object) -> bool:
+    """Return whether a collective is to average, which torch documents for NCCL only."""
+    kind = dist.ReduceOp.RedOpType
+    return any(isinstance(each, kind) and each is dist.ReduceOp.AVG for each in arguments)
 
 
 def refuse_gradient(sim: SimulatedDevice, tensor: Tensor, grad: Tensor | None) -> None:
@@ -532,7 +548,7 @@ class Operations(TorchDispatchMode):
             return self._copy(func, name, args, kwargs, outs, reads)
         on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
         place = self._place(kwargs, [*reads, *outs])
-        if not views:
+        if not (views or name in NO_KERNEL):
             self._require_one_device(func, name, reads, outs, given)
         if place is DEVICE and given.get("generator") is not None:
             raise RuntimeError(NO_GENERATOR)

@@ -104,6 +104,11 @@ WAYS = {
     "offload, replicas": Way(OFFLOAD, replicas=True),
     "virtual ranks, bf16": Way(VIRTUAL, BF16, tolerance=0.1),
     "virtual ranks, replicas": Way(VIRTUAL, replicas=True),
+    "kept, bf16": Way(KEPT, BF16, tolerance=0.1),
+    "replicas, bf16": Way(precision=BF16, replicas=True, tolerance=0.1),
+    "offload, reduce bf16": Way(OFFLOAD, Precision(reduce=LOW), tolerance=0.02),
+    "offload, replicas, bf16": Way(OFFLOAD, BF16, micro_batches=2, clip=0.3, replicas=True, tolerance=0.1),
+    "offload, virtual ranks, replicas": Way(OFFLOAD | VIRTUAL, replicas=True),
 }
 
 

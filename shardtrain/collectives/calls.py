@@ -326,10 +326,10 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
     if read_storages & written_storages - {0} and not is_in_place:  # 0: of tensors without elements
         outgoing = [part.clone() for part in outgoing]
     if call.op is None:
-        start_exchange(mailbox, tag, outgoing, incoming).wait()
+        start_exchange(mailbox, tag, outgoing, incoming)()
     else:
         out = incoming[rank]
-        start_reduce_scatter(mailbox, tag, outgoing, out.dtype, call.op, out=out).wait()
+        start_reduce_scatter(mailbox, tag, outgoing, out.dtype, call.op, out=out)()
 
 
 def _backends_own(call: Call) -> Callable[..., Work | None]:

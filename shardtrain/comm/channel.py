@@ -1,11 +1,11 @@
 """Make the collectives of a model: what is the same over every transport is done here, once.
 
 Each collective enters this rank's path, which the guard compares with the others', and is counted by the
-meter. While torch's profiler runs, its start and the wait for its result are ranges. Then the transport moves
-the bytes.
+meter. While torch's profiler runs, its start and the wait for its result are ranges. The transport moves the
+bytes, and returns what finishes that: the wait around it is this file's.
 
-A channel connects the ranks of one shard group. Buffers and the gradient's norm concern all ranks. With
-several replicas there are more ranks than in one shard group::
+`Ranks` agree on texts, buffers and norms. A `Channel` gathers and reduces the vectors of a model between the
+ranks of one shard group. With several replicas there are more ranks than in one shard group::
 
     all ranks      ranks 0, 1, 2, 3
     shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
@@ -31,22 +31,71 @@ from shardtrain.comm.trace import (
     REDUCE,
     Movement,
     count,
-    waiting,
 )
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Alone, Call, Flat, Gradient, Pending, Transport
 from shardtrain.layout import Layout
 
 T = TypeVar("T")
 Vector = TypeVar("Vector", Flat, Gradient)
 
 
-class Channel:
-    """Make collectives between the ranks of ``transport``.
+class Ranks:
+    """Make the collectives of ranks that do something together: buffers, norms, texts, barriers.
 
-    ``all_ranks``: a channel between all ranks that train the model; None if these are the transport's. Errors
-    name ranks by their numbers there. ``guard``: the transport's own if None. ``stages``: the shard groups,
-    whose gradients are summed first, where replicas are a second stage. ``uploads``: shards lie in host
-    memory, and a gather casts them.
+    The ranks are those of ``transport``. ``guard``: the transport's own if None.
+    """
+
+    def __init__(self, transport: Transport, guard: Guard | None = None) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.world = transport.world
+        self.in_place = transport.in_place
+        guard = guard or transport.open_guard()
+        self.guard: Guard = guard or Handshake(self.rank, self.world, transport.all_reduce)
+
+    @property
+    def silent(self) -> bool:
+        """Whether no other rank exists."""
+        return isinstance(self.transport, Alone)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
+        if self.world == 1:
+            return
+        count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
+        position = self.guard.post(BROADCAST, f"{tensor.nbytes} bytes")
+        with self.guard.waiting(position):
+            self.transport.broadcast(tensor, src)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
+        if self.world == 1:
+            return
+        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+        position = self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes")
+        with self.guard.waiting(position):
+            self.transport.all_reduce(tensor, op)
+
+    def fence(self, what: Movement, name: str = "the model") -> None:
+        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; do not wait for `trace.NOTES`.
+
+        ``name``: what is noted: which optimizer steps, with which options, or which parameters train.
+        """
+        if self.world == 1:
+            return
+        if what is ENTER:
+            self.guard.paths.step += 1
+        if what in NOTES or self.in_place:
+            self.guard.post(what, name)
+        self.transport.fence(what)
+
+
+class Channel(Ranks):
+    """Gather and reduce the flat vectors of a model's units between the ranks of one shard group.
+
+    ``all_ranks``: all ranks that train the model; None if these are the transport's. Errors name ranks by
+    their numbers there. ``stages``: the shard groups, whose gradients are summed first, where replicas are a
+    second stage. ``uploads``: shards lie in host memory, and a gather casts them.
     """
 
     uploads = False
@@ -54,18 +103,13 @@ class Channel:
     stages: Sequence[Sequence[int]] = ()
 
     def __init__(
-        self, transport: Transport, all_ranks: Channel | None = None, guard: Guard | None = None
+        self, transport: Transport, all_ranks: Ranks | None = None, guard: Guard | None = None
     ) -> None:
-        self.transport = transport
-        self.rank = transport.rank
-        self.world = transport.world
-        self.in_place = transport.in_place
+        super().__init__(transport, guard)
         self._all_ranks = all_ranks
-        guard = guard or transport.open_guard()
-        self.guard: Guard = guard or Handshake(self.rank, self.world, transport.all_reduce)
 
     @property
-    def all_ranks(self) -> Channel:
+    def all_ranks(self) -> Ranks:
         return self._all_ranks or self
 
     @property
@@ -75,7 +119,6 @@ class Channel:
 
     @property
     def silent(self) -> bool:
-        """Whether no other rank exists."""
         return isinstance(self.all_ranks.transport, Alone)
 
     @property
@@ -117,37 +160,8 @@ class Channel:
         """Start averaging ``means`` of the unit ``name`` over replicas. See `Transport.average`."""
         sizes = [len(gradient.own) * gradient.full.itemsize for gradient in gradients]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        self.guard.post(AVERAGE, name)
-        return self.transport.average(gradients, means)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
-        if self.world == 1:
-            return
-        count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
-        self.guard.post(BROADCAST, f"{tensor.nbytes} bytes")
-        self.transport.broadcast(tensor, src)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
-        if self.world == 1:
-            return
-        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-        self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes")
-        self.transport.all_reduce(tensor, op)
-
-    def fence(self, what: Movement, name: str = "the model") -> None:
-        """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; do not wait for `trace.NOTES`.
-
-        ``name``: what is noted: which optimizer steps, with which options, or which parameters train.
-        """
-        if self.world == 1:
-            return
-        if what is ENTER:
-            self.guard.paths.step += 1
-        if what in NOTES or self.in_place:
-            self.guard.post(what, name)
-        self.transport.fence(what)
+        call = self._call(AVERAGE, name, gradients)
+        return self.transport.average(gradients, means).of(call)
 
     def _start(
         self,
@@ -157,22 +171,20 @@ class Channel:
         vectors: Sequence[Vector],
         start: Callable[[Sequence[Vector]], Pending[T]],
     ) -> Pending[T]:
-        """Call ``start`` of ``vectors``, and measure the wait. ``verb``: what the profiler's range says."""
+        """Call ``start`` of ``vectors``, whose wait is part of the call. ``verb``: of the range."""
         if self.world == 1:
             return start(vectors)
         count(kind, (vector.sent for vector in vectors))
-        self.guard.post(kind, name)
+        call = self._call(kind, name, vectors)
         trace.begin(verb, name)
-        pending = start(vectors)
+        try:
+            pending = start(vectors)
+        except RuntimeError as error:  # such as of a connection that the other end has closed
+            self.guard.fail(call.position, error)
+            raise
         trace.end(verb, name)
-        if pending.is_done:
-            return pending
+        return pending.of(call)
 
-        def finish() -> T:
-            with waiting(kind, name, vectors[0].full.device):
-                return pending.wait()
-
-        return Pending(finish)
-
-
-Ranks = Channel  # where `Channel.all_ranks` is meant
+    def _call(self, kind: Movement, name: str, vectors: Sequence[Vector]) -> Call:
+        """Post the next collective."""
+        return Call(self.guard, self.guard.post(kind, name), kind, name, vectors[0].full.device)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from shardtrain.errors import PeerLost as PeerLost
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
 KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
+_NOTHING = nullcontext()
 EVERY = 100  # steps from one comparison of hashes to the next, after the first two steps
 
 _STEP_HINT = (
@@ -168,7 +170,7 @@ class Paths:
 
 
 class Guard:
-    """Note each collective of this rank in its path before it moves. This one compares nothing."""
+    """Note each collective of this rank in its path before it moves, and watch waits. This one only notes."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -176,6 +178,13 @@ class Guard:
     def post(self, kind: Movement, name: str) -> int:
         """Post this rank's next collective. Return its position. Raises `Diverged` if ranks are to differ."""
         return self.paths.add(kind, name)
+
+    def waiting(self, position: int) -> AbstractContextManager[None]:
+        """Watch the block, in which this rank waits for others at ``position``."""
+        return _NOTHING
+
+    def fail(self, position: int, error: RuntimeError) -> None:
+        """Raise the cause of ``error``, with the ranks to blame, if this guard knows it."""
 
 
 class Handshake(Guard):

@@ -19,7 +19,7 @@ arrive. At 64 MiB this took 0.5 to 0.9 of the time of one message per peer (2 an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.transport import Pending
 
 CHUNK_BYTES = 2 << 20
 WINDOW = 4
@@ -67,8 +66,10 @@ class Mailbox(NamedTuple):
 
 def start_exchange(
     mailbox: Mailbox, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
-) -> Pending[None]:
+) -> Callable[[], None]:
     """Start sending ``outgoing[r]`` to rank ``r`` and filling ``incoming[r]`` with what rank ``r`` sends.
+
+    Returns what waits until that is done.
 
     ``outgoing``, ``incoming``: ``world`` contiguous 1-D tensors. What one rank sends has as many bytes as
     the other expects. A part without elements is no message.
@@ -82,7 +83,7 @@ def start_exchange(
     received = incoming[mailbox.rank]
     if sent.data_ptr() != received.data_ptr():
         received.copy_(sent)
-    return Pending(lambda: mailbox.wait(works))
+    return lambda: mailbox.wait(works)
 
 
 def start_reduce_scatter(
@@ -93,8 +94,10 @@ def start_reduce_scatter(
     op: object,
     terms: int = 0,
     out: torch.Tensor | None = None,
-) -> Pending[torch.Tensor]:
-    """Start sending ``parts[r]`` to rank ``r``. The result merges all ranks' ``parts[rank]`` with ``op``.
+) -> Callable[[], torch.Tensor]:
+    """Start sending ``parts[r]`` to rank ``r``.
+
+    Returns what waits, and returns all ranks' ``parts[rank]``, merged with ``op``.
 
     ``op``, ``terms``: see `arithmetic.merge`.
     ``parts``: ``world`` contiguous 1-D tensors, of the same sizes on every rank and of one dtype, but
@@ -108,11 +111,15 @@ def start_reduce_scatter(
     inbox = open_inbox(sent, mailbox.world, own_part.numel())
     slots = len(inbox)
 
+    def place_of(peer: int) -> int:
+        """Return where the chunks of ``peer`` arrive: places are in the order of ranks, without this one."""
+        return peer - (peer > mailbox.rank)
+
     def receive(index: int) -> list[dist.Work]:
-        rooms = inbox[index % slots, :, : spans[index].stop - spans[index].start]
+        places = inbox[index % slots, :, : spans[index].stop - spans[index].start]
         works = []
         for peer in mailbox.peers():
-            works += mailbox.post("recv", rooms[peer], peer, tag)
+            works += mailbox.post("recv", places[place_of(peer)], peer, tag)
         return works
 
     arriving = deque(receive(index) for index in range(slots))
@@ -125,21 +132,21 @@ def start_reduce_scatter(
         for index, span in enumerate(spans):
             mailbox.wait(arriving.popleft())
             own_chunk = own_part[span]
-            received = [slot[: own_chunk.numel()] for slot in inbox[index % slots]]
-            received[mailbox.rank] = own_chunk
-            merge(received, merged[span], op, terms)
+            chunks_by_rank = [place[: own_chunk.numel()] for place in inbox[index % slots]]
+            chunks_by_rank.insert(mailbox.rank, own_chunk)
+            merge(chunks_by_rank, merged[span], op, terms)
             if index + slots < len(spans):
                 arriving.append(receive(index + slots))
         mailbox.wait(sends)
         return merged
 
-    return Pending(finish)
+    return finish
 
 
 def open_inbox(like: torch.Tensor, world: int, elements: int) -> torch.Tensor:
-    """Return an inbox [slot, rank, element] of ``like``'s dtype for ``WINDOW`` chunks of each rank's part."""
+    """Return an inbox [slot, peer, element] of ``like``'s dtype, for ``WINDOW`` chunks of each part."""
     spans = chunks(elements, like.element_size())
-    return like.new_empty((min(WINDOW, len(spans)), world, spans[0].stop if spans else 0))
+    return like.new_empty((min(WINDOW, len(spans)), world - 1, spans[0].stop if spans else 0))
 
 
 def chunks(elements: int, element_size: int) -> list[slice]:

@@ -40,7 +40,7 @@ class Opening:
     """Describe the ranks to the entries of `TRANSPORTS`. Opens the guard of their messages, if there is gloo.
 
     ``process_group``: the transport between all ranks of all groups, for vectors on the CPU if there is gloo;
-    ``all_ranks``: the channel over it. ``groups``: the ranks of every shard group. ``own``: those of this
+    ``all_ranks``: those of it. ``groups``: the ranks of every shard group. ``own``: those of this
     rank's group; ``shards``: its part of ``process_group``. Raises ValueError if ranks ask for different
     kinds.
     """
@@ -56,7 +56,7 @@ class Opening:
             reports = Reports(group) if native.has_gloo(group) else None
         self.process_group = ProcessGroupTransport(group, reports).on(())
         self.shards = self.process_group
-        self.all_ranks = Channel(self.process_group)
+        self.all_ranks = Ranks(self.process_group)
         if native.moves_bytes(group):
             require_same([repr(kind)], "transport=", self.all_ranks)
         self.groups = groups or [range(self.all_ranks.world)]
@@ -154,9 +154,9 @@ def host_key() -> str:
     return os.environ.get("SHARDTRAIN_HOST_KEY", host)
 
 
-def plain_transport(group: dist.ProcessGroup | None = None) -> Channel:
-    """Return a channel over ``group`` (default: the world) for use outside the engine."""
+def plain_transport(group: dist.ProcessGroup | None = None) -> Ranks:
+    """Return the ranks of ``group`` (default: the world) for use outside the engine."""
     group = group or dist.group.WORLD
     if group is None or dist.get_world_size(group) < 2:
-        return Channel(Alone())
-    return Channel(ProcessGroupTransport(group))
+        return Ranks(Alone())
+    return Ranks(ProcessGroupTransport(group))

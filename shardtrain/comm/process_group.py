@@ -35,21 +35,26 @@ from shardtrain.comm.trace import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Transport, intervals
 
 T = TypeVar("T")
-Start = Callable[[Mailbox, int], Pending[T]]  # starts messages with a tag
+Finish = Callable[[], T]  # waits for what was started
+Start = Callable[[Mailbox, int], Finish[T]]  # starts messages with a tag
 
 _SUM = dist.ReduceOp.SUM
 _AVG = dist.ReduceOp.AVG
 
 
-class Call(NamedTuple):
-    """Identify one stage of a collective: its ``position`` and ``digest`` in the path.
+class Tags(NamedTuple):
+    """Number the messages of one stage of a collective, by its ``position`` and ``digest`` in the path.
 
-    ``messages``: how many tags earlier stages have used.
+    ``used``: how many tags earlier stages have used.
     """
 
     position: int
     digest: int
-    messages: int
+    used: int = 0
+
+    def of(self, segment: int) -> int:
+        """Return the tag of the messages of one segment."""
+        return collective_tag(self.position, self.digest, self.used + segment)
 
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
@@ -126,7 +131,7 @@ class ProcessGroupTransport(Transport):
         if row is not None:
             own_row = torch.tensor(row, device=self._device_types[0])
             table = own_row.new_empty(2 * self.group.size())
-            with self._waiting(self._paths.end - 1):
+            with self._guard.waiting(self._paths.end - 1):
                 native.all_gather(table, own_row, self.group)
             numbers = table.tolist()
             self._paths.compare_hashes(dict(enumerate(zip(numbers[::2], numbers[1::2], strict=True))))
@@ -152,70 +157,59 @@ class ProcessGroupTransport(Transport):
         is_supported = tensor.device.type in self._device_types
         # Gloo takes as many elements from the first one on, whatever the strides.
         moved = tensor.to(tensor.device if is_supported else self._device_types[0]).contiguous()
-        position = self._paths.end - 1
         if self.reports is not None:
             token = torch.zeros(self.world, 1)
-            self._send([([token[self.rank]] * self.world, list(token))]).wait()
-        with self._waiting(position):
-            yield moved
+            self._send([([token[self.rank]] * self.world, list(token))], self._tags)()
+        yield moved
         if moved is not tensor:
             tensor.copy_(moved)
 
-    def _send(self, moves: Sequence[Move], call: Call | None = None) -> Pending[None]:
-        """Start ``moves`` by messages. ``call``: see `_watched`."""
-        starts = [partial(start_exchange, outgoing=a, incoming=b) for a, b in moves]
-        return self._watched(starts, call).then(lambda _: None)
-
     @property
-    def _call(self) -> Call:
-        """The collective that this rank has posted last."""
-        return Call(self._paths.end - 1, self._paths.digest, 0)
+    def _tags(self) -> Tags:
+        """Those of the collective that this rank has posted last."""
+        return Tags(self._paths.end - 1, self._paths.digest)
 
-    def _watched(self, starts: Sequence[Start[T]], call: Call | None = None) -> Pending[list[T]]:
-        """Start the messages of every segment, each with its own tag, under the guard.
+    def _send(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        """Start ``moves`` by messages."""
+        finish_all = self._post([partial(start_exchange, outgoing=a, incoming=b) for a, b in moves], tags)
 
-        ``call``: of which collective this is a further stage; None begins the current one.
-        """
-        call = call or self._call
+        def finish() -> None:
+            finish_all()
+
+        return finish
+
+    def _post(self, starts: Sequence[Start[T]], tags: Tags) -> Finish[list[T]]:
+        """Start the messages of every segment, each with its own tag."""
         mailbox = Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
-        with self._waiting(call.position):
-            moving = list[Pending[T]]()
-            for index, start in enumerate(starts, call.messages):
-                moving.append(start(mailbox, collective_tag(call.position, call.digest, index)))
-        together = Pending(lambda: [pending.wait() for pending in moving])
-        return together if self.reports is None else self.reports.watch(call.position, together)
-
-    def _waiting(self, position: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.reports is None else self.reports.waiting(position)
+        finishes = [start(mailbox, tags.of(segment)) for segment, start in enumerate(starts)]
+        return lambda: [finish() for finish in finishes]
 
     # A reduction in the tree of `merge`, by whatever moves vectors:
 
-    def _exchange(self, moves: Sequence[Move], call: Call | None = None) -> Pending[None]:
-        """Start ``moves``. ``call``: see `_watched`."""
+    def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        """Start ``moves``."""
         raise NotImplementedError
 
     def _combine(
         self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
-    ) -> Pending[list[Tensor]]:
-        """Start sending each ``parts[r]`` to rank r. The result is the mean of all ranks' ``parts[rank]``.
+    ) -> Finish[list[Tensor]]:
+        """Start sending each ``parts[r]`` to rank r. What is returned: the mean of all ``parts[rank]``.
 
         ``parts``: for each segment a list with a tensor per rank. ``dtypes``: of the means. ``terms``: as of
         `Gradient`.
         """
         raise NotImplementedError
 
-    def _send_to_all(
-        self, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], call: Call | None = None
-    ) -> Pending[None]:
+    def _send_to_all(self, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], tags: Tags) -> Finish[None]:
         """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
-        ``vectors``: for each segment ``local``, and its ``parts``, one per rank. ``call``: see `_watched`.
+        ``vectors``: for each segment ``local``, and its ``parts``, one per rank.
         """
-        return self._exchange([([local] * self.world, parts) for local, parts in vectors], call)
+        return self._exchange([([local] * self.world, parts) for local, parts in vectors], tags)
 
     def _reduce_in_tree(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         parts = [gradient.parts for gradient in gradients]
-        return self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
+        return Pending(self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms))
 
     def _average_in_two_stages(
         self, gradients: Sequence[Gradient], means: Sequence[Tensor]
@@ -226,30 +220,31 @@ class ProcessGroupTransport(Transport):
             sent = mean.to(gradient.full.dtype).tensor_split(self.world)
             own_part = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
             parts.append([*sent[: self.rank], own_part, *sent[self.rank + 1 :]])
-        second = self._call._replace(messages=len(gradients))
-        pending = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
+        second_tags = self._tags._replace(used=len(gradients))
+        finish_first = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
 
-        def finish(own_means: list[Tensor]) -> list[Tensor]:
+        def finish() -> list[Tensor]:
             vectors = list[tuple[Tensor, list[Tensor]]]()
             wholes = list[Tensor]()
-            for gradient, mean, own_mean in zip(gradients, means, own_means, strict=True):
+            for gradient, mean, own_mean in zip(gradients, means, finish_first(), strict=True):
                 whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
                 wholes.append(whole)
                 vectors.append((own_mean.to(whole.dtype), [*whole.tensor_split(self.world)]))
-            self._send_to_all(vectors, second).wait()
+            self._send_to_all(vectors, second_tags)()
             for whole, mean in zip(wholes, means, strict=True):
                 if whole is not mean:
                     mean.copy_(whole)
             return [*means]
 
-        return pending.then(finish)
+        return Pending(finish)
 
 
 class MessagesTransport(ProcessGroupTransport):
     """Move flat vectors on the CPU by messages over gloo, whose tags say of which collective they are."""
 
     def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
-        return self._send_to_all([(flat.local, intervals(flat.full, flat.layout)) for flat in flats])
+        vectors = [(flat.local, intervals(flat.full, flat.layout)) for flat in flats]
+        return Pending(self._send_to_all(vectors, self._tags))
 
     def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         return self._reduce_in_tree(gradients)
@@ -257,17 +252,17 @@ class MessagesTransport(ProcessGroupTransport):
     def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         return self._average_in_two_stages(gradients, means.wait())
 
-    def _exchange(self, moves: Sequence[Move], call: Call | None = None) -> Pending[None]:
-        return self._send(moves, call)
+    def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        return self._send(moves, tags)
 
     def _combine(
         self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
-    ) -> Pending[list[Tensor]]:
+    ) -> Finish[list[Tensor]]:
         starts = list[Start[Tensor]]()
         for of_segment, dtype in zip(parts, dtypes, strict=True):
             start = partial(start_reduce_scatter, parts=of_segment, dtype=dtype, op=_AVG, terms=terms)
             starts.append(start)
-        return self._watched(starts)
+        return self._post(starts, self._tags)
 
 
 class BackendTransport(ProcessGroupTransport):
@@ -322,12 +317,11 @@ class BackendTransport(ProcessGroupTransport):
                 for full, local, layout, *_ in flats:
                     if layout.equal:
                         native.all_gather(full, local, self._backend_group)
-                    elif native.moves_bytes(
-                        self._backend_group
-                    ):  # the fake group would copy the input to every output
+                    # The fake group would copy the input to every output.
+                    elif native.moves_bytes(self._backend_group):
                         dist.all_gather(intervals(full, layout), local, group=self._backend_group)
 
-        return self._run(flats[0].full.device, run)
+        return Pending(self._run(flats[0].full.device, run))
 
     def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         """Start reducing. Means are allocated now, in the compute stream's order."""
@@ -336,8 +330,7 @@ class BackendTransport(ProcessGroupTransport):
         for gradient in gradients:
             self._require_equal(gradient.full, gradient.layout.equal)
         means = [gradient.new_mean() for gradient in gradients]
-        pending = self._run(gradients[0].full.device, partial(self._reduce, gradients, means))
-        return pending.then(lambda _: means)
+        return Pending(self._run(gradients[0].full.device, partial(self._reduce, gradients, means)))
 
     def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Start averaging the ``means`` in the stream in which they are computed."""
@@ -345,16 +338,15 @@ class BackendTransport(ProcessGroupTransport):
             return self._average_in_two_stages(gradients, means.wait())
         narrowed = [gradient for gradient in gradients if gradient.dtype != gradient.full.dtype]
         buffers = [gradient.own.new_empty(len(gradient.own)) for gradient in narrowed]
-        averaged = list[Tensor]()
+        dtypes = [gradient.full.dtype for gradient in gradients]
 
-        def run() -> None:
-            averaged.extend(means.wait())
-            self._average(averaged, [gradient.full.dtype for gradient in gradients], buffers)
+        def run() -> list[Tensor]:
+            return self._average(means.wait(), dtypes, buffers)
 
-        return self._run(gradients[0].full.device, run).then(lambda _: averaged)
+        return Pending(self._run(gradients[0].full.device, run))
 
-    def _exchange(self, moves: Sequence[Move], call: Call | None = None) -> Pending[None]:
-        """Start ``moves``. They carry no tag, so nothing depends on ``call``."""
+    def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
+        """Start ``moves``, which carry no tags."""
         if devices.on_accelerator(moves[0][0][0]):
             self._require_equal(moves[0][0][0], equal=False)
 
@@ -373,16 +365,17 @@ class BackendTransport(ProcessGroupTransport):
 
     def _combine(
         self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
-    ) -> Pending[list[Tensor]]:
+    ) -> Finish[list[Tensor]]:
         arrived = list[list[Tensor]]()
         for of_segment in parts:
             own_part = of_segment[self.rank]
             arrived.append(
                 [own_part if rank == self.rank else torch.empty_like(own_part) for rank in range(self.world)]
             )
-        moving = self._exchange([*zip(parts, arrived, strict=True)])
+        finish_exchange = self._exchange([*zip(parts, arrived, strict=True)], self._tags)
 
-        def finish(_: None) -> list[Tensor]:
+        def finish() -> list[Tensor]:
+            finish_exchange()
             means = []
             for incoming, dtype in zip(arrived, dtypes, strict=True):
                 mean = torch.empty_like(incoming[self.rank], dtype=dtype)
@@ -390,12 +383,12 @@ class BackendTransport(ProcessGroupTransport):
                 means.append(mean)
             return means
 
-        return moving.then(finish)
+        return finish
 
-    def _run(self, device: torch.device, movement: Callable[[], object]) -> Pending[None]:
+    def _run(self, device: torch.device, movement: Callable[[], T]) -> Finish[T]:
         """Run ``movement``, on an accelerator in the communication stream of ``device``.
 
-        The result keeps ``movement``, and so its memory, alive until it is waited for.
+        Its memory stays alive until what is returned has been called.
         """
         if device not in self._streams:
             # Of high priority, so that copies around a collective do not queue behind computation.
@@ -403,13 +396,14 @@ class BackendTransport(ProcessGroupTransport):
         called = devices.current_stream(device).record_event()
         with devices.inside(self._streams[device]):
             devices.current_stream(device).wait_event(called)
-            movement()
+            result = movement()
             done = devices.current_stream(device).record_event()
 
-        def finish(kept_alive: object = movement) -> None:
+        def finish(kept_alive: object = movement) -> T:
             devices.current_stream(device).wait_event(done)
+            return result
 
-        return Pending(finish)
+        return finish
 
     def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which collectives of one kind for ``tensors`` are one launch."""
@@ -429,8 +423,11 @@ class BackendTransport(ProcessGroupTransport):
         inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
         return _SUM if world == 1 or inexact or not self._is_complete(tensors[0]) else _AVG
 
-    def _reduce(self, gradients: Sequence[Gradient], means: Sequence[Tensor]) -> None:
-        """Fill ``means``. A narrower dtype is reduced into ``full`` first, which the caller keeps alive."""
+    def _reduce(self, gradients: Sequence[Gradient], means: list[Tensor]) -> list[Tensor]:
+        """Fill ``means``, and return them.
+
+        A narrower dtype is reduced into ``full`` first, which the caller keeps alive.
+        """
         op = self._op([gradient.full for gradient in gradients])
         outs = list[Tensor]()
         for gradient, mean in zip(gradients, means, strict=True):
@@ -442,6 +439,7 @@ class BackendTransport(ProcessGroupTransport):
                 elif native.moves_bytes(self._backend_group):
                     dist.reduce_scatter(out, gradient.parts, op=op, group=self._backend_group)
         self._widen(means, outs, op)
+        return means
 
     def _widen(self, means: Sequence[Tensor], outs: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
         """Fill ``means`` from ``outs``, the results of ``op``."""
@@ -452,9 +450,12 @@ class BackendTransport(ProcessGroupTransport):
                 mean.div_(self._divisor)
 
     def _average(
-        self, means: Sequence[Tensor], dtypes: Sequence[torch.dtype], buffers: Sequence[Tensor]
-    ) -> None:
-        """Average ``means`` in place, sent as ``dtypes``: by way of ``buffers`` where these differ."""
+        self, means: list[Tensor], dtypes: Sequence[torch.dtype], buffers: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Average ``means`` in place, and return them.
+
+        They are sent as ``dtypes``: by way of ``buffers`` where these differ.
+        """
         following = iter(buffers)
         sent = list[Tensor]()
         for mean, dtype in zip(means, dtypes, strict=True):
@@ -464,3 +465,4 @@ class BackendTransport(ProcessGroupTransport):
             for tensor in sent:
                 dist.all_reduce(tensor, op, group=self._backend_group)
         self._widen(means, sent, op)
+        return means

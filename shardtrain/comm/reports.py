@@ -32,7 +32,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,9 +41,6 @@ from shardtrain.comm.guard import MESSAGE, Diverged, Guard, Paths, PeerLost, nam
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
-from shardtrain.comm.transport import Pending
-
-T = TypeVar("T")
 
 CHECK_S = 0.2  # the interval at which a rank checks how long it has waited
 STALL_S = 1.0  # the wait after which it asks for reports
@@ -268,7 +264,7 @@ class Reports(Guard):
         self._changed = threading.Condition()  # guards all attributes below
         super().__init__(Paths(group.rank(), peers))
         self.paths.digest = int(number.item())  # in all tags, so that messages of two models never match
-        self._waiting: Wait | None = None
+        self._open: list[Wait] = []  # the last one is what this rank waits for: a wait may contain another
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
         self._at_work = dict.fromkeys(peers, 0.0)  # when each peer was last known to be at work
@@ -283,6 +279,10 @@ class Reports(Guard):
         self._links = Links(group, report_tag(self.paths.digest), self.paths)
         self._links.start(self)
         weakref.finalize(self, self._links.leave)
+
+    @property
+    def _waiting(self) -> Wait | None:
+        return self._open[-1] if self._open else None
 
     def post(self, kind: Movement, name: str) -> int:
         """Add this rank's next collective. Return its position."""
@@ -305,7 +305,7 @@ class Reports(Guard):
         """
         with self._changed:
             wait = Wait(position)
-            self._waiting = wait
+            self._open.append(wait)
         self._raise_failure()
         try:
             yield
@@ -314,17 +314,8 @@ class Reports(Guard):
             raise
         finally:
             with self._changed:
-                self._waiting = None
+                self._open.remove(wait)
                 _waits.discard(wait)
-
-    def watch(self, position: int, moving: Pending[T]) -> Pending[T]:
-        """Return ``moving`` with its wait inside `waiting`."""
-
-        def finish() -> T:
-            with self.waiting(position):
-                return moving.wait()
-
-        return Pending(finish)
 
     def fail(self, position: int, error: RuntimeError, ended: Sequence[int] = ()) -> None:
         """Raise the cause of ``error``, a broken connection for example. Return if this guard knows of none.

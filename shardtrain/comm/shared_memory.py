@@ -101,9 +101,9 @@ class SharedMemoryTransport(Transport):
             full = like.new_empty(layout.padded)
         elif like.device.type != "cpu":
             raise ValueError(
-                f"ranks share memory on the CPU only, but the parameters are on {like.device}: move the model "
-                f"before shard(), or call shard(..., device={str(like.device)!r}); its transport is then 'auto' "
-                "or 'process_group'"
+                f"ranks share memory on the CPU only, but the parameters are on {like.device}: move the "
+                f"model before shard(), or call shard(..., device={str(like.device)!r}); its transport is "
+                "then 'auto' or 'process_group'"
             )
         else:
             while self._unread:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.comm.guard import Guard
-from shardtrain.comm.trace import Movement
+from shardtrain.comm.trace import Movement, waiting
 from shardtrain.layout import Layout
 
 T = TypeVar("T")
@@ -71,12 +71,39 @@ class Gradient(NamedTuple):
 Move = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
+class Call(NamedTuple):
+    """Identify a collective of this rank for those who watch its wait.
+
+    ``position``: in the path that ``guard`` has. ``device``: where the vectors of ``unit`` lie.
+    """
+
+    guard: Guard
+    position: int
+    movement: Movement
+    unit: str
+    device: torch.device
+
+    def wait_for(self, finish: Callable[[], T]) -> T:
+        """Return what ``finish`` returns, which waits for other ranks: under the guard, and measured."""
+        with waiting(self.movement, self.unit, self.device), self.guard.waiting(self.position):
+            return finish()
+
+
 class Pending(Generic[T]):
-    """Represent a collective under way. ``wait()`` calls ``finish`` once, and returns what that returned."""
+    """Represent a collective under way. ``wait()`` calls ``finish`` once, and returns what that returned.
+
+    A transport returns a plain one. The channel, and nobody else, makes it part of a call (`of`).
+    """
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
+        self._call: Call | None = None
         self._result: T
+
+    def of(self, call: Call) -> Pending[T]:
+        """Wait from now on as part of ``call``."""
+        self._call = call
+        return self
 
     @classmethod
     def done(cls, result: T) -> Pending[T]:
@@ -93,7 +120,7 @@ class Pending(Generic[T]):
         if self._finish is not None:
             finish = self._finish
             self._finish = None
-            self._result = finish()
+            self._result = finish() if self._call is None else self._call.wait_for(finish)
         return self._result
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import device as devices
-from shardtrain.comm.channel import Channel
+from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.trace import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending
 from shardtrain.device import current_stream
@@ -128,7 +128,7 @@ class Replicated(Channel):
     """
 
     def __init__(
-        self, inside: Channel, across: Channel, all_ranks: Channel, groups: Sequence[Sequence[int]]
+        self, inside: Channel, across: Channel, all_ranks: Ranks, groups: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(inside.transport, all_ranks, inside.guard)
         self.stages = groups

@@ -42,11 +42,16 @@ class Changes:
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
         self._root = root
         self._units = units
-        known = [member.param for unit in units for member in unit.members]
-        self._ignored = set(root.parameters()).difference(known)
+        self._ignored = set(root.parameters()).difference(self._params())
         self._below = _modules_below(root)
         self._full: dict[Unit, Noted] = {}
         self._shards: dict[Unit, Noted] = {}
+
+    def _params(self) -> list[nn.Parameter]:
+        params = list[nn.Parameter]()
+        for unit in self._units:
+            params += [member.param for member in unit.members]
+        return params
 
     # between steps
 
@@ -78,9 +83,7 @@ class Changes:
             for module, children, count in self._below
         ):
             return
-        known = set(self._ignored)
-        for unit in self._units:
-            known.update(member.param for member in unit.members)
+        known = self._ignored.union(self._params())
         if new := [name for name, param in self._root.named_parameters() if param not in known]:
             raise ValueError(
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "

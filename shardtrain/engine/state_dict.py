@@ -61,8 +61,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
                 for member in engine.members:
                     member.local_view.copy_(member.piece_of_whole(member.param.data))
                     if grads:
-                        grad = member.param.grad
-                        gradients[member] = None if grad is None else member.piece_of_whole(grad).clone()
+                        gradients[member] = _kept_grad(member)
     finally:
         for unit in engine.units:
             unit.hide()
@@ -71,6 +70,14 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             if grad is not None:
                 member.set_grad(grad)
         engine.driver.forget_nodes()
+
+
+def _kept_grad(member: ShardedParam) -> Tensor | None:
+    """Return a copy of this rank's part of the full gradient that ``member`` shows, where its shard lies."""
+    grad = member.param.grad
+    if grad is None:
+        return None
+    return member.piece_of_whole(grad).to(member.local_view.device, copy=True)
 
 
 def _show_copies(unit: Unit, grads: bool) -> None:

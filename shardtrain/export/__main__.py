@@ -26,9 +26,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import shardtrain
-from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.files import write_tensors
-from shardtrain.checkpoint.loading import Opened, load_into
+from shardtrain.checkpoint.loading import load_into
 from shardtrain.device import ACCELERATOR
 from shardtrain.export.timm_folder import timm_config
 from shardtrain.job import launch
@@ -41,7 +40,7 @@ from shardtrain.job.model import load_weights, plain_model, read_weights
 from shardtrain.job.schema import at_least, checked, one_of, typed
 from shardtrain.job.target import RECIPES
 from shardtrain.optim import Ema
-from shardtrain.train.resume import open_named
+from shardtrain.train.resume import open_saved
 
 IMAGES = 32  # random images in the comparison
 MOST_DIFFERENCE = 1e-3  # of logits
@@ -107,7 +106,7 @@ def read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
 def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:
     if rank_info.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
-    opened = _opened(settings)
+    opened = open_saved(settings.run, settings.weights)
     facts = opened.manifest.facts
     keys = facts["config"]["model"]
     side = facts["config"]["data"]["image_size"]
@@ -144,18 +143,6 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
                 print(f"\n{data['_target_']} made the images; what it does to them comes before these lines")
             if inference.model.target.startswith(f"{RECIPES}."):
                 print(f"\n{inference.model.target} is this package's, so these lines need it")
-
-
-def _opened(settings: ExportSettings) -> Opened:
-    """Open the run's newest complete checkpoint, or the one that is named."""
-    run = path_of("run", settings.run)
-    with reading(f"run={run}", "choose another step or run", Damaged):
-        opened = open_named(run).opened
-    if opened is None or "config" not in opened.manifest.facts:
-        raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
-    if settings.weights == "ema" and not opened.manifest.specs("ema"):
-        raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
-    return opened
 
 
 def _require_equal(expected: Tensor, logits: Tensor, source: Path) -> None:

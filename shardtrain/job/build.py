@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardtrain
 from shardtrain import device as devices
 from shardtrain.job import data
+from shardtrain.job.card import as_on_card
 from shardtrain.job.config import Config, ImageFolder, Parallel, Sched, Train
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
@@ -56,13 +57,17 @@ class Job(NamedTuple):
     steps_per_epoch: int
     data_name: str
     forward_flops: Mapping[int, float]  # FLOP of one image's forward, by the image's side in pixels
+    notes: Sequence[str] = ()  # lines that the run prints at its start
 
 
 def build(
     config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
 ) -> tuple[Job, Config]:
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
-    require_equal_parts(config, world_size)
+    if config.eval_only:
+        config = for_evaluation(config)
+    else:
+        require_equal_parts(config, world_size)
     require_equal_groups(config.parallel, world_size)
     micro_batches = config.micro_batches(world_size)
     virtual = config.virtual_ranks(world_size)
@@ -70,16 +75,17 @@ def build(
         devices.choose_deterministic_kernels()
     share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
-    images = together(lambda: data.load(config.data, config.allow, config.seed))
+    images = together(lambda: data.load(config.data, config.allow))
+    images, notes = as_on_card(config, images)
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
     steps, steps_per_epoch = length_of(config, images, share)
 
     model = initial_model(config, deferred=True, resumed=first_step > 0)
-    sample = (share.micro_batch, images.channels)
+    sample = (max(1, share.micro_batch), images.channels)
     flops = {  # for every size, so that a size that the model refuses fails now, not after hours
-        side: forward_flops(model, (*sample, side, side), len(images.classes)) / share.micro_batch
+        side: forward_flops(model, (*sample, side, side), len(images.classes)) / sample[0]
         for side in sorted(config.data.sides)
     }
     inference = inference_of(config, images, model)
@@ -92,6 +98,11 @@ def build(
         group["initial_lr"] = group["lr"]
     factor = lr_factor(config.sched, steps, steps_per_epoch)
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
+    if config.train.class_weights == "balanced" and not len(images.train):
+        raise UserError(
+            "train.class_weights=balanced needs the training images; train.class_weights=null scores the "
+            "loss without, and train.class_weights=[…] with given ones"
+        )
     loss = loss_of(config.train, config.allow, weights_of(config.train.class_weights, images))
     if isinstance(loss, nn.Module):  # it may have weights
         loss.to(device)
@@ -115,8 +126,16 @@ def build(
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
         + (f" + {len(images.test):,} to test" if images.test else ""),
         forward_flops=flops,
+        notes=notes,
     )
     return job, config
+
+
+def for_evaluation(config: Config) -> Config:
+    """Return the configuration without what divides training among ranks, as any number may evaluate."""
+    train = dataclasses.replace(config.train, accumulate=1)
+    parallel = dataclasses.replace(config.parallel, replicate=1)
+    return dataclasses.replace(config, train=train, parallel=parallel)
 
 
 def length_of(config: Config, images: data.DataSet, share: data.Share) -> tuple[int, int]:
@@ -225,7 +244,7 @@ def feeds(
     cutmix = config.train.cutmix
     mix = None
     augment = None
-    if config.augment.get("_target_") is None:
+    if config.augment.get("_target_") is None or config.eval_only:
         images = images._replace(train=images.train_as_val or images.train)  # no random crops either
     else:
         augment = instantiate(config.augment, "augment", object, config.allow)

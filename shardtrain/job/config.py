@@ -114,12 +114,15 @@ class Images:
     eval_size: int | None = at_least(1, at_most=10**5)
     repeats: int = at_least(1, mark=Mark.IMAGES)
     validation: float = at_least(0, mark=Mark.IMAGES)
+    split: int | None = at_least(0, mark=Mark.IMAGES)  # null: as up to 0.2.0, whatever the classes
     limit: int | None = at_least(1, mark=Mark.IMAGES)
     # `completed` fills in what is open of the next three.
     classes: tuple[str, ...] | None = marked(Mark.IMAGES | Mark.HIDDEN)
     mean: tuple[float, ...] | None = at_least(0, at_most=1)
     std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
+    # No key: `shardtrain.evaluate` sets it for other images than the run's. All are scored, none is to train.
+    all_held_out: bool = field(default=False, metadata={"mark": REPORTED, "chosen": True})
 
     @property
     def side_in_eval(self) -> int:

@@ -11,21 +11,22 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-import shardtrain
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import write_any_text
 from shardtrain.job.help import choice_table, described, load_yaml
+from shardtrain.job.record import Record, laid_over, record_of
+from shardtrain.job.record import completed as completed_record
 from shardtrain.job.schema import flat
 
 # Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
@@ -33,6 +34,7 @@ CHOSEN = ("data", "optim", "sched")
 # Keys whose values are texts, also where Hydra would read a number: 1e3, 1_000, true.
 TEXTS = ("run.name", "run.dir", "resume", "data.root", "data.table", "model.weights")
 NUMBER_LIKE = re.compile(r"[\w.+-]+")
+HYDRA_QUIET = {"output_subdir": None, "run": {"dir": "."}, "job": {"name": "shardtrain", "chdir": False}}
 RESOLVER = re.compile(r"\$\{[^{}]*:")  # ${oc.env:HOME}, but not ${train.epochs}
 
 
@@ -48,63 +50,169 @@ def printed(arguments: Sequence[str]) -> bool:
 def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
     """Return the configuration of ``arguments`` (without the program's name).
 
-    ``folder`` holds the program's `config.yaml` and its groups; the default is the training program's.
+    ``folder`` holds the program's `config.yaml` and its groups; the default is the training program's, whose
+    configuration is that of the run which the command continues, scores or starts from, if there is one.
     Returns None if a flag asks for output, which is printed if ``speak``. Raises UserError for mistakes.
     """
-    if folder is None:
-        with program_configs() as own:
-            return compose(arguments, speak=speak, folder=own)
-    flags, overrides = split(arguments)
-    own_folders = [path_of("--config-dir", text).absolute() for text in flags.config_dir]
-    if missing := [str(path) for path in own_folders if not os.path.isdir(path)]:
-        raise UserError(f"--config-dir: there is no folder {missing[0]}")
-    folders = [folder, *own_folders]
-    choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
-    groups = {*ConfigStore.instance().repo, *(group for group, _ in choices)}
-    for file in (file for each in own_folders for file in sorted(each.rglob("*.yaml"))):
-        _check_own_file(file, known=file.parent.name in ("model", *os.listdir(folder)))
-    _register_resolvers(folders, choices)
-    _require_no_bare_group(overrides, groups)
-    keys = [text.partition("=")[0].lstrip("+") for text in overrides]
-    if keys.count("recipe") > 1:
-        texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]
-        raise UserError(f"{' '.join(texts)}: choose one recipe; a recipe's defaults list may name another")
-    if "train.loss._target_" in keys:
-        # In place of a name.
-        overrides = ["train.loss={}", *overrides]
-        keys = ["train.loss", *keys]
-    allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
-    texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
-    texts += [
-        f"{name}=own"
-        for name in ("model", "data", "optim")
-        if f"{name}._target_" in keys and name not in keys
-    ]
-    searched = ",".join(f'"file://{path}"' for path in own_folders)
-    texts.append(f"hydra.searchpath=[{searched}]")
-    try:
-        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-            config = hydra.compose("config", texts, return_hydra_config=True)
-            if config.get("allow"):
-                raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
-            if "sched.warmup_epochs" in keys:
-                _require_short(config.sched.warmup_epochs, config.train.epochs)
-            config.merge_with_dotlist([text.lstrip("+") for text in allow])
-            OmegaConf.set_struct(config, False)
-            hydra_keys = config.pop("hydra")
-            if flags.help:
-                sections = flags.groups or [""]
-                text = "\n\n".join(described(config, hydra_keys, folders, each) for each in sections)
-            else:
-                text = OmegaConf.to_yaml(config)
-            _note_choices(config, hydra_keys.runtime.choices, folders)
-    except UserError:
-        raise
-    except Exception as error:  # nothing but parsers runs here
-        raise _explain(error) from None
+    if folder is not None:
+        return _compose(arguments, speak, folder, record=None)
+    with program_configs() as own:
+        return _compose(arguments, speak, own, record_of(arguments))
+
+
+def _compose(arguments: Sequence[str], speak: bool, folder: Path, record: Record | None) -> DictConfig | None:
+    flags, words = split(arguments)
+    sources = Sources.of(folder, flags.config_dir)
+    _require_no_bare_group(words, sources.groups)
+    _require_one_recipe(words)
+    with explained():
+        if record is None or flags.help:
+            composed = _composed(sources, words)
+        else:
+            composed = _composed_over(record, sources, [word for word in words if key_of(word) != "config"])
+        text = _text(composed, sources, flags) if flags.printing else ""
+        _note_choices(composed, sources.folders)
     if flags.printing and speak:
         print(text)
-    return None if flags.printing else config
+    return None if flags.printing else composed.config
+
+
+class Sources(NamedTuple):
+    """Hold where files of groups are: the program's folder and the user's, and the groups that there are."""
+
+    folders: list[Path]
+    groups: set[str]
+
+    @staticmethod
+    def of(folder: Path, config_dirs: Sequence[str]) -> Sources:
+        """Look through the folders, and register what files ask for. Raises UserError for wrong ones."""
+        own_folders = [path_of("--config-dir", text).absolute() for text in config_dirs]
+        if missing := [str(path) for path in own_folders if not os.path.isdir(path)]:
+            raise UserError(f"--config-dir: there is no folder {missing[0]}")
+        folders = [folder, *own_folders]
+        known = ("model", *os.listdir(folder))
+        for own in own_folders:
+            for file in sorted(own.rglob("*.yaml")):
+                _check_own_file(file, known=file.parent.name in known)
+        choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
+        _register_resolvers(folders, choices)
+        return Sources(folders, {*ConfigStore.instance().repo, *(group for group, _ in choices)})
+
+    @property
+    def search_path(self) -> str:
+        """The override that names the user's folders."""
+        own_folders = ",".join(f'"file://{path}"' for path in self.folders[1:])
+        return f"hydra.searchpath=[{own_folders}]"
+
+
+class Composed(NamedTuple):
+    """Hold a configuration, and the keys of Hydra, which have its choices."""
+
+    config: DictConfig
+    hydra: DictConfig
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The file of each group."""
+        return dict(self.hydra.runtime.choices)
+
+
+def _composed(sources: Sources, words: Sequence[str], name: str = "config") -> Composed:
+    """Return what Hydra composes of the program's file ``name`` and ``words``."""
+    keys = [key_of(word) for word in words]
+    allow = [word for word in words if key_of(word) == "allow"]
+    texts = [_as_hydra_takes_it(word, sources.groups) for word in words if word not in allow]
+    if "train.loss._target_" in keys and "train.loss" not in keys and name == "config":
+        texts.insert(0, "++train.loss={}")  # in place of a name
+    for group in ("model", "data", "optim"):
+        if f"{group}._target_" in keys and group not in keys and name == "config":
+            texts.append(f"{group}=own")
+    with hydra.initialize_config_dir(str(sources.folders[0]), version_base="1.3"):
+        config = hydra.compose(name, [*texts, sources.search_path], return_hydra_config=True)
+    if config.get("allow"):
+        raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
+    if "sched.warmup_epochs" in keys:
+        _require_short(config.sched.warmup_epochs, config.train.epochs)
+    config.merge_with_dotlist([word.lstrip("+") for word in allow])
+    OmegaConf.set_struct(config, False)
+    return Composed(config, config.pop("hydra"))
+
+
+def _composed_over(record: Record, sources: Sources, words: Sequence[str]) -> Composed:
+    """Return a run's configuration with the command's ``words`` laid over it, key by key.
+
+    A word that names a group's file replaces the section only if the run has another file's.
+    """
+    choosing = [word for word in words if key_of(word) in sources.groups]
+    targets = [word for word in words if key_of(word).endswith("._target_")]
+    setting = [word for word in words if word not in choosing]
+    names = [f"{group}={record.values[group]['name']}" for group in CHOSEN if "name" in record.values[group]]
+    usual = _with_names(_composed(sources, names), sources)
+    gone = hints("gone").keys() - {f"{group}.name" for group in CHOSEN}  # which the group's choice sets now
+    values = completed_record(record.values, usual.config, gone)
+    if choosing or targets:
+        fresh = _with_names(_composed(sources, [*choosing, *targets]), sources)
+        files = [f"{group}={file}" for group, file in fresh.choices.items() if _has_section(group, fresh)]
+        plain = _with_names(_composed(sources, [*files, *targets]), sources)
+        chosen = _chosen_sections(choosing, targets, fresh, values)
+        values = laid_over(values, fresh.config, plain.config, chosen, evaluates=record.evaluates)
+    ConfigStore.instance().store(name="record", node={**values, "hydra": HYDRA_QUIET})
+    try:
+        return _composed(sources, setting, "record")
+    finally:
+        ConfigStore.instance().repo.pop("record.yaml", None)
+
+
+def _has_section(group: str, composed: Composed) -> bool:
+    return group in composed.config and group not in ("recipe", "debug")
+
+
+def _chosen_sections(
+    choosing: Sequence[str], targets: Sequence[str], fresh: Composed, values: Mapping[str, Any]
+) -> list[str]:
+    """Return the sections whose file the command names: by a word of its own, or by a recipe."""
+    named = {key_of(word) for word in choosing} | {key_of(word).rpartition(".")[0] for word in targets}
+    if "recipe" in named:
+        named |= {*CHOSEN, "model"}
+    other_data = "data" in named and fresh.config.data.get("name") != values["data"].get("name")
+    if other_data:
+        named.add("augment")  # whose file is that of the data set, unless a word names one
+    return sorted(named)
+
+
+def _with_names(composed: Composed, sources: Sources) -> Composed:
+    _note_choices(composed, sources.folders)
+    return composed
+
+
+def key_of(word: str) -> str:
+    """Return the key or the group that a word of the command line sets."""
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _text(composed: Composed, sources: Sources, flags: argparse.Namespace) -> str:
+    """Return what `--help` or `--cfg job` prints."""
+    if not flags.help:
+        return OmegaConf.to_yaml(composed.config)
+    sections = flags.groups or [""]
+    return "\n\n".join(described(composed.config, composed.hydra, sources.folders, each) for each in sections)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn what Hydra and the parsers raise inside into a UserError; nothing else runs there."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise _explain(error) from None
+
+
+def _require_one_recipe(words: Sequence[str]) -> None:
+    texts = [word for word in words if key_of(word) == "recipe"]
+    if len(texts) > 1:
+        raise UserError(f"{' '.join(texts)}: choose one recipe; a recipe's defaults list may name another")
 
 
 def _require_no_bare_group(overrides: Sequence[str], groups: Collection[str]) -> None:
@@ -123,14 +231,17 @@ def _require_short(warmup: Any, epochs: Any) -> None:
         raise UserError(f"sched.warmup_epochs={warmup}: longer than the run, train.epochs={epochs}")
 
 
-def _note_choices(config: DictConfig, choices: Mapping[str, str], folders: Sequence[Path]) -> None:
-    """Set ``name`` in the sections whose keys depend on the file that was chosen, for the schema."""
+def _note_choices(composed: Composed, folders: Sequence[Path]) -> None:
+    """Set ``name`` in the sections whose keys depend on the file that was chosen, for the schema.
+
+    A run's record has names already; there a word that sets one is refused before.
+    """
     for group in CHOSEN:
-        section = config.get(group)
-        if isinstance(section, DictConfig):
+        section = composed.config.get(group)
+        if isinstance(section, DictConfig) and group in composed.choices:
             if "name" in section:
                 require_current(f"{group}.name")
-            section["name"] = _origin(group, choices[group], folders)
+            section["name"] = _origin(group, composed.choices[group], folders)
 
 
 def _origin(group: str, choice: str, folders: Sequence[Path]) -> str:
@@ -225,9 +336,6 @@ def program_configs() -> AbstractContextManager[Path]:
 
 
 def _configs() -> Any:
-    checkout = Path(__file__).resolve().parents[2]
-    if (checkout / "configs").is_dir() and str(checkout) not in shardtrain.__path__:
-        shardtrain.__path__.append(str(checkout))  # before an installed version
     return importlib.import_module("shardtrain.configs")
 
 

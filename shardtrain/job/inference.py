@@ -6,17 +6,19 @@ result.json and, by `shardtrain.export`, into a file beside the exported weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
 from torchvision import models
 
 from shardtrain.job.config import Config
 from shardtrain.job.data import DataSet
+from shardtrain.job.errors import UserError
 from shardtrain.job.model import target_node
 from shardtrain.job.schema import one_of
 from shardtrain.job.target import RECIPES, find_target, keywords_of
@@ -130,6 +132,24 @@ def program(inference: Inference, weights: Path, card: Path, image: str = "image
         f"pixels = prepare(PIL.Image.open({image!r}).convert({mode!r}))[None]",
         f'print(json.loads(pathlib.Path({str(card)!r}).read_text())["classes"][int(model(pixels).argmax())])',
     ]
+
+
+def mode_of(inference: Inference) -> str:
+    """Return Pillow's mode of images of that number of channels. Raises UserError where it has none."""
+    if inference.channels not in MODES:
+        raise UserError(
+            f"the run's images have {inference.channels} channels; files have {', '.join(map(str, MODES))}"
+        )
+    return MODES[inference.channels]
+
+
+def transform_of(inference: Inference) -> Callable[[Image.Image], Tensor]:
+    """Return the transforms that `program` has, from an image of Pillow to the model's input."""
+    from torchvision.transforms import v2  # here, since it takes a second to import
+
+    # The lines that a user gets are what runs here, so both give the same numbers.
+    names = {"torch": torch, "v2": v2}
+    return v2.Compose([eval(text, names) for text in _transforms(inference)])  # type: ignore[no-any-return]
 
 
 def _transforms(inference: Inference) -> list[str]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardtrain.comm import Channel
+from shardtrain.comm import Channel, Ranks
 from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import open_inbox
 from shardtrain.comm.transport import Alone, Gradient, Pending
@@ -98,4 +98,4 @@ def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox
         return inside
     across = Channel(Simulated(0, replicas, inbox=inbox or in_place))
     groups = [range(first, first + group) for first in range(0, world, group)]
-    return Replicated(inside, across, Channel(Simulated(rank, world)), groups)
+    return Replicated(inside, across, Ranks(Simulated(rank, world)), groups)

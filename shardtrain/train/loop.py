@@ -25,7 +25,6 @@ from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.losses import loss_notes
-from shardtrain.job.saved import as_saved
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
@@ -188,8 +187,6 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, identity, memory)
-    if config.eval_only and start.opened is not None:
-        config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
@@ -201,6 +198,7 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
         table = [start_table(config, context, job)] if context.first else []
         notes = [
             *messages,
+            *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
             *start_messages(store, start, job, config),
         ]

@@ -74,6 +74,7 @@ def start_messages(store: Store, start: Newest, job: Job, config: Config) -> lis
         )
     if start.opened is None:
         return warnings
+    elsewhere = is_elsewhere(store, start)
     before = start.opened.manifest.facts.get("machine", {})
     now = machine(job.device)
     changed = [f"{what} {old} → {now[what]}" for what, old in before.items() if now.get(what) != old]
@@ -83,9 +84,18 @@ def start_messages(store: Store, start: Newest, job: Job, config: Config) -> lis
         return [*warnings, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
-    own = is_path(config.resume) and store.latest
-    ignored = f"; resume={config.resume} is only for a run without checkpoints of its own" if own else ""
-    return [*warnings, f"{where} ({start.opened.path}){ignored}"]
+    note = ""
+    if elsewhere:
+        note = "; this run is another one: its best score and its patience begin anew"
+    elif is_path(config.resume):
+        note = f"; resume={config.resume} is only for a run without checkpoints of its own"
+    return [*warnings, f"{where} ({start.opened.path}){note}"]
+
+
+def is_elsewhere(store: Store, start: Newest) -> bool:
+    """Return whether a run starts from the checkpoint of another one, named by `resume=PATH`."""
+    own = [store.directory] if store.memory is None else [store.directory, store.memory.directory]
+    return start.opened is not None and not any(start.opened.path.is_relative_to(place) for place in own)
 
 
 def identify(config: Config, context: Context) -> Identity:
@@ -219,6 +229,21 @@ def open_named(path: Path) -> Newest:
         opened = open_checkpoint(path, all_ranks)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
     return newest(path / CHECKPOINTS, all_ranks)
+
+
+def open_saved(run: str, weights: str) -> Opened:
+    """Open the newest complete checkpoint of ``run``, or the one that is named. Collective.
+
+    weights: `raw` or `ema`. Raises UserError if it is no run's, or does not have these weights.
+    """
+    where = path_of("run", run)
+    with reading(f"run={run}", "choose another step or run", Damaged):
+        opened = open_named(where).opened
+    if opened is None or "config" not in opened.manifest.facts:
+        raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
+    if weights == "ema" and not opened.manifest.specs("ema"):
+        raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
+    return opened
 
 
 def disk_in_words(directory: Path, checkpoint: int) -> str:
@@ -361,11 +386,7 @@ def restore(store: Store, start: Newest, config: Config, job: Job, metrics: Step
     opened = start.opened
     evaluating = config.eval_only
     if opened is None:
-        if evaluating and config.model.get("weights") is None:
-            raise UserError(
-                f"eval_only=true: there is no checkpoint in {store.directory}; name the run "
-                "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
-            )
+        _require_weights(store, config)
         return RunState()
     if not evaluating:  # an evaluation needs neither the optimizer nor the position among the images
         _require_same_run(opened, config, job)
@@ -385,10 +406,21 @@ def restore(store: Store, start: Newest, config: Config, job: Job, metrics: Step
         return RunState()
     for group, ours in zip(job.optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in ours.items() if key != "params"})
-    metrics.restore(extra["window"], ranks)
     if extra.get("scaler"):  # empty if the run did not scale its loss
         job.scaler.load_state_dict(extra["scaler"])
+    if is_elsewhere(store, start):  # whose best step this run does not have
+        return RunState()
+    metrics.restore(extra["window"], ranks)
     return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
+
+
+def _require_weights(store: Store, config: Config) -> None:
+    """Raise UserError for an evaluation of initial weights."""
+    if config.eval_only and config.model.get("weights") is None:
+        raise UserError(
+            f"eval_only=true: there is no checkpoint in {store.directory}; name the run "
+            "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
+        )
 
 
 def _require_same_run(opened: Opened, config: Config, job: Job) -> None:

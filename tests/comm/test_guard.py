@@ -348,6 +348,20 @@ def test_a_rank_that_ends_outside_of_models_is_named(name: str, known: bool) -> 
     assert re.match(f"{who} ended: rank {dist.get_rank()} was {where}", told), told
 
 
+@each_rank(2, transport="auto")
+def test_a_wait_that_ends_leaves_the_others_watched() -> None:
+    """One that lies in another one, and those of two threads, which end in any order."""
+    guard = Reports(dist.group.WORLD)
+    for first, second in ((1, 2), (2, 1)):
+        waits = {position: guard.waiting(position) for position in (1, 2)}
+        for wait in waits.values():
+            wait.__enter__()
+        waits[first].__exit__(None, None, None)
+        assert [wait.position for wait in guard._open] == [second]
+        waits[second].__exit__(None, None, None)
+        assert not guard._open
+
+
 @pytest.mark.parametrize(("sizes", "where"), [((2, 2), "backward"), (None, "forward")])
 def test_survivors_of_a_killed_rank_leave_at_once(ranks: Ranks, sizes: Any, where: str) -> None:
     world = sizes[0] * sizes[1] if sizes else 3

@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 import shardtrain
 from shardtrain import checkpoint, comm
@@ -57,6 +58,7 @@ from small import (
 from tiny import configure
 
 CPU = torch.device("cpu")
+KINDS = ("all_reduce", "reduce_scatter")
 # the host of each rank
 BLOCKS = [0, 0, 1, 1]
 INTERLEAVED = [0, 1, 0, 1]
@@ -228,8 +230,8 @@ def test_parameters_that_left_the_cpu_are_refused_with_a_way_out() -> None:
         like = torch.empty(0, device="cuda:0")
     message = raised_soon(ValueError, lambda: link.allocate(even([30], 2, 16), like, torch.float32))
     assert message == (
-        "ranks share memory on the CPU only, but the parameters are on cuda:0: move the model before shard(), "
-        "or call shard(..., device='cuda:0'); its transport is then 'auto' or 'process_group'"
+        "ranks share memory on the CPU only, but the parameters are on cuda:0: move the model before "
+        "shard(), or call shard(..., device='cuda:0'); its transport is then 'auto' or 'process_group'"
     )
 
 
@@ -384,6 +386,16 @@ def test_bad_meshes_and_replicas_that_differ_are_refused() -> None:
 
 
 @each_rank(4, transport="auto")
+def test_the_meter_counts_waits_for_averages_across_replicas() -> None:
+    model, _ = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
+    with comm.meter() as meter:
+        train(model, sgd(model), 2)
+    waited = {kind: {wait.unit for wait in meter.exposed() if wait.kind == kind} for kind in KINDS}
+    assert waited["all_reduce"] == waited["reduce_scatter"]
+    assert "blocks.0" in waited["all_reduce"]
+
+
+@each_rank(4, transport="auto")
 def test_the_backends_own_collectives_serve_as_well() -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
     model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
@@ -404,7 +416,7 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
         part = comm.BackendTransport(world).part(members, group)
         own = part.rank + torch.tensor([0.1, 0.2])
         parts = [torch.zeros(2), torch.zeros(2)]
-        part._send_to_all([(own, parts)]).wait()
+        part._send_to_all([(own, parts)], part._tags)()
         assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
 
 
@@ -427,6 +439,19 @@ def test_the_devices_of_vectors_choose_what_moves_them() -> None:
         channel.gather("a unit", [comm.Flat(full, local, layout)]).wait()
         assert full.tolist() == [0.0] * 32 + [1.0] * 32
     assert type(comm.ProcessGroupTransport(dist.group.WORLD).on([CPU])) is comm.MessagesTransport
+
+
+@each_rank(2, 3, transport="auto")
+def test_a_reduction_receives_the_others_parts_alone() -> None:
+    """It allocates no place for this rank's own part, which nobody sends."""
+    channel = comm.open_transport("process_group")
+    layout = cut_of("even", channel.world)([16 * channel.world * 100], 16)
+    gradient = comm.Gradient(torch.ones(layout.padded), layout, channel.rank, torch.float32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        pending = channel.reduce("a unit", [gradient])
+    allocated = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
+    assert allocated == (channel.world - 1) * gradient.own.nbytes
+    assert torch.equal(pending.wait()[0], gradient.own)
 
 
 @each_rank(2, transport="auto")

@@ -1,17 +1,28 @@
 """The schedule, proven for all small programs: every forward of up to six calls over up to four units.
 
 A program is a forest of calls, who calls whom, with a unit at each node. Units are interchangeable, so nodes
-are labelled by first occurrence. `Recorder` carries out nothing, and checks each verb. Properties:
+are labelled by first occurrence. `Recorder` carries out nothing. It is autograd, too: calls make nodes, and
+backward runs them, the last one first. Between two events the innermost call makes a node. Autograd tells of
+`marked` ones only: outputs, and outputs of modules inside. Properties:
 
-P1  besides the root, units kept for a backward that nothing announces, and units whose call is under way in
-    forward or backward, at most two units are gathered
+P0  a call is under way, and a node runs, only while its unit is shown, or was hidden after it was gathered
+P1  besides the root, units that are shown for a backward that nothing announces, units that backward computes
+    again, units that keep their full vectors, and units whose call is under way in forward or backward, at
+    most two units are gathered
 P2  what is started depends on calls alone, never on which outputs have a gradient on this rank
 P3  each trainable unit that ran is reduced once per backward that reduces, others never
 P4  nothing is shown ungathered, hidden or released while a call shows it, or reduced twice at once
-P5  reductions under way stay within their room
+P5  reductions under way stay within their room, and none is awaited before the room or the end requires it
 P6  after a backward, and after a failure, everything is released and nothing is under way
+P7  a unit's gradients are taken when no node of the forward that backward descends through will bring one
+P8  from the second equal step on, each gather is started before the unit before it is shown, and is used;
+    P1 comes first where frozen units without nodes are called after the last two that backward needs
+P9  when a node runs, each unit all of whose calls began after it has been reduced, unless it accumulates
 
-    python tests/engine/test_schedule.py 6     all of them for all programs of up to six calls, with times
+P2 holds within one forward of the root, or one call from outside of it. It does not hold for frozen units:
+where their outputs have a node on some ranks only, ranks gather different units, which the guard refuses.
+
+    python tests/engine/test_schedule.py 6     all for all programs of up to six calls, with counts and times
 """
 
 import itertools
@@ -19,8 +30,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +41,7 @@ from hypothesis import strategies as st
 from shardtrain.engine.schedule import Forward, Schedule
 
 Program = list[tuple[bool, int]]  # whether a call begins or ends, and the number of its unit
+ROOM = 8
 
 
 @dataclass(eq=False)
@@ -41,39 +53,96 @@ class Facts:
     keeps: bool
 
 
-class Token(NamedTuple):
-    """A node that made an output of ``unit``: it was made after ``moment``, in ``forward``."""
+@dataclass(eq=False)
+class Frame:
+    """A call of a unit, inside of another one; ``hides``: its output is an object, which announces nothing.
+
+    ``events``: what it has called, itself included, as `Recorder.replay` takes it.
+    """
+
+    unit: Facts
+    outer: "Frame | None" = None
+    hides: bool = False
+    events: "list[tuple[bool, Facts]]" = field(default_factory=list)
+
+    @property
+    def around(self) -> "list[Frame]":
+        """This call and those around it."""
+        return [self, *(self.outer.around if self.outer else ())]
+
+
+@dataclass(eq=False)
+class Node:
+    """A node that ``frame`` made after ``moment``, in ``forward``. ``marked``: autograd tells when it runs.
+
+    ``again``: calls that it makes, and whose nodes it runs: a reentrant checkpoint.
+    """
 
     moment: int
     forward: Forward
-    unit: Facts
+    frame: Frame
+    marked: bool
+    again: "Sequence[tuple[bool, Facts]]" = ()
+
+    @property
+    def unit(self) -> Facts:
+        return self.frame.unit
+
+
+class Started(NamedTuple):
+    verb: str
+    unit: str
 
 
 class Recorder:
-    """An actor that checks each verb (P1, P4, P5) and notes what was started."""
+    """An actor that checks each verb (P1, P4, P5, P7), and the events of a model's calls and of autograd.
 
-    def __init__(self, units: int = 4, keeps: bool = False, frozen: Iterable[int] = ()) -> None:
+    ``frozen``: numbers of units, -1 is the root. ``hiding``: units whose calls return objects. ``marks``:
+    whether modules inside units mark their outputs, too.
+    """
+
+    def __init__(
+        self,
+        units: int = 4,
+        keeps: bool = False,
+        frozen: Iterable[int] = (),
+        hiding: Iterable[int] = (),
+        marks: bool = False,
+    ) -> None:
         self.units = [Facts("root", 5, False), *(Facts(f"unit {n}", 3 + n, keeps) for n in range(units))]
-        self.schedule: Schedule[Any] = Schedule(self.units, self, room=8)
-        self.trains = {unit for number, unit in enumerate(self.units) if number - 1 not in frozen}
+        self.schedule: Schedule[Any] = Schedule(self.units, self)
+        self.trains = {unit for number, unit in enumerate(self.units, -1) if number not in frozen}
+        self.hiding = {self.units[number + 1] for number in hiding}
+        self.marks = marks
         self.full: dict[Facts, str] = {}  # units whose full vector exists: gathering, gathered or shown
         self.reducing: list[Facts] = []
-        self.started: list[tuple[str, str]] = []
+        self.awaited: list[tuple[Facts, int]] = []  # since the last reduction began, with bytes under way
+        self.started: list[Started] = []  # gathers and reductions
+        self.log: list[Started] = []  # gathers, shows and releases
         self.most = 0
-        self.passes_gradients = True  # whether outputs of frozen units have a node
-        self.tokens: list[Token] = []
+        self.untaken: set[Facts] = set()  # units with gradients that have not been taken
+        self.ran: set[Frame] = set()  # calls of which backward has run a node
+        self.again: set[Facts] = set()  # units that this backward computes again
+        self.passes = "always"  # gradients, through frozen units; or "never", or "after" a trainable one
+        self.silent: set[Facts] = set()  # trainable units whose outputs other nodes made, on this rank
+        self.nodes: list[Node] = []
+        self.to_run: list[Node] = []  # nodes of this backward that have not ended
+        self.stack: list[Frame] = []
+        self.began: dict[Facts, int] = {}  # when the first call of each unit began whose backward is to come
+        self.learns = True  # whether calls make nodes
 
     # verbs
 
     def gather(self, unit: Facts) -> None:
         assert unit not in self.full
         self.full[unit] = "gathering"
-        self.started.append(("gather", unit.name))
+        self._note("gather", unit)
         self._count()
 
     def show(self, unit: Facts) -> None:
         assert self.full[unit] in ("gathering", "gathered")
         self.full[unit] = "shown"
+        self.log.append(Started("show", unit.name))
 
     def hide(self, unit: Facts) -> None:
         assert self.full[unit] == "shown"
@@ -83,106 +152,293 @@ class Recorder:
     def release(self, unit: Facts) -> None:
         assert self.full.pop(unit) != "shown"
         assert unit not in self.schedule.calls
+        self.log.append(Started("release", unit.name))
 
     def take(self, unit: Facts) -> None:
         assert self.full[unit] == "shown"
+        backward = self.schedule.backward
+        assert backward is not None
+        self.untaken.discard(unit)
+        late = [n for n in self.to_run if n.unit is unit and n.forward is backward.forward]
+        assert not late, f"P7: {unit.name} is taken before {late}"
 
     def reduce(self, unit: Facts) -> None:
         assert unit not in self.reducing
+        assert unit not in self.untaken
+        for other, size in self.awaited:  # P5
+            assert other is unit or size + unit.gradient_bytes > ROOM, "P5"
+        self.awaited.clear()
         self.reducing.append(unit)
-        self.started.append(("reduce", unit.name))
-        assert len(self.reducing) == 1 or sum(each.gradient_bytes for each in self.reducing) <= 8
+        self._note("reduce", unit)
+        assert len(self.reducing) == 1 or self._bytes_under_way() <= ROOM
 
     def finish(self, unit: Facts) -> None:
+        self.awaited.append((unit, self._bytes_under_way()))
         assert self.reducing.pop(0) is unit
+
+    def _bytes_under_way(self) -> int:
+        return sum(each.gradient_bytes for each in self.reducing)
+
+    def _note(self, verb: str, unit: Facts) -> None:
+        self.started.append(Started(verb, unit.name))
+        self.log.append(Started(verb, unit.name))
 
     def _count(self) -> None:
         schedule = self.schedule
-        busy = {self.units[0], *schedule.calls, *schedule.unannounced, *self._under_way_in_backward()}
-        self.most = max(self.most, len(set(self.full) - busy))
+        busy = {self.units[0], *schedule.calls, *schedule.unannounced, *schedule.keeps, *self.again}
+        self.most = max(self.most, len(set(self.full) - busy - self._under_way_in_backward()))
 
     def _under_way_in_backward(self) -> set[Facts]:
-        """Return units of which backward has passed the end of a call, not its begin, or called alone."""
+        """Return units of which backward has passed the end of a call, not its begin."""
         backward = self.schedule.backward
         if backward is None:
             return set()
         begins = {edge.call for edge in backward.edges if not edge.is_end}
         ends = {edge.call for edge in backward.edges if edge.is_end}
-        alone = self.schedule.opened - {call.unit for call in backward.forward.calls}
-        return {call.unit for call in begins - ends} | alone
+        return {call.unit for call in begins - ends}
 
-    # events
+    # calls
+
+    def enter(self, unit: Facts) -> None:
+        """Begin a call, as `Driver.begin_call` does."""
+        schedule = self.schedule
+        if unit not in schedule.calls and not (schedule.backward or schedule.in_forward):
+            schedule.refresh(unit, unit in self.trains)
+        schedule.enter(unit)
+        self._note_computing(unit)
+        self.stack.append(Frame(unit, self.stack[-1] if self.stack else None, unit in self.hiding))
+        self._note_call(True, unit)
+        self._make(self.marks)
+
+    def leave(self, failed: bool = False) -> None:
+        """End the innermost call, as `Driver.end_call` does."""
+        schedule = self.schedule
+        frame = self.stack[-1]
+        unit = frame.unit
+        learns = self.learns and not (failed or schedule.backward)
+        if learns:
+            if not frame.hides and unit not in self.silent:
+                self._make(True)
+            if unit in self.trains or schedule.calls[unit].announced:
+                self.began.setdefault(unit, schedule.calls[unit].began)
+        schedule.leave(unit, learns, learns and frame.hides)
+        self._count()
+        self._note_call(False, unit)
+        self.stack.pop()
+        if not failed:
+            self._make(self.marks)
+
+    def _note_computing(self, unit: Facts) -> None:
+        """Note for P8 that ``unit`` begins to compute, if it is shown since before."""
+        if self.log[-1] != Started("show", unit.name):
+            self.log.append(Started("show", unit.name))
+
+    def _note_call(self, begins: bool, unit: Facts) -> None:
+        for frame in self.stack[-1].around:
+            frame.events.append((begins, unit))
+
+    def _make(self, marked: bool) -> None:
+        """Let the innermost call make a node."""
+        for frame in self.stack:
+            assert self.full[frame.unit] == "shown", f"P0: {frame.unit.name} computes"
+        schedule = self.schedule
+        if not self.stack or schedule.backward or not self.learns:
+            return
+        frame = self.stack[-1]
+        makes_none = self.passes == "never" or (self.passes == "after" and not self.nodes)
+        if frame.unit not in self.trains and makes_none:
+            return
+        if marked:
+            schedule.announce(frame.unit)
+        self.nodes.append(Node(schedule.moment, schedule.recorded, frame, marked))
+
+    def use(self, unit: Facts) -> None:
+        """Use a parameter of ``unit`` outside of its calls, as a loss does with the root's."""
+        schedule = self.schedule
+        self.began.setdefault(unit, schedule.moment)
+        self.nodes.append(Node(schedule.moment, schedule.forward, Frame(unit, hides=True), False))
+
+    def replay(self, events: Iterable[tuple[bool, Facts]]) -> None:
+        for begins, unit in events:
+            if begins:
+                self.enter(unit)
+            else:
+                self.leave()
+
+    def events(self, program: Program) -> list[tuple[bool, Facts]]:
+        return [(begins, self.units[label + 1]) for begins, label in program]
+
+    # forward
+
+    def forward(
+        self,
+        program: Program,
+        fails_at: int = -1,
+        learns: bool = True,
+        reentrant: Collection[int] = (),
+        backward_at: int = -1,
+    ) -> None:
+        """Run a forward of the root that calls units as ``program`` says, and fails at one of its events.
+
+        ``reentrant``: numbers of the root's own calls that run without gradients, and again in backward.
+        ``backward_at``: the event after which a backward runs inside.
+        """
+        schedule = self.schedule
+        before = len(self.nodes)
+        self.learns = learns
+        schedule.begin_forward(self.trains)
+        self.enter(self.units[0])
+        events = self.events(program)
+        if 0 <= fails_at < len(events):
+            self.replay(events[:fails_at])
+            while self.stack:
+                self.leave(failed=True)
+            schedule.end_forward(failed=True)
+            del self.nodes[before:]
+            return
+        if backward_at >= 0:
+            self.replay(events[:backward_at])
+            self.backward()
+            self.replay(events[backward_at:])
+            events = []
+        for number, call in enumerate(self.own_calls(events)):
+            if number in reentrant:
+                self.learns = False
+                self.replay(call)
+                self.learns = learns
+                self.nodes.append(Node(schedule.moment, schedule.recorded, self.stack[-1], False, call))
+                self._make(self.marks)
+            else:
+                self.replay(call)
+        self.leave()
+        schedule.end_forward(failed=False)
+
+    def own_calls(self, events: Sequence[tuple[bool, Facts]]) -> Iterator[Sequence[tuple[bool, Facts]]]:
+        """Cut ``events`` into those of each outermost call."""
+        depth = 0
+        start = 0
+        for number, (begins, _) in enumerate(events, 1):
+            depth += 1 if begins else -1
+            if depth == 0:
+                yield events[start:number]
+                start = number
 
     def evaluate(self, program: Program) -> None:
         """Run a forward without gradients."""
-        schedule = self.schedule
-        schedule.begin_forward(self.trains)
-        schedule.enter(self.units[0])
-        for begins, label in program:
-            unit = self.units[label + 1]
-            if begins:
-                schedule.enter(unit)
-            else:
-                schedule.leave(unit, learns=False)
-        schedule.leave(self.units[0], learns=False)
-        schedule.end_forward(failed=False)
+        self.forward(program, learns=False)
         self.require_rest()
-
-    def forward(self, program: Program, fails_at: int = -1) -> None:
-        """Run a forward of the root that calls units as ``program`` says, and fails at one of its events."""
-        schedule = self.schedule
-        root = self.units[0]
-        schedule.begin_forward(self.trains)
-        schedule.enter(root)
-        stack = [root]
-        for number, (begins, label) in enumerate(program):
-            if number == fails_at:
-                for unit in reversed(stack):
-                    schedule.leave(unit, learns=False)
-                schedule.end_forward(failed=True)
-                return
-            if begins:
-                stack.append(self.units[label + 1])
-                schedule.enter(stack[-1])
-            else:
-                self._leave(stack.pop())
-        self._leave(root)
-        schedule.end_forward(failed=False)
 
     def call(self, program: Program) -> None:
         """Call units by themselves, outside of the root's forward."""
-        for begins, label in program:
-            unit = self.units[label + 1]
-            if begins:
-                self.schedule.enter(unit)
-            else:
-                self._leave(unit)
+        self.learns = True
+        self.replay(self.events(program))
+        self._require_nothing_recorded()
 
-    def _leave(self, unit: Facts) -> None:
-        """End a call of ``unit``, whose output autograd made with a node; of a frozen one perhaps without."""
-        schedule = self.schedule
-        if unit in self.trains or self.passes_gradients:
-            self.tokens.append(Token(schedule.moment, schedule.forward, unit))
-            schedule.announce(unit)
-        schedule.leave(unit, learns=True)
+    # backward
 
-    def backward(self, tokens: Iterable[Token] | None = None, fails_at: int = -1) -> None:
-        """Run autograd: nodes in the reverse of the order in which they were made, of ``tokens`` only."""
+    def backward(
+        self, outputs: Collection[Node] | None = None, fails_at: int = -1, again: str = "nothing"
+    ) -> None:
+        """Run autograd: the nodes that ``outputs`` (all marked ones) need, and those of hidden outputs.
+
+        ``again``: whether checkpoints that are not reentrant compute ``each`` call of the root, or ``all`` of
+        them at once, as their first node runs.
+        """
         schedule = self.schedule
-        chosen = self.tokens if tokens is None else tokens
-        for number, token in enumerate(sorted(chosen, key=lambda each: each.moment, reverse=True)):
-            if schedule.backward is None:
-                schedule.begin_backward(token.forward, self.trains)
-            if number == fails_at:
-                while self.reducing:
-                    self.reducing.pop()
-                schedule.drop()
+        marked = {node for node in self.nodes if node.marked}
+        self.to_run = [*self._needed(marked if outputs is None else set(outputs))]
+        computed = set[Frame]()
+        began = False
+        for number in itertools.count():
+            if not self.to_run or (number == fails_at and began):
                 break
-            schedule.reach(token.forward, token.unit, token.moment)
-        else:
+            node = self.to_run[0]
+            self._run(node)
+            frames = node.frame.around
+            if again != "nothing" and len(frames) > 1 and (again == "all" or frames[-2] not in computed):
+                computed.add(frames[-2])
+                self._compute_again(frames[-1] if again == "all" else frames[-2])
+                again = "nothing" if again == "all" else again
+            self.to_run.pop(0)
+            began = schedule.backward is not None
+        if self.to_run:
+            self.reducing.clear()
+            schedule.drop()
+            self.to_run = []
+            self.untaken.clear()
+        elif began:
             schedule.end_backward()
-        self.tokens.clear()
-        self.require_rest()
+        # Calls under way go on with what they have computed.
+        self.nodes = [node for node in self.nodes if node.frame in self.stack and not node.marked]
+        self.again.clear()
+        self.awaited.clear()
+        if not schedule.in_forward:
+            self.began.clear()
+        if began and not schedule.in_forward:
+            self.require_rest()
+
+    def _needed(self, outputs: Collection[Node]) -> Iterator[Node]:
+        """Return what autograd runs, the last node first: ``outputs``, and what their calls need for them."""
+        needing = set[Frame]()  # calls of which a later output, or one of a call inside, is among them
+        for node in reversed(self.nodes):
+            if node in outputs:
+                needing.update(node.frame.around)
+            elif node.marked or not (node.frame in needing or node.frame.hides or node.again):
+                continue
+            yield node
+
+    def _run(self, node: Node) -> None:
+        schedule = self.schedule
+        unit = node.unit
+        if node.marked:
+            self._require_begun(node.forward)
+            schedule.reach(node.forward, node.moment)
+            self._require_reduced(node)
+        if self.log and node.frame not in self.ran:
+            self.ran.add(node.frame)
+            self._note_computing(unit)
+        assert self.full.get(unit) in ("gathered", "shown"), f"P0: a node of {unit.name} runs"
+        if node.again:
+            self._require_begun(node.forward)
+            self.again.update(other for _, other in node.again)
+            self.replay(node.again)
+            for begins, other in reversed(node.again):
+                if not begins:
+                    self._bring_gradient(other)
+        else:
+            self._bring_gradient(unit)
+
+    def _require_begun(self, forward: Forward) -> None:
+        if self.schedule.backward is None:
+            self.log.append(Started("backward", ""))
+            self.schedule.begin_backward(forward, self.trains, ROOM)
+
+    def _bring_gradient(self, unit: Facts) -> None:
+        """Do as the hook of a parameter of ``unit``."""
+        schedule = self.schedule
+        if unit not in self.trains:
+            return
+        if unit not in schedule.opened:
+            assert self.full[unit] == "shown" or unit in schedule.unannounced
+            self._require_begun(schedule.forward)
+            schedule.arrive(unit)
+        assert self.full[unit] == "shown", f"P0: {unit.name} gets a gradient"
+        self.untaken.add(unit)
+
+    def _compute_again(self, frame: Frame) -> None:
+        """Compute ``frame``, or what it has called if it is the root's."""
+        events = frame.events[1:-1] if frame.unit is self.units[0] else frame.events
+        self.again.update(unit for _, unit in events)
+        self.replay(events)
+
+    def _require_reduced(self, node: Node) -> None:
+        """P9."""
+        backward = self.schedule.backward
+        assert backward is not None
+        entered = {call.unit for call in node.forward.calls}
+        for unit in entered & self.trains - backward.accumulates:
+            if self.began.get(unit, -1) > node.moment:
+                assert unit in backward.reduced, f"P9: {unit.name}"
 
     def require_rest(self) -> None:
         """P6."""
@@ -191,8 +447,17 @@ class Recorder:
         assert not self.schedule.opened
         assert not self.schedule.gathered
         assert not self.schedule.shown
+        assert not self.schedule.unannounced
+        assert not self.untaken
+        self._require_nothing_recorded()
 
-    def take_started(self) -> list[tuple[str, str]]:
+    def _require_nothing_recorded(self) -> None:
+        """P6: calls are forgotten with their graph, unless they are of the root's last forward."""
+        assert self.schedule.recorded is self.schedule.forward
+
+    # what was started
+
+    def take_started(self) -> list[Started]:
         started = self.started
         self.started = []
         return started
@@ -205,6 +470,25 @@ class Recorder:
         """P3: one reduction of the root and each unit of ``program`` that trains."""
         ran = {self.units[0], *(self.units[label + 1] for _, label in program)}
         return Counter(unit.name for unit in ran if unit in self.trains)
+
+    def require_overlap(self) -> Counter[str]:
+        """P8 of what was done since the log was cleared. Return how often each unit was gathered."""
+        gathers = Counter[str]()
+        gathered = dict[str, int]()
+        first = len(self.log)  # of forward, and of backward: no show precedes it
+        shown = first
+        for number, (verb, unit) in enumerate(self.log):
+            if verb == "gather":
+                gathers[unit] += 1
+                gathered[unit] = number
+            elif verb == "show":
+                assert gathered.pop(unit, 0) <= shown, f"P8: {unit} in {self.log[: number + 1]}"
+                shown = number
+            elif verb == "backward":
+                shown = first
+            elif verb == "release":
+                assert unit not in gathered, f"P8: {unit} is gathered for nothing: {self.log[: number + 1]}"
+        return gathers
 
 
 # programs
@@ -256,18 +540,74 @@ def unit_count(program: Program) -> int:
     return 1 + max(label for _, label in program)
 
 
-# properties of one program; each checks P1, P4, P5 and P6 on its way
+# properties of one program; each checks P0, P1, P4, P5, P6, P7 and P9 on its way
+
+
+def subsets(count: int) -> Iterator[tuple[int, ...]]:
+    """All sets of the numbers below ``count`` but the empty one."""
+    for size in range(1, count + 1):
+        yield from itertools.combinations(range(count), size)
+
+
+def step(recorder: Recorder, program: Program) -> None:
+    """P3 of a forward and a backward."""
+    recorder.forward(program)
+    recorder.backward()
+    assert recorder.reductions() == recorder.expected(program)
+    assert recorder.most <= 2
+
+
+def first_call(program: Program) -> Program:
+    return [program[0], (False, program[0][1])]
 
 
 def steps(program: Program) -> None:
-    """Two equal steps, as they are and with full vectors kept after forward."""
-    for keeps in (False, True):
-        recorder = Recorder(unit_count(program), keeps)
+    """P8: equal steps, as they are and with full vectors kept after forward."""
+    for keeps, marks in itertools.product((False, True), (False, True)):
+        recorder = Recorder(unit_count(program), keeps, marks=marks)
+        step(recorder, program)
         for _ in range(2):
-            recorder.forward(program)
-            recorder.backward()
-            assert recorder.reductions() == recorder.expected(program)
-        assert keeps or recorder.most <= 2
+            recorder.log.clear()
+            step(recorder, program)
+            gathers = recorder.require_overlap()
+            if keeps:
+                assert gathers == recorder.expected(program)
+                assert {verb for verb, _ in recorder.log[: len(gathers)]} == {"gather"}  # all at once
+
+
+def keeping(program: Program) -> None:
+    """Users let some units keep their full vectors after forward, and change that between steps."""
+    count = unit_count(program)
+    for chosen in subsets(count):
+        recorder = Recorder(count)
+        step(recorder, program)
+        for keeps in (True, False):
+            units = [recorder.units[number + 1] for number in chosen]
+            for unit in units:
+                recorder.schedule.keep_after_forward(unit, keeps)
+            recorder.log.clear()
+            step(recorder, program)
+            gathers = recorder.require_overlap()
+            assert not keeps or all(gathers[unit.name] == 1 for unit in units)
+            step(recorder, first_call(program))
+            step(recorder, program)
+
+
+def neighbours(program: Program) -> None:
+    """A unit called several times in a row is gathered once in forward, and at most once in backward."""
+    labels = [label for begins, label in program if begins]
+    runs = Counter(f"unit {label}" for label, _ in itertools.groupby(labels))
+    leaf = ()
+    for calls_of_unit, times in (((leaf, leaf), 2), (((leaf,), leaf), 3)):  # the second one calls itself
+        calls = program_of(calls_of_unit * len(labels), [label for label in labels for _ in range(times)])
+        recorder = Recorder(unit_count(program))
+        step(recorder, calls)
+        recorder.log.clear()
+        step(recorder, calls)
+        gathers = recorder.require_overlap()
+        in_backward = runs.copy()
+        in_backward[f"unit {labels[-1]}"] -= 1  # backward begins with it
+        assert gathers == runs + in_backward + Counter(["root"])
 
 
 def other_order(program: Program) -> None:
@@ -277,62 +617,98 @@ def other_order(program: Program) -> None:
     half = program_of(((),) * count, range(count))
     recorder = Recorder(count)
     for each in (program, other, half, program, program):
-        recorder.forward(each)
-        recorder.backward()
-        assert recorder.reductions() == recorder.expected(each)
-    assert recorder.most <= 2
+        recorder.log.clear()
+        step(recorder, each)
+    recorder.require_overlap()
 
 
 def evaluations(program: Program) -> None:
     """Evaluations between steps, after which training prefetches as before."""
     recorder = Recorder(unit_count(program))
-    steady: list[tuple[str, str]] = []
-    for number in range(4):
-        recorder.forward(program)
-        recorder.backward()
-        started = recorder.take_started()
-        steady = steady or (started if number else [])
-        assert number == 0 or started == steady
+    for number in range(3):
+        recorder.log.clear()
+        step(recorder, program)
+        if number:
+            recorder.require_overlap()
         recorder.evaluate(program)
-        recorder.evaluate([program[0], (False, program[0][1])])  # another order, and too few calls
+        recorder.evaluate(first_call(program))
         recorder.evaluate(program)
         recorder.take_started()
-    assert recorder.most <= 2
 
 
 def frozen(program: Program) -> None:
-    """Each set of frozen units: these are not reduced."""
+    """Each set of frozen units, perhaps the root, too: these are not reduced."""
     count = unit_count(program)
-    for size in range(1, count + 1):
-        for units in itertools.combinations(range(count), size):
-            for passes in (False, True):
-                recorder = Recorder(count, frozen=units)
-                recorder.passes_gradients = passes
-                for _ in range(2):
-                    recorder.forward(program)
-                    recorder.backward()
-                    assert recorder.reductions() == recorder.expected(program)
-                assert recorder.most <= 2
+    trained = Recorder(count)
+    step(trained, program)
+    trained.log.clear()
+    step(trained, program)
+    for numbers in subsets(count + 1):
+        for passes in ("always", "never", "after"):
+            recorder = Recorder(count, frozen=[number - 1 for number in numbers])
+            recorder.passes = passes
+            step(recorder, program)
+            recorder.log.clear()
+            step(recorder, program)
+            if passes == "always":
+                recorder.require_overlap()
+            if numbers == (0,):  # the root stays gathered from forward to backward, so this changes nothing
+                gathers = [entry for entry in recorder.log if entry.verb == "gather"]
+                assert gathers == [entry for entry in trained.log if entry.verb == "gather"]
 
 
 def absent_gradients(program: Program) -> None:
-    """P2: outputs without a gradient here: of up to four calls each set, of more one or all but one."""
+    """P2: outputs without a gradient here: of up to four calls each set, of more one or all but one.
+
+    So are outputs that other nodes made: a unit may return its input, on this rank alone.
+    """
     count = unit_count(program)
-    calls = len(program) // 2 + 1
-    sizes = range(1, calls) if calls <= 5 else (1, calls - 1)
-    expected = Recorder(count)
-    for _ in range(2):
-        expected.forward(program)
-        expected.take_started()
-        expected.backward()
-    for size in sizes:
-        for here in itertools.combinations(range(calls), size):
-            recorder = Recorder(count)
+
+    def second_step(marks: bool = False) -> Recorder:
+        recorder = Recorder(count, marks=marks)
+        recorder.forward(program)
+        recorder.backward()
+        return recorder
+
+    expected = second_step()
+    expected.forward(program)
+    expected.take_started()
+    expected.backward()
+    for marks in (False, True):
+        outputs = second_step(marks)
+        outputs.forward(program)
+        numbers = [number for number, node in enumerate(outputs.nodes) if node.marked]
+        sizes = range(1, len(numbers)) if len(numbers) <= 5 else (1, len(numbers) - 1)
+        for here in itertools.chain(*(itertools.combinations(numbers, size) for size in sizes)):
+            recorder = second_step(marks)
+            recorder.forward(program)
+            recorder.take_started()
+            recorder.backward([recorder.nodes[number] for number in here])
+            assert recorder.started == expected.started
+    for silent in subsets(count):
+        recorder = second_step()
+        recorder.silent = {recorder.units[number + 1] for number in silent}
+        recorder.forward(program)
+        recorder.take_started()
+        recorder.backward()
+        assert recorder.started == expected.started
+
+
+def objects(program: Program) -> None:
+    """Each set of units, perhaps the root, too, returns objects; users may look at shards before backward."""
+    count = unit_count(program)
+    for hiding in subsets(count + 1):
+        for frozen_too, looks in itertools.product((False, True), (False, True)):
+            numbers = [number - 1 for number in hiding]
+            recorder = Recorder(count, hiding=numbers, frozen=numbers if frozen_too else ())
             for _ in range(2):
                 recorder.forward(program)
-                recorder.take_started()
-                recorder.backward([recorder.tokens[number] for number in here])
-            assert recorder.started == expected.started
+                if looks:
+                    recorder.schedule.hide_unannounced()
+                if any(node.marked for node in recorder.nodes):
+                    recorder.backward()
+                    assert recorder.reductions() == recorder.expected(program)
+            assert recorder.most <= 2
 
 
 def failures(program: Program) -> None:
@@ -340,40 +716,51 @@ def failures(program: Program) -> None:
     count = unit_count(program)
     for event in range(len(program)):
         recorder = Recorder(count)
-        recorder.forward(program)
-        recorder.backward()
+        step(recorder, program)
         recorder.forward(program, fails_at=event)
         recorder.require_rest()
-        recorder.tokens.clear()
-        recorder.take_started()
-        recorder.forward(program)
-        recorder.backward()
-        assert recorder.reductions() == recorder.expected(program)
-        assert recorder.most <= 2
-    for node in range(len(program) // 2 + 1):
+        recorder.log.clear()
+        step(recorder, program)
+        recorder.require_overlap()
+    for node in range(len(program)):
         recorder = Recorder(count)
         recorder.forward(program)
         recorder.backward(fails_at=node)
         recorder.take_started()
-        recorder.forward(program)
-        recorder.backward()
-        assert recorder.reductions() == recorder.expected(program)
+        step(recorder, program)
+
+
+def failures_between(program: Program) -> None:
+    """A forward whose units return objects, one that fails, and the backward of the first."""
+    count = unit_count(program)
+    for hiding in subsets(count):
+        recorder = Recorder(count, hiding=hiding)
+        for _ in range(2):
+            recorder.forward(program)
+            recorder.forward(program, fails_at=len(program) - 1)
+            recorder.backward()
+            assert recorder.reductions() == recorder.expected(program)
         assert recorder.most <= 2
 
 
 def accumulation(program: Program) -> None:
-    """Two backwards without reductions, then one of another forward that reduces all."""
-    recorder = Recorder(unit_count(program))
-    for _ in range(2):
-        recorder.schedule.accumulate(recorder.units)
-        recorder.forward(program)
+    """Two backwards that reduce no units, or some, then one of another forward that reduces all."""
+    count = unit_count(program)
+    for numbers in subsets(count + 1):
+        recorder = Recorder(count)
+        units = [recorder.units[number] for number in numbers]
+        for _ in range(2):
+            recorder.schedule.accumulate(units)
+            recorder.forward(program)
+            recorder.backward()
+            reduced = recorder.expected(program) - Counter(unit.name for unit in units)
+            assert recorder.reductions() == reduced
+        recorder.schedule.accumulate(())
+        recorder.forward(first_call(program))
         recorder.backward()
-        assert not recorder.reductions()
-    recorder.schedule.accumulate(())
-    recorder.forward([program[0], (False, program[0][1])])
-    recorder.backward()
-    assert recorder.reductions() == recorder.expected(program)
-    assert recorder.most <= 2
+        waited = Counter(unit.name for unit in units)
+        assert recorder.reductions() == recorder.expected(first_call(program)) | waited
+        assert recorder.most <= 2
 
 
 def two_forwards(program: Program) -> None:
@@ -386,41 +773,127 @@ def two_forwards(program: Program) -> None:
     for first_is_last in (False, True):
         recorder.forward(program)
         recorder.forward(program)
-        half = len(recorder.tokens) // 2
-        parts = [recorder.tokens[:half], recorder.tokens[half:]]
-        for tokens in reversed(parts) if first_is_last else parts:
-            recorder.backward(tokens)
+        half = len(recorder.nodes) // 2
+        parts = [recorder.nodes[:half], recorder.nodes[half:]]
+        for nodes in reversed(parts) if first_is_last else parts:
+            recorder.nodes = nodes
+            recorder.backward()
             assert recorder.reductions() == recorder.expected(program)
+    assert recorder.most <= 2
 
 
 def called_alone(program: Program) -> None:
-    """Units called by themselves, alone, before and after a forward of the root."""
-    recorder = Recorder(unit_count(program))
-    ran = recorder.expected(program)
-    for _ in range(2):
-        recorder.call(program)
-        recorder.backward()
-        assert recorder.reductions() == Counter({name: 1 for name in ran if name != "root"})
-        recorder.forward(program)
-        recorder.call(program)
-        recorder.backward()
-        assert recorder.reductions() == ran
-        recorder.call(program)
-        recorder.forward(program)
-        recorder.backward()
-        assert recorder.reductions() == ran
+    """Units called by themselves, alone, before and after a forward of the root, each by itself."""
+    for marks in (False, True):
+        recorder = Recorder(unit_count(program), marks=marks)
+        ran = recorder.expected(program)
+        for _ in range(2):
+            recorder.call(program)
+            recorder.backward()
+            assert recorder.reductions() == Counter({name: 1 for name in ran if name != "root"})
+            recorder.forward(program)
+            recorder.call(program)
+            recorder.backward()
+            assert recorder.reductions() == ran
+            recorder.call(program)
+            recorder.forward(program)
+            recorder.backward()
+            assert recorder.reductions() == ran
+            recorder.call(program)
+            recorder.call(program)
+            recorder.forward(program)
+            recorder.forward(program)
+            recorder.backward()
+            assert recorder.reductions() == ran
+        assert recorder.most <= 2
+
+
+def used_directly(program: Program) -> None:
+    """A loss uses the root's parameters; each unit is unsharded, and used before the forward, or after it."""
+    count = unit_count(program)
+    for number in range(count + 1):
+        for before, after in ((True, False), (False, True), (True, True)):
+            recorder = Recorder(count)
+            unit = recorder.units[number]
+            for _ in range(2):
+                if before:
+                    recorder.schedule.show_unannounced(unit)
+                    recorder.use(unit)
+                recorder.forward(program)
+                if after and number:
+                    recorder.schedule.show_unannounced(unit)
+                if after:
+                    recorder.use(unit)
+                recorder.backward()
+                assert recorder.reductions() == recorder.expected(program)
+            assert recorder.most <= 2
+            recorder.schedule.show_unannounced(unit)
+            recorder.schedule.release_unannounced(unit)
+            recorder.require_rest()
+
+
+def computed_again(program: Program) -> None:
+    """Checkpoints compute each of the root's calls again in backward, or all of them as backward begins."""
+    for again in ("each", "all"):
+        recorder = Recorder(unit_count(program))
+        for _ in range(2):
+            recorder.forward(program)
+            recorder.backward(again=again)
+            assert recorder.reductions() == recorder.expected(program)
+        assert recorder.most <= 2
+
+
+def reentrant(program: Program) -> None:
+    """Some of the root's calls run in reentrant checkpoints: without gradients, and again in backward.
+
+    A unit that is also called otherwise, later only, is reduced there, and a second time when backward ends.
+    """
+    names = Recorder(unit_count(program))
+    calls = [{unit.name for _, unit in call} for call in names.own_calls(names.events(program))]
+    for chosen in subsets(len(calls)):
+        recorder = Recorder(unit_count(program), marks=True)
+        expected = recorder.expected(program)
+        for name in expected:
+            others = [number for number, names in enumerate(calls) if name in names and number not in chosen]
+            if others and any(name in calls[number] for number in chosen if number < others[0]):
+                expected[name] += 1
+        for _ in range(2):
+            recorder.forward(program, reentrant=chosen)
+            recorder.backward()
+            assert recorder.reductions() == expected
+        assert recorder.most <= 2
+
+
+def backward_inside(program: Program) -> None:
+    """A backward after each event of a forward, then the rest of the forward, and a backward."""
+    for event in range(1, len(program)):
+        recorder = Recorder(unit_count(program))
+        for _ in range(2):
+            recorder.forward(program, backward_at=event)
+            recorder.take_started()
+            recorder.backward()
+            assert recorder.reductions() == recorder.expected(program)
+        assert recorder.most <= 2
 
 
 PROPERTIES = (
     steps,
+    keeping,
+    neighbours,
     other_order,
     evaluations,
     frozen,
     absent_gradients,
+    objects,
     failures,
+    failures_between,
     accumulation,
     two_forwards,
     called_alone,
+    used_directly,
+    computed_again,
+    reentrant,
+    backward_inside,
 )
 
 

@@ -155,6 +155,16 @@ class Prepare:
         return F.interpolate(normal, size, mode="bilinear", antialias=True)
 
 
+class ToDevice:
+    """Move batches that are prepared already, one image after the other, to ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return images.to(self.device, non_blocking=True)
+
+
 class Seeded:
     """Draw random crops and changes of images from the seed and their position in the run alone.
 
@@ -316,7 +326,12 @@ class EvalFeed:
     """Yield batches of this rank's part of images to evaluate, equally many on every (virtual) rank."""
 
     def __init__(
-        self, images: Batches, share: Share, prepare: Prepare, workers: int, batch_size: int | None = None
+        self,
+        images: Batches,
+        share: Share,
+        prepare: Prepare | ToDevice,
+        workers: int,
+        batch_size: int | None = None,
     ) -> None:
         """batch_size: images per rank in one forward, at most; None: `EVAL_BATCH`."""
         self.images = images

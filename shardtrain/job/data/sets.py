@@ -13,7 +13,7 @@ import torch
 from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
-from shardtrain.job.config import Cifar, Csv, Data, Digits, Fake, Npz, OwnData
+from shardtrain.job.config import Cifar, Data, Digits, Fake, Npz, OwnData
 from shardtrain.job.data.feed import Arrays, Chosen, DataSet, numbered, of_length
 from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.data.sampler import generator
@@ -30,20 +30,18 @@ STATISTICS = {
 }
 
 
-def load(config: Data, allow: Sequence[str] = (), seed: int = 0) -> DataSet:
-    """Return the data set that the configuration names. ``allow``: packages of `data._target_`.
-
-    ``seed`` decides which images of a table are held out; those of other data sets are always the same.
-    """
+def load(config: Data, allow: Sequence[str] = ()) -> DataSet:
+    """Return the data set that the configuration names. ``allow``: packages of `data._target_`."""
     data = _read(config, allow)
     limit = config.limit
     mean, std = (_per_channel(key, getattr(config, key), data) for key in ("mean", "std"))
     data = data._replace(mean=mean, std=std, classes=_names(config.classes, data))
-    if config.validation:
-        data = with_validation(data, config.validation, seed if isinstance(config, Csv) else None)
+    if config.validation and not config.all_held_out:
+        data = with_validation(data, config.validation, config.split)
     if limit is None:
         return data
-    parts = {name: getattr(data, name) for name in ("train", "train_as_val", "val", "test")}
+    names = ("val", "test") if config.all_held_out else ("train", "train_as_val", "val", "test")
+    parts = {name: getattr(data, name) for name in names}
     some: dict[str, Any] = {
         name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
     }
@@ -71,12 +69,13 @@ def _names(given: tuple[str, ...] | None, data: DataSet) -> tuple[str, ...]:
     return given
 
 
-def stratified(labels: Tensor, seed: int) -> Tensor:
+def stratified(labels: Tensor, split: int) -> Tensor:
     """Return a random order of images whose every beginning has about the same fraction of each class.
 
+    ``split`` alone decides it.
     Image i of the n images of a class, in random order, is at the fraction (i + 1/2) / n of the whole order.
     """
-    order = torch.randperm(len(labels), generator=generator("validation", seed))
+    order = torch.randperm(len(labels), generator=generator("validation", split))
     fractions = torch.empty(len(labels), dtype=torch.float64)
     for label in labels.unique():
         own = order[labels[order] == label]
@@ -84,11 +83,12 @@ def stratified(labels: Tensor, seed: int) -> Tensor:
     return order[fractions[order].argsort(stable=True)]
 
 
-def with_validation(data: DataSet, amount: float, seed: int | None = None) -> DataSet:
+def with_validation(data: DataSet, amount: float, split: int | None = 0) -> DataSet:
     """Use ``amount`` (fraction or number) of the training images for validation, and ``data.val`` to test.
 
-    A fixed permutation chooses them. With a ``seed`` it chooses about the same fraction of each class. Raises
-    UserError for another amount.
+    They depend on the data and on ``split`` alone: about the same fraction of each class, where labels are
+    known before images are loaded. None is the permutation up to 0.2.0, whatever the class. Raises UserError
+    for another amount.
     """
     images = len(data.train)
     count = round(amount if amount >= 1 else amount * images)
@@ -96,10 +96,12 @@ def with_validation(data: DataSet, amount: float, seed: int | None = None) -> Da
         raise UserError(f"data.validation={amount:g}: {data.name} has a validation part; set it to 0")
     if not 0 < count < images or (amount > 1 and count != amount):
         raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
-    if seed is None or data.train.labels is None:
+    if split is None:
         order = torch.randperm(images, generator=generator("validation"))
+    elif data.train.labels is None:
+        order = torch.randperm(images, generator=generator("validation", split))
     else:
-        order = stratified(data.train.labels, seed)
+        order = stratified(data.train.labels, split)
     chosen = order[:count].sort().values
     rest = order[count:].sort().values
     as_val = data.train_as_val or data.train

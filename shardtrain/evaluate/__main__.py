@@ -1,0 +1,66 @@
+"""Score a run, alone or under torchrun.
+
+    python -m shardtrain.evaluate run=outputs/NAME data.root=FOLDER
+
+The configuration is the run's own, with the command's words laid over it: an evaluation of the training
+program, `eval_only=true resume=RUN`. Where the words name other images, all of them are scored, and none
+needs to be for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from shardtrain.job import launch
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import compose, key_of
+from shardtrain.job.launch import Context
+from shardtrain.job.read import read_config
+from shardtrain.job.record import require_record
+from shardtrain.job.schema import checked
+from shardtrain.train.loop import train
+
+NAMES_IMAGES = ("data", "data.root", "data.table")
+NOT_HERE = ("resume", "config", "eval_only", "dry_run", "run.name", "run.dir")
+
+
+@dataclass(frozen=True)
+class EvaluateKeys:
+    """`config.yaml` explains every key."""
+
+    run: str
+
+
+def read(arguments: Sequence[str], speak: bool) -> Config | None:
+    """Return the run's configuration with the words laid over it; None if a flag asks for output."""
+    own = [text for text in arguments if key_of(text) == "run" or text in ("--help", "-h")]
+    keys = compose(own, speak=speak, folder=Path(__file__).parent / "configs")
+    if keys is None:
+        return None
+    run = require_record(checked(keys, EvaluateKeys).run)
+    words = [text for text in arguments if text not in own]
+    for word in words:
+        if key_of(word) in NOT_HERE:
+            raise UserError(f"{word}: run=RUN alone says what is scored")
+    if any(key_of(word) in NAMES_IMAGES for word in words):
+        words.append("data.all_held_out=true")
+    return read_config(["eval_only=true", f"resume={run}", *words], speak)
+
+
+def evaluate(config: Config, rank_info: RankInfo, device: torch.device) -> None:
+    """Score the run's checkpoint; print a table, and the scores as JSON in the last line. Collective."""
+    launch.require_same_command(config)
+    train(config, Context(rank_info, device, launch.run_dir(config, rank_info)))
+
+
+main = partial(launch.start, read, evaluate)
+
+if __name__ == "__main__":
+    main()

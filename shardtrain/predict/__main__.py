@@ -1,0 +1,164 @@
+"""Predict the classes of images by a run, alone or under torchrun.
+
+    python -m shardtrain.predict run=outputs/NAME data.root=FOLDER out=classes.csv
+
+Each rank prepares its part of the images, by the transforms that an export prints for one image, and all
+compute with the model sharded over them. Rank 0 writes the table when all are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+import shardtrain
+from shardtrain.checkpoint.loading import Opened, load_into
+from shardtrain.device import ACCELERATOR
+from shardtrain.job import launch
+from shardtrain.job.data import EvalFeed, Share, ToDevice
+from shardtrain.job.dist_env import RankInfo, on_rank_0, together
+from shardtrain.job.errors import UserError, path_of, reading
+from shardtrain.job.format import counted
+from shardtrain.job.hydra_app import compose, program_configs
+from shardtrain.job.inference import Inference
+from shardtrain.job.model import plain_model
+from shardtrain.job.schema import above, at_least, checked, one_of, typed
+from shardtrain.job.scores import Gathering
+from shardtrain.job.target import RECIPES
+from shardtrain.optim import Ema
+from shardtrain.train.resume import open_saved
+
+REPORTS = 10  # lines about the progress
+
+
+@dataclass(frozen=True)
+class Where:
+    root: str
+    table: str | None
+    workers: int = at_least(0, at_most=1024)
+    batch_size: int = above(0)
+
+
+@dataclass(frozen=True)
+class PredictKeys:
+    """`config.yaml` explains every key."""
+
+    allow: tuple[str, ...]
+    run: str
+    out: str
+    data: Where
+    device: str = one_of("auto", "cpu", ACCELERATOR)
+    threads: int | None = at_least(1)
+    weights: str = one_of("raw", "ema")
+
+
+def read(arguments: Sequence[str], speak: bool) -> PredictKeys | None:
+    program_configs()  # makes the recipes of a checkout that is not installed importable
+    raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
+    return None if raw is None else checked(raw, PredictKeys)
+
+
+def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> None:
+    """Write the table. Collective."""
+    out = path_of("out", keys.out)
+
+    def look() -> None:
+        if out.exists():
+            raise UserError(f"out={out} exists already; choose another name or remove it")
+        with reading(f"out={out}", "cannot write there; choose another out", OSError):
+            out.parent.mkdir(parents=True, exist_ok=True)
+
+    on_rank_0(look)
+    opened = open_saved(keys.run, keys.weights)
+    facts = opened.manifest.facts
+    if "inference" not in facts:
+        raise UserError(
+            f"run={keys.run}: a checkpoint of an older version, which does not say how images are prepared"
+        )
+    inference = typed(Inference, facts["inference"], "inference")
+    files = together(lambda: _files(keys.data))
+    share = Share(rank_info.world_size, 1, rank_info.rank, rank_info.world_size)
+    images = _recipe("photos").Prepared(files, inference)
+    feed = EvalFeed(images, share, ToDevice(device), keys.data.workers, keys.data.batch_size)
+    model, averaged = _model(opened, keys, device)
+    with averaged, torch.no_grad():
+        answers = _answers(model.eval(), feed, rank_info)
+    if rank_info.rank == 0:
+        with reading(f"out={out}", "cannot write there; choose another out", OSError):
+            temporary = out.with_name(f".{out.name}.part")
+            with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                _write(file, files, answers, inference.classes)
+            os.replace(temporary, out)
+        print(f"{out}: {counted(len(files), 'image')} of {opened.path}")
+
+
+def _files(where: Where) -> list[str]:
+    """Return the paths of the images, in order. Raises UserError if there are none."""
+    root = path_of("data.root", where.root)
+    files: list[str]
+    if where.table is None:
+        files = _recipe("photos").images_in(root)
+    else:
+        files = _recipe("table").images_of(where.table, root)
+    if not files:
+        raise UserError(f"data.root={where.root}: no image in it or in its folders")
+    return files
+
+
+def _recipe(name: str) -> Any:
+    """Return a module of recipes, which this package does not import: they are beside it in a checkout."""
+    return importlib.import_module(f"{RECIPES}.{name}")
+
+
+def _model(
+    opened: Opened, keys: PredictKeys, device: torch.device
+) -> tuple[nn.Module, contextlib.AbstractContextManager[object]]:
+    """Return the run's model, sharded, and a context in which it has the weights asked for. Collective."""
+    model = plain_model(opened.manifest.facts["config"]["model"], keys.allow)
+    shardtrain.shard(model.to(device))
+    ema = Ema(model, 0.0) if keys.weights == "ema" else None
+    with reading(f"run={keys.run}", "the model was built otherwise then", ValueError):
+        extra = load_into(opened, model, averages=ema.averages if ema else None)
+    shardtrain.average_buffers(model)
+    if ema is None:
+        return model, contextlib.nullcontext()
+    ema.restore(extra["ema"], opened.manifest.world_size)
+    return model, ema.swapped()
+
+
+def _answers(model: nn.Module, feed: EvalFeed, rank_info: RankInfo) -> Tensor:
+    """Return the class and its probability for each image in order: [images, 2] on rank 0. Collective."""
+    images = len(feed.images)
+    batches = len(feed.sampler)
+    gathering = Gathering()
+    for number, batch in enumerate(feed, 1):
+        probability, label = model(batch.images).float().softmax(1).max(1)
+        gathering.add(torch.stack([label.double(), probability.double()], 1), batch.labels)
+        if rank_info.rank == 0 and (number == batches or number % -(-batches // REPORTS) == 0):
+            done = min(images, number * feed.sampler.batch_size * rank_info.world_size)
+            print(f"{done:,} of {counted(images, 'image')}", flush=True)
+    answers, _ = gathering.in_order(images, virtual_ranks=1)
+    return answers
+
+
+def _write(file: TextIO, files: Sequence[str], answers: Tensor, classes: Sequence[str]) -> None:
+    table = csv.writer(file)
+    table.writerow(("file", "class", "probability"))
+    for path, (label, probability) in zip(files, answers.tolist(), strict=True):
+        table.writerow((path, classes[int(label)], f"{probability:.6f}"))
+
+
+main = partial(launch.start, read, predict)
+
+if __name__ == "__main__":
+    main()
