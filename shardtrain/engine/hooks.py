@@ -280,13 +280,14 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
     reduces = weakref.ref(driver.reductions[unit])
     name = member.name
     shape = member.part.shape
+    arrive = driver.reductions[unit].arrived.add  # of a set of names
 
     def hook(grad: torch.Tensor) -> None:
+        arrive(name)
         reduction = reduces()
         drives = known()
         if reduction is None or drives is None:
             return
-        reduction.arrived.add(name)
         if reduction.unit not in drives.schedule.opened or grad.shape != shape:
             drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 

@@ -418,6 +418,21 @@ def test_gradients_are_plain_while_torch_s_optimizer_steps_and_pieces_after_one_
     assert "piece alone" in raised_soon(ValueError, optimizer.step)
 
 
+@each_rank(2)
+def test_gradients_of_a_converted_model_are_summed_in_its_dtype() -> None:
+    model = with_gradients()
+    model.double()
+    model.zero_grad()
+    x = torch.arange(10.0, dtype=torch.double).view(2, 5) / 7  # the same on both ranks
+    model(x).square().sum().backward()
+    plain = small().double()
+    plain.load_state_dict(shardtrain.full_state_dict(model))
+    plain(x).square().sum().backward()
+    with shardtrain.unsharded(model, grads=True):
+        for param, right in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.as_subclass(Tensor), right.grad, rtol=1e-12, atol=0)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "torch's Muon": lambda net: torch.optim.Muon(net.parameters(), lr=0.1),
     "Muon": lambda net: Muon(Muon.groups(net), lr=0.1),
