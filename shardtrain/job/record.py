@@ -59,7 +59,7 @@ def record_of(words: Sequence[str]) -> Record | None:
 
 
 def read_record(path: Path, where: str) -> Record | None:
-    """Return the record in ``path``: a `config.yaml`, or a manifest; None for a checkpoint that is of no run."""
+    """Return the record in ``path``, a `config.yaml` or a manifest; None for a checkpoint of no run."""
     with reading(where, f"expected the {CONFIG} of a run"):
         text = plain_file(path).read_text(encoding="utf-8")
         if path.suffix == ".json":
