@@ -54,15 +54,18 @@ def record_of(words: Sequence[str]) -> Record | None:
     present = next((file for file in files if file is not None and os.path.isfile(file)), None)
     if present is None:
         return None
-    return read_record(present, f"the run's record {present}")._replace(evaluates=evaluates)
+    record = read_record(present, f"the run's record {present}")
+    return record and record._replace(evaluates=evaluates)
 
 
-def read_record(path: Path, where: str) -> Record:
-    """Return the record in ``path``: a `config.yaml`, or a checkpoint's manifest."""
+def read_record(path: Path, where: str) -> Record | None:
+    """Return the record in ``path``, a `config.yaml` or a manifest; None for a checkpoint of no run."""
     with reading(where, f"expected the {CONFIG} of a run"):
         text = plain_file(path).read_text(encoding="utf-8")
         if path.suffix == ".json":
-            values = json.loads(text)["facts"]["config"]
+            values = json.loads(text)["facts"].get("config")
+            if values is None:
+                return None
         else:
             values = OmegaConf.to_container(OmegaConf.create(text))
         sections = [values.get(name) for name in SECTIONS] if isinstance(values, dict) else [None]

@@ -64,6 +64,7 @@ def train_feed(found: DataSet, size: int, share: Share = TWO_IMAGES, **options: 
         image_size=size,
         eval_size=None,
         validation=0.0,
+        split=0,
         limit=None,
         classes=None,
         mean=None,
