@@ -38,7 +38,7 @@ class Driver:
         self.root = units[0]
         self.changes = changes
         self.reductions = {unit: Reduction(unit) for unit in units}
-        self.schedule: Schedule[Unit] = Schedule(units, self, _room(units))
+        self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
@@ -142,6 +142,15 @@ class Driver:
             for unit in self.units:
                 unit.forget_nodes()
 
+    def _room(self) -> int:
+        """Return the bytes of full gradients whose reductions may be under way: as many as the largest one's.
+
+        Where all units keep their full vectors and the host waits for messages, all may be.
+        """
+        sizes = [unit.gradient_bytes for unit in self.units]
+        waits = not self.root.transport.in_place and all(unit.device.type == "cpu" for unit in self.units)
+        return sum(sizes) if waits and self.schedule.keeps.issuperset(self.units[1:]) else max(sizes)
+
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
 
@@ -190,7 +199,7 @@ class Driver:
         schedule = self.schedule
         if unit not in schedule.calls or schedule.backward or not torch.is_grad_enabled():
             return
-        reach = partial(self._reach, schedule.recorded, unit, schedule.moment)
+        reach = partial(self._reach, schedule.recorded, schedule.moment)
         for tensor in tensors:
             for output in (tensor, tensor._base):
                 if output is not None and (node := output.grad_fn) is not None:
@@ -247,12 +256,12 @@ class Driver:
 
     # backward
 
-    def _reach(self, forward: Forward[Unit], unit: Unit, moment: int, _: object) -> None:
-        """Autograd runs a node that ``unit`` made after ``moment``, in ``forward``."""
+    def _reach(self, forward: Forward[Unit], moment: int, _: object) -> None:
+        """Autograd runs a node that was made after ``moment``, in ``forward``."""
         self.reset_failed_backward()
         if self.schedule.backward is None:
             self._begin_backward(forward)
-        self.schedule.reach(forward, unit, moment)
+        self.schedule.reach(forward, moment)
 
     def _begin_backward(self, forward: Forward[Unit]) -> None:
         """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
@@ -267,7 +276,7 @@ class Driver:
         self.refuse_edits()
         self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
-        self.schedule.begin_backward(forward, self._training())
+        self.schedule.begin_backward(forward, self._training(), self._room())
         callback = self._end_backward
         self._callback = weakref.ref(callback)
         torch_private.execution_engine.queue_callback(callback)
@@ -301,13 +310,6 @@ class Driver:
     def _end_backward(self) -> None:
         """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
         self.schedule.end_backward()
-        if self._captured:
-            names = ", ".join(self._captured)
-            self.drop_backward()
-            raise ValueError(
-                f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
-                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
-            )
         for member, grad in self._put_aside:
             member.set_grad(grad)
         self._put_aside = []
@@ -319,6 +321,13 @@ class Driver:
         if self.schedule.unreduced and self.root.transport.uploads:
             finish_downloads(self.device)
         call_postponed(params)
+        if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
+            names = ", ".join(self._captured)
+            self._captured = []
+            raise ValueError(
+                f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
+                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
+            )
 
     def require_reduced(self, what: str) -> None:
         """Raise ValueError, naming ``what``, if gradients wait under `no_sync` or for more virtual ranks."""
@@ -353,16 +362,6 @@ class Driver:
         self.schedule.drop()
         for pending in under_way:
             pending.settle()
-
-
-def _room(units: Sequence[Unit]) -> int:
-    """Return the bytes of full gradients whose reductions may be under way: as many as the largest one's.
-
-    Where all units keep their full vectors and the host waits for messages, all may be.
-    """
-    sizes = [unit.gradient_bytes for unit in units]
-    waits = not units[0].transport.in_place and all(unit.device.type == "cpu" for unit in units)
-    return sum(sizes) if waits and all(unit.keeps for unit in units[1:]) else max(sizes)
 
 
 def _hides(unit: Unit, outputs: Iterable[Any]) -> bool:

@@ -4,15 +4,15 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
 
     event                  verbs
     begin                  release all
-    enter R                gather R, show R
-    enter A                gather A, show A, gather B     B followed A in the last forward
+    enter R                gather R, gather A, show R     A followed R in the last forward
+    enter A                gather B, show A
     leave A                release A
-    enter B, leave B       show B, gather C, hide B       backward begins with the last two calls
+    enter B, leave B       gather C, show B, hide B       backward begins with the last two calls
     enter C, leave C       show C, hide C
     leave R, end_forward                                  a loss may use the root's parameters
     begin_backward
-    reach (in C)           show C, gather B
-    reach (in B)           take C, release C, reduce C, show B, gather A
+    reach (in C)           show C                         B is gathered
+    reach (in B)           take C, release C, reduce C, gather A, show B
     ...
     end_backward           ..., take R, release R, reduce R, finish all
 
@@ -29,17 +29,21 @@ and backward *descends* to m. A unit is gathered where a call of it ended, and r
 began. Where its first call began, its gradients are complete: they are taken and reduced. This holds for
 nested and repeated calls.
 
+A unit that is called by itself, outside of the root's forward, has a forward of its own. Backward descends
+through those that it reaches, the latest first.
+
 Besides the root and units whose call is under way, in forward or backward, at most two units are gathered:
-the last two that forward called, or the next one. The root stays gathered from forward to backward, and so do
-units that return objects, since no node announces their backward. Where units keep their full vectors after
-forward, all are gathered at once. Reductions under way hold at most ``room`` bytes, or one reduction.
+the last two that forward called, or the next one, and the last one if the next call is its own, too. The root
+stays gathered from forward to backward, and so do units that return objects, since no node announces their
+backward. What backward computes again stays until backward has passed its call. Where units keep their full
+vectors after forward, all are gathered at once. Reductions under way hold at most ``room`` bytes, or one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -117,11 +121,12 @@ class Forward(Generic[U]):
 class Backward(Generic[U]):
     """Hold the progress of one backward.
 
-    ``accumulates``: units that it does not reduce. ``forward``: the one that it descends through. ``moment``:
-    it is done with all that was computed later. ``edges``: ends and begins of calls that are not reached, the
-    next one last. ``first``: when the first call of each unit began.
+    ``room``: see `Schedule.begin_backward`. ``accumulates``: units that it does not reduce. ``forward``: the
+    one that it descends through. ``moment``: it is done with all that was computed later. ``edges``: ends and
+    begins of calls that are not reached, the next one last. ``first``: when each unit's first call began.
     """
 
+    room: int
     accumulates: frozenset[U] = frozenset()
     forward: Forward[U] = field(default_factory=Forward)
     moment: int = sys.maxsize
@@ -137,16 +142,14 @@ class Backward(Generic[U]):
 class Schedule(Generic[U]):
     """Decide for the ``units`` of one model, the root first; ``act`` does what is decided.
 
-    ``room``: bytes of full gradients whose reductions may be under way. ``trains``: units with a parameter
-    that requires a gradient. ``keeps``: units that stay gathered after forward. ``accumulates``: units whose
-    gradients the next backward does not reduce (`no_sync`).
+    ``trains``: units with a parameter that requires a gradient. ``keeps``: units that stay gathered after
+    forward. ``accumulates``: units whose gradients the next backward does not reduce (`no_sync`).
     """
 
-    def __init__(self, units: Sequence[U], act: Actor[U], room: int) -> None:
+    def __init__(self, units: Sequence[U], act: Actor[U]) -> None:
         self.units = tuple(units)
         self.root = units[0]
         self.act = act
-        self.room = room
         self.trains: set[U] = set(units)
         self.keeps = {unit for unit in units if unit.keeps}
         self.accumulates: frozenset[U] = frozenset()
@@ -244,7 +247,7 @@ class Schedule(Generic[U]):
     def _prefetch(self) -> None:
         """Gather what followed in the last forward; where all units keep their full vectors, all of them."""
         position = len(self._order)
-        following = self._expected[position : position + 1]
+        following = [unit for unit in self._expected[position:] if unit is not self._order[-1]][:1]
         if position == 1 and self.keeps.issuperset(self.units[1:]):
             following = self._expected[position:]
         for unit in following:
@@ -282,7 +285,7 @@ class Schedule(Generic[U]):
             self.unannounced[unit] = None
         if not (self.calls or self.in_forward):
             self.recorded = self.forward
-        if unit in self.unannounced:
+        if unit in self.unannounced or self._is_called_next(unit):
             return
         if learns and (unit in self.keeps or self._begins_backward(call)):
             self._hide(unit)
@@ -295,6 +298,12 @@ class Schedule(Generic[U]):
         self.recorded.calls.append(call)
         if self.in_forward and call.unit is not self.root:
             self._compare(self._ends, self._expected_ends, call.unit)
+
+    def _is_called_next(self, unit: U) -> bool:
+        """Return whether the next call is expected to be ``unit``'s again, so that it stays shown."""
+        position = len(self._order)
+        following = self._expected[position : position + 1]
+        return self.in_forward and self._alike and following == [unit] and len(self._in_advance()) <= 2
 
     def _begins_backward(self, call: Call[U]) -> bool:
         """Return whether ``call``, which has ended, is one of the last two before the root's."""
@@ -312,7 +321,7 @@ class Schedule(Generic[U]):
         for unit in self.units:
             if unit in self.unannounced and not failed:  # of an earlier forward
                 self._show(unit)
-            elif failed or unit in self.prefetched:
+            elif failed or unit in self.prefetched or unit in self.shown:
                 self.release(unit)
 
     def show_unannounced(self, unit: U) -> None:
@@ -333,16 +342,19 @@ class Schedule(Generic[U]):
 
     # backward
 
-    def begin_backward(self, forward: Forward[U], trains: set[U]) -> None:
-        """Begin a backward, whose first node was made in ``forward``."""
+    def begin_backward(self, forward: Forward[U], trains: set[U], room: int) -> None:
+        """Begin a backward, whose first node was made in ``forward``.
+
+        ``room``: bytes of full gradients whose reductions may be under way.
+        """
         self.trains = trains
-        self.backward = Backward(self.accumulates)
+        self.backward = Backward(room, self.accumulates)
         for unit in self.unannounced:  # hidden since, or released
             self._show(unit)
         self._descend_into(self.backward, forward)
 
-    def reach(self, forward: Forward[U], unit: U, moment: int) -> None:
-        """Descend to ``moment``: autograd runs a node that ``unit`` made then, in ``forward``."""
+    def reach(self, forward: Forward[U], moment: int) -> None:
+        """Descend to ``moment``: autograd runs a node that was made then, in ``forward``."""
         backward = self.backward
         assert backward is not None
         if moment > backward.moment:  # a tensor that only passed through the call
@@ -351,8 +363,6 @@ class Schedule(Generic[U]):
         if forward is not backward.forward:  # two forwards, one backward
             self._descend_into(backward, forward)
             self._descend(backward, moment)
-        if unit not in self.opened:  # its call is under way
-            self._open(backward, unit)
 
     def arrive(self, unit: U) -> None:
         """Gather ``unit`` for a gradient that no output has announced."""
@@ -394,6 +404,8 @@ class Schedule(Generic[U]):
             self.unannounced.clear()
             self._awaiting.clear()
             self.forward = Forward()
+            if not self.calls:
+                self.recorded = self.forward
         for unit in self.units:
             if unit not in self.calls:
                 self.release(unit)
@@ -417,14 +429,14 @@ class Schedule(Generic[U]):
             unit = edge.call.unit
             if edge.is_end:
                 self._gather(unit)
-                following = next((each.call.unit for each in reversed(edges) if each.is_end), None)
+                following = next((other for other in _ended(edges) if other is not unit), None)
                 if following is not None:
                     self._gather(following)
                 self._open(backward, unit)
             elif unit in self.opened:
                 if edge.moment == backward.first[unit]:
                     self._complete(backward, unit, self._awaiting.get(unit, edge.moment) < edge.moment)
-                else:
+                elif next(_ended(edges)) is not unit:
                     self._close(unit)
         backward.moment = moment
 
@@ -437,7 +449,7 @@ class Schedule(Generic[U]):
     def _close(self, unit: U) -> None:
         """Release ``unit``, of which an earlier call will be reached: autograd sums the gradients of both."""
         self.opened.discard(unit)
-        if unit not in self.calls and unit not in self.unannounced:
+        if unit not in self.calls and unit not in self.unannounced and unit not in self.keeps:
             self.release(unit)
 
     def _complete(self, backward: Backward[U], unit: U, awaits: bool) -> None:
@@ -459,7 +471,7 @@ class Schedule(Generic[U]):
     def _reduce(self, backward: Backward[U], unit: U) -> None:
         under_way = backward.under_way
         size = unit.gradient_bytes
-        while under_way and (unit in under_way or backward.bytes_under_way + size > self.room):
+        while under_way and (unit in under_way or backward.bytes_under_way + size > backward.room):
             self._finish_oldest(backward)
         self.act.reduce(unit)
         under_way.append(unit)
@@ -498,3 +510,8 @@ class Schedule(Generic[U]):
             self.gathered.remove(unit)
             self.prefetched.pop(unit, None)
             self.act.release(unit)
+
+
+def _ended(edges: Sequence[Edge]) -> Iterator[Any]:
+    """Return the units whose calls' ends are to come in ``edges``, the next one first."""
+    return (edge.call.unit for edge in reversed(edges) if edge.is_end)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardtrain
 from shardtrain import device as devices
 from shardtrain.job import data, tags
+from shardtrain.job.card import as_on_card
 from shardtrain.job.config import Config, ImageFolder, Parallel, Sched, Train
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
@@ -56,6 +57,7 @@ class Job(NamedTuple):
     steps_per_epoch: int
     data_name: str
     forward_flops: Mapping[int, float]  # FLOP of one image's forward, by the image's side in pixels
+    notes: Sequence[str] = ()  # lines that the run prints at its start
 
 
 def build(
@@ -74,6 +76,7 @@ def build(
     share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow))
+    images, notes = as_on_card(config, images)
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
@@ -126,6 +129,7 @@ def build(
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
         + (f" + {len(images.test):,} to test" if images.test else ""),
         forward_flops=flops,
+        notes=notes,
     )
     return job, config
 

@@ -110,8 +110,8 @@ class Images:
     mean: tuple[float, ...] | None = at_least(0, at_most=1)
     std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
-    # Set by `shardtrain.evaluate` for other images than the run's: all are scored, none is for training.
-    all_held_out: bool = field(default=False, metadata={"mark": REPORTED})
+    # No key: `shardtrain.evaluate` sets it for other images than the run's. All are scored, none is to train.
+    all_held_out: bool = field(default=False, metadata={"mark": REPORTED, "chosen": True})
 
     @property
     def side_in_eval(self) -> int:

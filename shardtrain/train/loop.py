@@ -206,6 +206,7 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
     ):
         notes = [
             *messages,
+            *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
             *start_messages(store, start, job, config),
         ]

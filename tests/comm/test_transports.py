@@ -447,7 +447,7 @@ def test_a_reduction_receives_the_others_parts_alone() -> None:
     channel = comm.open_transport("process_group")
     layout = cut_of("even", channel.world)([16 * channel.world * 100], 16)
     gradient = comm.Gradient(torch.ones(layout.padded), layout, channel.rank, torch.float32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         pending = channel.reduce("a unit", [gradient])
     allocated = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
     assert allocated == (channel.world - 1) * gradient.own.nbytes

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import re
 import threading
@@ -117,7 +118,7 @@ def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
         original = getattr(Driver, name)
 
         def counted(driver: Driver, unit: Unit) -> None:
-            sizes.append(sizes[-1] + sign * unit.gradient_bytes // 4)
+            sizes.append(sizes[-1] + sign * unit.gradient_bytes // unit.segments[0].local.itemsize)
             original(driver, unit)
 
         return mock.patch.object(Driver, name, counted)
@@ -129,11 +130,77 @@ def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
         model = shard(nn.Sequential(*layers), units=[nn.Linear], **options)
         with counting("reduce", 1, under_way), counting("finish", -1, under_way):
             model(torch.randn(2, 9)).sum().backward()
+            in_float32 = [*under_way]
+            model.double()
+            under_way[:] = [0]
+            model(torch.randn(2, 9).double()).sum().backward()
+        assert [each > 0 for each in under_way] == [each > 0 for each in in_float32]
+        under_way[:] = in_float32
     # elements, padded
     small = 128
     large = 480
     assert sizes[True][:6] == [0, large, 0, small, 2 * small, 3 * small]
     assert max(sizes[False]) == large + 3 * small
+
+
+class Slow(comm.MessagesTransport):
+    """Messages that are under way until they are awaited. ``log``: begins and ends, with sizes of layouts."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.log: list[str] = []
+
+    def _noted(self, what: str, layouts: Iterator[Any], pending: Any) -> Any:
+        name = f"{what} {sum(layout.end for layout in layouts)}"
+        self.log.append(f"begin {name}")
+
+        def end(result: Any) -> Any:
+            self.log.append(f"await {name}")
+            return result
+
+        return pending.then(end)
+
+    def all_gather(self, flats: Any) -> Any:
+        return self._noted("gather", (flat.layout for flat in flats), super().all_gather(flats))
+
+    def reduce_scatter(self, gradients: Any) -> Any:
+        return self._noted("reduce", (each.layout for each in gradients), super().reduce_scatter(gradients))
+
+
+@each_rank(2, transport="auto")
+def test_collectives_overlap_with_computation() -> None:
+    """At each show the next gather has begun. A reduction is awaited as the next one needs its room."""
+    transport = Slow(dist.group.WORLD)
+    widths = (20, 30, 40, 50, 60)
+    layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
+    model = shard(nn.Sequential(*layers), units=[nn.Linear], transport=transport)
+    for _ in range(3):
+        transport.log.clear()
+        model(torch.ones(2, widths[0])).sum().backward()
+    names = dict(zip((638, 1240, 2050, 3068), "ABCD", strict=True))
+    log = [f"{verb} {what} {names[int(size)]}" for verb, what, size in map(str.split, transport.log)]
+    assert log == [
+        "begin gather A",
+        "begin gather B",
+        "await gather A",
+        "begin gather C",
+        "await gather B",
+        "begin gather D",
+        "await gather C",
+        "await gather D",
+        "begin reduce D",  # C and D have stayed gathered
+        "begin gather B",
+        "await reduce D",  # the room is as large as D
+        "begin reduce C",
+        "begin gather A",
+        "await gather B",
+        "await reduce C",
+        "begin reduce B",
+        "await gather A",
+        "begin reduce A",
+        "await reduce B",
+        "await reduce A",
+    ]
 
 
 @each_rank(2)

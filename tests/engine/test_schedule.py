@@ -15,7 +15,8 @@ P4  nothing is shown ungathered, hidden or released while a call shows it, or re
 P5  reductions under way stay within their room, and none is awaited before the room or the end requires it
 P6  after a backward, and after a failure, everything is released and nothing is under way
 P7  a unit's gradients are taken when no node of the forward that backward descends through will bring one
-P8  from the second equal step on, each gather is started before the previous unit is shown, and is used
+P8  from the second equal step on, each gather is started before the unit before it is shown, and is used;
+    P1 comes first where frozen units without nodes are called after the last two that backward needs
 P9  when a node runs, each unit all of whose calls began after it has been reduced, unless it accumulates
 
 P2 holds within one forward of the root, or one call from outside of it. It does not hold for frozen units:
@@ -109,7 +110,7 @@ class Recorder:
         marks: bool = False,
     ) -> None:
         self.units = [Facts("root", 5, False), *(Facts(f"unit {n}", 3 + n, keeps) for n in range(units))]
-        self.schedule: Schedule[Any] = Schedule(self.units, self, room=ROOM)
+        self.schedule: Schedule[Any] = Schedule(self.units, self)
         self.trains = {unit for number, unit in enumerate(self.units, -1) if number not in frozen}
         self.hiding = {self.units[number + 1] for number in hiding}
         self.marks = marks
@@ -119,6 +120,8 @@ class Recorder:
         self.started: list[Started] = []  # gathers and reductions
         self.log: list[Started] = []  # gathers, shows and releases
         self.most = 0
+        self.untaken: set[Facts] = set()  # units with gradients that have not been taken
+        self.ran: set[Frame] = set()  # calls of which backward has run a node
         self.again: set[Facts] = set()  # units that this backward computes again
         self.passes = "always"  # gradients, through frozen units; or "never", or "after" a trainable one
         self.silent: set[Facts] = set()  # trainable units whose outputs other nodes made, on this rank
@@ -155,11 +158,13 @@ class Recorder:
         assert self.full[unit] == "shown"
         backward = self.schedule.backward
         assert backward is not None
+        self.untaken.discard(unit)
         late = [n for n in self.to_run if n.unit is unit and n.forward is backward.forward]
         assert not late, f"P7: {unit.name} is taken before {late}"
 
     def reduce(self, unit: Facts) -> None:
         assert unit not in self.reducing
+        assert unit not in self.untaken
         for other, size in self.awaited:  # P5
             assert other is unit or size + unit.gradient_bytes > ROOM, "P5"
         self.awaited.clear()
@@ -200,6 +205,7 @@ class Recorder:
         if unit not in schedule.calls and not (schedule.backward or schedule.in_forward):
             schedule.refresh(unit, unit in self.trains)
         schedule.enter(unit)
+        self._note_computing(unit)
         self.stack.append(Frame(unit, self.stack[-1] if self.stack else None, unit in self.hiding))
         self._note_call(True, unit)
         self._make(self.marks)
@@ -221,6 +227,11 @@ class Recorder:
         self.stack.pop()
         if not failed:
             self._make(self.marks)
+
+    def _note_computing(self, unit: Facts) -> None:
+        """Note for P8 that ``unit`` begins to compute, if it is shown since before."""
+        if self.log[-1] != Started("show", unit.name):
+            self.log.append(Started("show", unit.name))
 
     def _note_call(self, begins: bool, unit: Facts) -> None:
         for frame in self.stack[-1].around:
@@ -321,6 +332,7 @@ class Recorder:
         """Call units by themselves, outside of the root's forward."""
         self.learns = True
         self.replay(self.events(program))
+        self._require_nothing_recorded()
 
     # backward
 
@@ -353,6 +365,7 @@ class Recorder:
             self.reducing.clear()
             schedule.drop()
             self.to_run = []
+            self.untaken.clear()
         elif began:
             schedule.end_backward()
         # Calls under way go on with what they have computed.
@@ -379,8 +392,11 @@ class Recorder:
         unit = node.unit
         if node.marked:
             self._require_begun(node.forward)
-            schedule.reach(node.forward, unit, node.moment)
+            schedule.reach(node.forward, node.moment)
             self._require_reduced(node)
+        if self.log and node.frame not in self.ran:
+            self.ran.add(node.frame)
+            self._note_computing(unit)
         assert self.full.get(unit) in ("gathered", "shown"), f"P0: a node of {unit.name} runs"
         if node.again:
             self._require_begun(node.forward)
@@ -395,7 +411,7 @@ class Recorder:
     def _require_begun(self, forward: Forward) -> None:
         if self.schedule.backward is None:
             self.log.append(Started("backward", ""))
-            self.schedule.begin_backward(forward, self.trains)
+            self.schedule.begin_backward(forward, self.trains, ROOM)
 
     def _bring_gradient(self, unit: Facts) -> None:
         """Do as the hook of a parameter of ``unit``."""
@@ -407,6 +423,7 @@ class Recorder:
             self._require_begun(schedule.forward)
             schedule.arrive(unit)
         assert self.full[unit] == "shown", f"P0: {unit.name} gets a gradient"
+        self.untaken.add(unit)
 
     def _compute_again(self, frame: Frame) -> None:
         """Compute ``frame``, or what it has called if it is the root's."""
@@ -431,6 +448,12 @@ class Recorder:
         assert not self.schedule.gathered
         assert not self.schedule.shown
         assert not self.schedule.unannounced
+        assert not self.untaken
+        self._require_nothing_recorded()
+
+    def _require_nothing_recorded(self) -> None:
+        """P6: calls are forgotten with their graph, unless they are of the root's last forward."""
+        assert self.schedule.recorded is self.schedule.forward
 
     # what was started
 
@@ -452,7 +475,6 @@ class Recorder:
         """P8 of what was done since the log was cleared. Return how often each unit was gathered."""
         gathers = Counter[str]()
         gathered = dict[str, int]()
-        released = dict[str, int]()
         first = len(self.log)  # of forward, and of backward: no show precedes it
         shown = first
         for number, (verb, unit) in enumerate(self.log):
@@ -460,13 +482,11 @@ class Recorder:
                 gathers[unit] += 1
                 gathered[unit] = number
             elif verb == "show":
-                in_time = gathered.pop(unit, 0) <= shown
-                assert in_time or released.get(unit, 0) > shown, f"P8: {unit} in {self.log[: number + 1]}"
+                assert gathered.pop(unit, 0) <= shown, f"P8: {unit} in {self.log[: number + 1]}"
                 shown = number
             elif verb == "backward":
                 shown = first
             elif verb == "release":
-                released[unit] = number
                 assert unit not in gathered, f"P8: {unit} is gathered for nothing: {self.log[: number + 1]}"
         return gathers
 
@@ -549,7 +569,10 @@ def steps(program: Program) -> None:
         for _ in range(2):
             recorder.log.clear()
             step(recorder, program)
-            recorder.require_overlap()
+            gathers = recorder.require_overlap()
+            if keeps:
+                assert gathers == recorder.expected(program)
+                assert {verb for verb, _ in recorder.log[: len(gathers)]} == {"gather"}  # all at once
 
 
 def keeping(program: Program) -> None:
@@ -564,9 +587,27 @@ def keeping(program: Program) -> None:
                 recorder.schedule.keep_after_forward(unit, keeps)
             recorder.log.clear()
             step(recorder, program)
-            recorder.require_overlap()
+            gathers = recorder.require_overlap()
+            assert not keeps or all(gathers[unit.name] == 1 for unit in units)
             step(recorder, first_call(program))
             step(recorder, program)
+
+
+def neighbours(program: Program) -> None:
+    """A unit called several times in a row is gathered once in forward, and at most once in backward."""
+    labels = [label for begins, label in program if begins]
+    runs = Counter(f"unit {label}" for label, _ in itertools.groupby(labels))
+    leaf = ()
+    for calls_of_unit, times in (((leaf, leaf), 2), (((leaf,), leaf), 3)):  # the second one calls itself
+        calls = program_of(calls_of_unit * len(labels), [label for label in labels for _ in range(times)])
+        recorder = Recorder(unit_count(program))
+        step(recorder, calls)
+        recorder.log.clear()
+        step(recorder, calls)
+        gathers = recorder.require_overlap()
+        in_backward = runs.copy()
+        in_backward[f"unit {labels[-1]}"] -= 1  # backward begins with it
+        assert gathers == runs + in_backward + Counter(["root"])
 
 
 def other_order(program: Program) -> None:
@@ -598,6 +639,10 @@ def evaluations(program: Program) -> None:
 def frozen(program: Program) -> None:
     """Each set of frozen units, perhaps the root, too: these are not reduced."""
     count = unit_count(program)
+    trained = Recorder(count)
+    step(trained, program)
+    trained.log.clear()
+    step(trained, program)
     for numbers in subsets(count + 1):
         for passes in ("always", "never", "after"):
             recorder = Recorder(count, frozen=[number - 1 for number in numbers])
@@ -605,7 +650,11 @@ def frozen(program: Program) -> None:
             step(recorder, program)
             recorder.log.clear()
             step(recorder, program)
-            recorder.require_overlap()
+            if passes == "always":
+                recorder.require_overlap()
+            if numbers == (0,):  # the root stays gathered from forward to backward, so this changes nothing
+                gathers = [entry for entry in recorder.log if entry.verb == "gather"]
+                assert gathers == [entry for entry in trained.log if entry.verb == "gather"]
 
 
 def absent_gradients(program: Program) -> None:
@@ -670,7 +719,9 @@ def failures(program: Program) -> None:
         step(recorder, program)
         recorder.forward(program, fails_at=event)
         recorder.require_rest()
+        recorder.log.clear()
         step(recorder, program)
+        recorder.require_overlap()
     for node in range(len(program)):
         recorder = Recorder(count)
         recorder.forward(program)
@@ -728,6 +779,7 @@ def two_forwards(program: Program) -> None:
             recorder.nodes = nodes
             recorder.backward()
             assert recorder.reductions() == recorder.expected(program)
+    assert recorder.most <= 2
 
 
 def called_alone(program: Program) -> None:
@@ -827,6 +879,7 @@ def backward_inside(program: Program) -> None:
 PROPERTIES = (
     steps,
     keeping,
+    neighbours,
     other_order,
     evaluations,
     frozen,

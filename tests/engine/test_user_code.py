@@ -90,6 +90,43 @@ def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
         sgd(model).step()
 
 
+def alone(net: Any, number: int) -> torch.Tensor:
+    x = torch.full((2, 7), number + 1.0)
+    return net.blocks[1](net.blocks[0](net.blocks[1](x))).square().mean()
+
+
+def of_root(net: nn.Module, number: int) -> torch.Tensor:
+    return net(batch(number)).square().mean()
+
+
+@each_rank(2)
+@pytest.mark.parametrize("losses", [(alone, of_root), (of_root, alone), (alone, of_root, alone)])
+def test_one_backward_over_calls_of_units_and_of_the_root(losses: list[Any]) -> None:
+    def step(net: nn.Module, number: int) -> None:
+        sum(loss(net, number) for loss in losses).backward()  # type: ignore[union-attr]
+
+    model = like_a_replica(Net, step, units=[Unit])
+    shardtrain.introspect(model).take_gathered_peak()
+    step(model, 3)
+    assert shardtrain.introspect(model).take_gathered_peak().units <= 3  # with the root
+
+
+@each_rank(2)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_refused_autograd_grad_leaves_gradients_of_earlier_backwards(waits: bool) -> None:
+    model, replica = sharded_and_replica(Net, units=[Unit])
+    with shardtrain.no_sync(model) if waits else contextlib.nullcontext():
+        squares(model, 0)
+    with pytest.raises(ValueError, match="^torch.autograd.grad over parameters of a sharded model"):
+        torch.autograd.grad(of_root(model, 1), [*model.parameters()], allow_unused=True)
+    squares(model, 2)
+    sgd(model).step()
+    squares(replica, 0)
+    squares(replica, 2)
+    sgd(replica).step()
+    assert_same_parameters(model, replica)
+
+
 @each_rank(2, transport="auto")
 def test_a_graph_from_before_a_backward_that_failed_is_reduced() -> None:
     model, replica = sharded_and_replica(Net, units=[Unit])

@@ -25,7 +25,6 @@ from shardtrain.job.config import Digits, Images
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.read import from_hydra
-from shardtrain.job.saved import as_saved
 from shardtrain.job.schema import chosen, typed
 from shardtrain.train import sweep
 from shardtrain.train.sweep import Outcome
@@ -135,7 +134,7 @@ def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
     assert said.count("=NAME:") == 3
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
+@pytest.mark.parametrize("program", ["train", "plan", "doctor", "evaluate", "export", "predict"])
 def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     """Of every choice of every group; one odd file of the user's changes nothing."""
     (own / "notes.yaml").write_text("- a\n\t- b")
@@ -246,12 +245,23 @@ def test_what_has_gone_says_what_to_use_instead(name: str, own: Path) -> None:
         composed(*instead.split())
 
 
-def test_keys_of_a_checkpoint_that_have_gone_are_left_out() -> None:
-    """Of another data set than the command's, whose keys are otherwise the checkpoint's."""
-    config = composed("+recipe=resnet")
-    before = {"data": {**asdict(composed("data=cifar10").data), "grow": [], "limit": 7}}
-    found = as_saved(config, before, [])
-    assert (found.data.name, found.data.limit) == ("cifar10", 7)
+def test_an_older_record_loses_keys_that_have_gone_and_gets_new_ones(
+    tmp_path: Path,
+) -> None:
+    """Of another data set than the command's, whose keys are otherwise the record's."""
+    before = asdict(composed("data=cifar10"))
+    before["data"] |= {"grow": [], "limit": 7}
+    del before["data"]["split"], before["train"]["tta"]
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(before))
+    found = from_hydra(compose([f"config={file}", "data.root=there"]))
+    assert (found.data.name, found.data.limit, found.data.root, found.data.split) == (
+        "cifar10",
+        7,
+        "there",
+        None,
+    )
+    assert found.train.tta == 0
 
 
 UNREADABLE = {

@@ -73,6 +73,7 @@ losses   augment=digits & augment.shift=0.5
 losses   {photos} augment=photo & data.crop_area=0.9
 scores   {photos} & data.resize=20
 scores   data.validation=0.25
+scores   data.validation=0.25 & data.split=1
 scores   train.eval_every=2
 scores   train.tta=1
 average  ema.decay=0.5 & ema.decay=0.9
