@@ -23,7 +23,7 @@ from shardtrain.job.target import instantiate
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
-PROCESS = Mark.SHARED | Mark.PER_HOST | REPORTED
+PROCESS = Mark.PER_HOST | REPORTED
 data_set = partial(chosen, mark=Mark.IMAGES)
 
 
@@ -55,8 +55,8 @@ class Train:
     log_every: int = at_least(1, mark=REPORTED)
     eval_every: int = at_least(1, mark=REPORTED)
     eval_batch_size: int | None = at_least(1, mark=REPORTED)
-    best: str = marked(REPORTED | Mark.SHARED)
-    best_mode: str | None = one_of("max", "min", mark=REPORTED | Mark.SHARED)
+    best: str = marked(REPORTED)
+    best_mode: str | None = one_of("max", "min", mark=REPORTED)
     patience: int | None = at_least(1, mark=REPORTED)
     tta: int = at_least(0, at_most=2)
 
@@ -73,17 +73,6 @@ class Train:
             raise UserError(
                 "train.class_weights is for train.loss=cross_entropy; your own loss weights classes itself"
             )
-
-    @property
-    def is_minimised(self) -> bool:
-        """Whether a smaller value of the score `best` is better: by default of losses alone."""
-        return "loss" in self.best if self.best_mode is None else self.best_mode == "min"
-
-    def is_better(self, score: float, best: float | None) -> bool:
-        """Return whether ``score`` is better than the ``best`` so far; what is not a number is not."""
-        if best is None:
-            return not math.isnan(score)
-        return score < best if self.is_minimised else score > best
 
 
 @dataclass(frozen=True)
@@ -333,8 +322,7 @@ class Checkpoint:
 class MonitorConfig:
     tensorboard: bool
     profile_at: int | None = at_least(2)
-    metrics: tuple[str, ...]
-    scores: tuple[str, ...]
+    scores: tuple[str | dict[str, Any], ...]
     writers: tuple[str, ...]
 
 

@@ -52,9 +52,7 @@ class Context:
     rank_info: RankInfo
     device: torch.device
     run_dir: Path
-    first: bool = True  # whether it is the first job of a sweep
     overrides: Sequence[str] = ()  # the command line's settings
-    swept: Sequence[str] = ()  # those of them in which the jobs of a sweep differ
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:

@@ -48,7 +48,6 @@ class Mark(enum.Flag):
     IMAGES = enum.auto()  # decides which images a step has, so no run can continue with another value
     CHANGES = enum.auto()  # any value can continue a run
     HIDDEN = enum.auto()  # no hyperparameter
-    SHARED = enum.auto()  # the jobs of a sweep have one value
 
 
 def at_least(bound: float, **demands: Any) -> Any:

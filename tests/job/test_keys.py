@@ -109,7 +109,7 @@ ELSEWHERE = {
     "test_recipes.py::test_a_recipe_says_what_it_is": "reference",
     "test_recipes.py::test_an_optimizer_by_name_takes_its_keywords": ("optim._target_"),
     "test_cli.py::test_a_model_of_ones_own_runs_where_the_command_allows_it": (
-        "allow train.loss monitor.metrics monitor.scores monitor.writers"
+        "allow train.loss monitor.scores monitor.writers"
     ),
     "test_scores.py::test_a_run_by_another_score": "train.best train.best_mode",
     "test_data.py::test_a_data_set_of_ones_own": "data._target_",

@@ -87,8 +87,8 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 FULL_DISK = """
 import contextlib, ctypes, os, shutil, sys
 from shardtrain.checkpoint.store import Store
+from shardtrain.job import launch
 from shardtrain.monitor import Monitor
-from shardtrain.train import sweep
 from shardtrain.train.loop import train
 
 libc = ctypes.CDLL(None)
@@ -115,7 +115,7 @@ def save_and_finish(store, *args, save=Store.save, **keywords):
 Monitor.step = step_and_more
 Store.save = save_and_finish
 fill()
-sweep.run(train)
+launch.run(train)
 shutil.copytree("disk/run", "run")
 """
 
@@ -466,25 +466,6 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     swept = [writers.hyperparameters(configure(*TINY, "augment=photo", key), FACTS) for key in keys]
     assert all(row != swept[0] for row in swept[1:])
     assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == (False, True)
-
-
-def test_swept_keys_are_the_first_columns(tmp_path: Path) -> None:
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    swept = ("optim.lr=1e-3", "model.width=24", "+recipe=resnet")
-    board = writers.TensorBoard(tmp_path, configure(*TINY), FACTS, swept=swept)
-    board.facts({})
-    contents = events_of(tmp_path).PluginTagToContent("hparams").values()
-    data = [HParamsPluginData.FromString(each) for each in contents]
-    experiment = next(each.experiment for each in data if each.HasField("experiment"))
-    session = next(each.session_start_info for each in data if each.HasField("session_start_info"))
-    assert {info.name for info in experiment.hparam_infos if info.differs} == {
-        "optim.lr",
-        "model.width",
-        "recipe",
-    }
-    assert session.hparams["model.width"].number_value == 24
-    assert session.hparams["recipe"].string_value == "resnet"
 
 
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
