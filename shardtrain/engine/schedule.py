@@ -251,8 +251,7 @@ class Schedule(Generic[U]):
         if position == 1 and self.keeps.issuperset(self.units[1:]):
             following = self._expected[position:]
         for unit in following:
-            if unit in self.keeps or len(self._in_advance()) < 2:
-                self._gather(unit)
+            self._gather(unit)
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""

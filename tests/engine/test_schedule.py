@@ -231,7 +231,7 @@ class Recorder:
     def _note_computing(self, unit: Facts) -> None:
         """Note for P8 that ``unit`` begins to compute, if it is shown since before."""
         if self.log[-1] != Started("show", unit.name):
-            self.log.append(Started("show", unit.name))
+            self.log.append(Started("goes on", unit.name))
 
     def _note_call(self, begins: bool, unit: Facts) -> None:
         for frame in self.stack[-1].around:
@@ -481,7 +481,7 @@ class Recorder:
             if verb == "gather":
                 gathers[unit] += 1
                 gathered[unit] = number
-            elif verb == "show":
+            elif verb in ("show", "goes on"):
                 assert gathered.pop(unit, 0) <= shown, f"P8: {unit} in {self.log[: number + 1]}"
                 shown = number
             elif verb == "backward":
@@ -557,6 +557,17 @@ def step(recorder: Recorder, program: Program) -> None:
     assert recorder.most <= 2
 
 
+def last_two(events: list[tuple[bool, Facts]]) -> list[Facts]:
+    """Return the units of the last two calls that are not inside another one of their own unit."""
+    depths = Counter[Facts]()
+    ends = list[Facts]()
+    for begins, unit in events:
+        depths[unit] += 1 if begins else -1
+        if not depths[unit]:
+            ends.append(unit)
+    return ends[-2:]
+
+
 def first_call(program: Program) -> Program:
     return [program[0], (False, program[0][1])]
 
@@ -568,7 +579,12 @@ def steps(program: Program) -> None:
         step(recorder, program)
         for _ in range(2):
             recorder.log.clear()
-            step(recorder, program)
+            recorder.forward(program)
+            if not keeps:  # backward begins with the last two calls
+                assert {*recorder.full} == {recorder.units[0], *last_two(recorder.events(program))}
+            recorder.backward()
+            assert recorder.reductions() == recorder.expected(program)
+            assert recorder.most <= 2
             gathers = recorder.require_overlap()
             if keeps:
                 assert gathers == recorder.expected(program)
@@ -604,6 +620,7 @@ def neighbours(program: Program) -> None:
         step(recorder, calls)
         recorder.log.clear()
         step(recorder, calls)
+        recorder.log = [entry for entry in recorder.log if entry.verb != "goes on"]
         gathers = recorder.require_overlap()
         in_backward = runs.copy()
         in_backward[f"unit {labels[-1]}"] -= 1  # backward begins with it
@@ -850,7 +867,7 @@ def reentrant(program: Program) -> None:
     """
     names = Recorder(unit_count(program))
     calls = [{unit.name for _, unit in call} for call in names.own_calls(names.events(program))]
-    for chosen in subsets(len(calls)):
+    for chosen in subsets(len(calls)) if len(calls) <= 5 else itertools.combinations(range(len(calls)), 1):
         recorder = Recorder(unit_count(program), marks=True)
         expected = recorder.expected(program)
         for name in expected:
