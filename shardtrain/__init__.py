@@ -1,10 +1,16 @@
 """Fully sharded data parallel training on PyTorch. docs/engine.md says in which order to read the files."""
 
 from importlib import import_module, util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtrain.public import *  # noqa: F403
+
+_checkout = Path(__file__).resolve().parents[1]
+if (_checkout / "pyproject.toml").is_file():
+    # A checkout that is not installed has `configs/` and `recipes/` beside the package, a wheel inside it.
+    __path__.append(str(_checkout))  # noqa: F405  # every package's
 
 
 def __getattr__(name: str) -> Any:

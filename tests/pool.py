@@ -173,7 +173,7 @@ def _serve(pipe: Connection, path: list[str], fresh: bool) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
-    warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", FutureWarning)  # torch.func's own
+    warnings.filterwarnings("ignore", r".torch.jit.\w+. is deprecated")  # torch's own, of two categories
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     while True:
         try:

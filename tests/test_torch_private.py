@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +12,22 @@ import pytest
 from shardtrain import torch_private
 from shardtrain.torch_private import IN_PLACE, NAMES
 
+from pool import each_rank
+
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "shardtrain"
 ROWS = {**NAMES, **IN_PLACE}
 OTHERS = {"_asdict", "_replace", "_exit", "_current_frames", "_getframe", "_target_"}  # of Python and Hydra
+
+
+@pytest.mark.parametrize("kind", [FutureWarning, DeprecationWarning])
+@each_rank(1, transport="auto")
+def test_torchscript_of_torch_itself_warns_of_nothing(kind: type[Warning]) -> None:
+    """`jvp` and `torch.distributed.optim` use it; the kind depends on torch and Python."""
+    for name in ("script", "interface"):
+        warnings.warn(
+            f"`torch.jit.{name}` is deprecated. Please use `torch.compile` instead.", kind, stacklevel=1
+        )
 
 
 def is_private(name: str) -> bool:

@@ -113,6 +113,11 @@ class Channel(Ranks):
         return self._all_ranks or self
 
     @property
+    def returns_memory(self) -> bool:
+        """See `Transport`."""
+        return self.transport.returns_memory
+
+    @property
     def silent(self) -> bool:
         return isinstance(self.all_ranks.transport, Alone)
 

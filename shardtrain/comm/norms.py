@@ -83,6 +83,15 @@ class GradientPiece(Tensor):
         piece.owners = owners
         return piece
 
+    @classmethod
+    def become(cls, grad: Tensor, owners: Owners) -> GradientPiece:
+        """Mark ``grad`` itself, which nobody else has: without the further view that `of` makes."""
+        assert type(grad) is Tensor, f"a {type(grad).__name__} would lose its own class"
+        grad.__class__ = cls
+        piece: GradientPiece = grad  # type: ignore[assignment]
+        piece.owners = owners
+        return piece
+
     def unmark(self) -> None:
         """Be a plain tensor, the same object, until `mark`."""
         self.__class__ = Tensor  # type: ignore[assignment]

@@ -81,6 +81,8 @@ class ProcessGroupTransport(Transport):
     ``backend``: a process group of the members, for the backend's own collectives.
     """
 
+    returns_memory = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,

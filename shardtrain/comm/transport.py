@@ -142,12 +142,14 @@ class Transport:
     order, and one may be under way while the next one starts. `transport_check.check_transport` tests it.
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
-    nothing and a release frees nothing.
+    nothing and a release frees nothing. ``returns_memory``: a `gradient` is the caller's again when its
+    reduction has ended.
     """
 
     rank: int
     world: int
     in_place = False
+    returns_memory = False
 
     def on(self, devices: Iterable[torch.device]) -> Transport:
         """Return the transport for flat vectors on ``devices``: this one, unless another moves these."""

@@ -283,7 +283,8 @@ class Driver:
         for unit in self.units:
             self.reductions[unit].begin_backward()
             for member in unit.members:
-                postpone(member.param)
+                if member.param._post_accumulate_grad_hooks:
+                    postpone(member.param)
                 if (grad := member.take_grad()) is not None:
                     self._put_aside.append((member, grad))
         for unit in self.schedule.shown:

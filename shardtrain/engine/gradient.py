@@ -56,6 +56,7 @@ class Sum:
 
     def __init__(self, segment: Segment, first: int, full: torch.Tensor | None) -> None:
         self.segment = segment
+        self.like = segment.like_gradient
         self.first = first
         self.full = full
         self.grads: dict[ShardedParam, torch.Tensor] = {}
@@ -63,6 +64,20 @@ class Sum:
         self._views: dict[ShardedParam, torch.Tensor] = {}
         if full is not None:
             self._views = dict(zip(segment.members, segment.views_of(full), strict=True))
+
+    def free(self) -> None:
+        """Free the flat gradient, until `allocate`: so views of it are made once."""
+        assert self.full is not None
+        self.full.untyped_storage().resize_(0)
+        self.grads.clear()
+        self.unknown.clear()
+
+    def allocate(self, first: int) -> Sum:
+        """Be a new sum, which begins with the micro-batch ``first``."""
+        assert self.full is not None
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        self.first = first
+        return self
 
     def add(self, grads: Mapping[ShardedParam, torch.Tensor]) -> None:
         """Add ``grads``, of the parameters' shapes and strides: copies and sums in one launch each."""
@@ -121,12 +136,15 @@ class Sum:
 
     def own_means(self) -> list[Mean]:
         """Return the gradients of a single rank, which are the means."""
-        means = list[Mean]()
-        for member in self.segment.members:
-            if member in self.grads:
-                value = self.grads[member].to(self.segment.local.dtype)
-                means.append(Mean(member, member.part.at_rest(value), True))
-        return means
+        local = self.segment.local
+        members = [member for member in self.segment.members if member in self.grads]
+        values = [member.part.at_rest(self.grads[member]) for member in members]
+        if values and values[0].dtype != local.dtype:  # one launch casts all
+            interval = local.new_empty(len(local))
+            narrow = values
+            values = [member.piece_of(interval) for member in members]
+            torch._foreach_copy_(values, narrow)
+        return [Mean(member, value, True) for member, value in zip(members, values, strict=True)]
 
 
 class Reduction:
@@ -155,6 +173,8 @@ class Reduction:
         self._moves = self._virtual or unit.transport.all_ranks.world > 1 or unit.transport.uploads
         self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}
         self._expected: list[Segment] = []
+        self._freed: dict[Segment, Sum] = {}
+        self._keeps_views = unit.transport.returns_memory and not self._virtual
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
 
     def begin_backward(self) -> None:
@@ -219,6 +239,9 @@ class Reduction:
             first = self._sums[segment][0].full
             assert first is not None
             return Sum(segment, micro_batch, torch.empty_like(first))
+        freed = self._freed.pop(segment, None)
+        if freed is not None and freed.like is segment.like_gradient:  # users have not converted the segment
+            return freed.allocate(micro_batch)
         return Sum(segment, micro_batch, segment.transport.gradient(segment.layout, segment.like_gradient))
 
     def _waiting(self) -> list[Sum]:
@@ -249,7 +272,17 @@ class Reduction:
             return Pending.done([*chain.from_iterable([total.own_means() for total in sums])])
         pending = self.unit.transport.reduce(self.unit.title, [total.gradient() for total in sums])
         # Gradients stay alive until the reduction has ended: a stream may still read them.
-        return pending.then(partial(_means, sums))
+        return pending.then(partial(self._means, sums))
+
+    def _means(self, sums: Sequence[Sum], intervals: Sequence[torch.Tensor]) -> list[Mean]:
+        """Return the means of all parameters. ``intervals``: this rank's, of each reduced gradient."""
+        means = list[Mean]()
+        for total, interval in zip(sums, intervals, strict=True):
+            means += total.means(interval)
+            if self._keeps_views:
+                total.free()
+                self._freed[total.segment] = total
+        return means
 
     def _complete(self, segment: Segment) -> Sum:
         """Return the sum of all that waits, and begin a new one."""
@@ -286,14 +319,6 @@ def _require_dense(grad: torch.Tensor, name: str) -> None:
             f"parameter {name} has a sparse gradient, which cannot be sharded; "
             "use nn.Embedding(..., sparse=False)"
         )
-
-
-def _means(sums: Sequence[Sum], intervals: Sequence[torch.Tensor]) -> list[Mean]:
-    """Return the means of all parameters. ``intervals``: this rank's, of each reduced gradient."""
-    means = list[Mean]()
-    for total, interval in zip(sums, intervals, strict=True):
-        means += total.means(interval)
-    return means
 
 
 def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> list[nn.Parameter]:

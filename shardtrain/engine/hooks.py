@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -193,10 +193,10 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
         driver.begin_call(unit)
 
     @user_code.undisturbed
-    def end(outputs: Sequence[Any], error: BaseException | None) -> None:
+    def end(output: Any, error: BaseException | None) -> None:
         if error is not None and not driver.schedule.backward:
             note_shards(error, engine.units)
-        driver.end_call(unit, outputs, error is not None)
+        driver.end_call(unit, leaves(output), error is not None)
         if is_root and unit not in driver.schedule.calls:
             driver.end_forward(error is not None)
 
@@ -207,7 +207,7 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
         try:
             begin()
             output = call(*args, **kwargs)
-            end(leaves(output), None)
+            end(output, None)
         except BaseException as error:
             end((), error)
             raise
@@ -280,13 +280,14 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
     reduces = weakref.ref(driver.reductions[unit])
     name = member.name
     shape = member.part.shape
+    arrive = driver.reductions[unit].arrived.add  # of a set of names
 
     def hook(grad: torch.Tensor) -> None:
+        arrive(name)
         reduction = reduces()
         drives = known()
         if reduction is None or drives is None:
             return
-        reduction.arrived.add(name)
         if reduction.unit not in drives.schedule.opened or grad.shape != shape:
             drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 

@@ -73,9 +73,9 @@ class Optimizers:
                 for member in self._members:
                     _cut_state(member, optimizer.state.get(member.param, {}))
             self._known[optimizer] = sizes, steps
-        self.end_step(optimizer)  # the last one may have raised
         if not steps:
             return
+        self.end_step(optimizer)  # the last one may have raised
         self._hooks[optimizer].enclose(optimizer)
         driver = self._driver
         driver.reset_failed_backward()

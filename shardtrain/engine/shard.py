@@ -134,18 +134,24 @@ class ShardedParam:
         """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""
         if self.owners is not None and not isinstance(grad, GradientPiece):
             grad = GradientPiece.of(grad, self.owners)
-        shown = self.param.data
-        self.param.data = self.local_view  # torch compares shapes, dtypes and devices
-        self.param.grad = grad
-        self.param.data = shown
+        param = self.param
+        try:
+            param.grad = grad
+        except RuntimeError:  # torch compares shapes, dtypes and devices with those of a full value
+            shown = param.data
+            param.data = self.local_view
+            param.grad = grad
+            param.data = shown
 
     def give_grad(self, piece: torch.Tensor) -> None:
-        """Add ``piece``, this rank's part in the shape at rest, to the gradient."""
+        """Add ``piece``, a new view of this rank's part in the shape at rest, to the gradient."""
         grad = self.param.grad
         if grad is not None:
             grad.add_(piece)
-        else:
-            self.set_grad(piece)
+            return
+        if self.owners is not None and type(piece) is torch.Tensor:
+            piece = GradientPiece.become(piece, self.owners)
+        self.set_grad(piece)
 
 
 class Segment:
@@ -264,10 +270,14 @@ class Segment:
         if not self._shows_alike:
             return
         for member in self.members:
-            if member.param.requires_grad:  # others have no node
-                shown = member.param.data  # a user may have replaced it since
-                member.param.data = self._of_another_dtype
-                member.param.data = shown
+            param = member.param
+            if param.requires_grad:  # others have no node
+                view = member.local_view
+                # A user may have replaced it since. Reading `data` makes a tensor, which takes longest.
+                is_own = param.data_ptr() == view.data_ptr() and param.shape == view.shape
+                shown = view if is_own else param.data
+                param.data = self._of_another_dtype
+                param.data = shown
 
     @property
     def trains(self) -> bool:

@@ -35,7 +35,7 @@ def postpone(param: nn.Parameter) -> None:
 
 def call_postponed(params: Iterable[nn.Parameter]) -> None:
     """Call the postponed hooks of ``params``, each once."""
-    for param in dict.fromkeys(params):
+    for param in dict.fromkeys([param for param in params if param._post_accumulate_grad_hooks]):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             if isinstance(hook, Postponed):
                 hook.hook(param)

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
 from shardtrain import device as devices
-from shardtrain.job import data
+from shardtrain.job import data, tags
+from shardtrain.job.card import as_on_card
 from shardtrain.job.config import Config, ImageFolder, Parallel, Sched, Train
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
@@ -24,11 +25,11 @@ from shardtrain.job.errors import UserError, not_valid, reading
 from shardtrain.job.evaluate import FEW_CLASSES, Evaluation, Scores, Scoring
 from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, inference_of
-from shardtrain.job.losses import CrossEntropy, Loss, weights_of
+from shardtrain.job.losses import CrossEntropy, Loss, rehearse_loss, weights_of
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
 from shardtrain.job.schema import typed
 from shardtrain.job.scores import chosen_scores, rehearse
-from shardtrain.job.target import REFUSALS, find_target, instantiate
+from shardtrain.job.target import REFUSALS, instantiate
 from shardtrain.optim import Ema, GradScaler
 
 # Training images that a model with a method `init_from_images` is given, to set what depends on the data.
@@ -56,6 +57,7 @@ class Job(NamedTuple):
     steps_per_epoch: int
     data_name: str
     forward_flops: Mapping[int, float]  # FLOP of one image's forward, by the image's side in pixels
+    notes: Sequence[str] = ()  # lines that the run prints at its start
 
 
 def build(
@@ -74,6 +76,7 @@ def build(
     share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow))
+    images, notes = as_on_card(config, images)
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
@@ -103,6 +106,9 @@ def build(
     loss = loss_of(config.train, config.allow, weights_of(config.train.class_weights, images))
     if isinstance(loss, nn.Module):  # it may have weights
         loss.to(device)
+    soft = bool(config.train.mixup or config.train.cutmix)
+    columns = config.model.get("num_classes") or len(images.classes)
+    rehearse_loss(loss, images.classes, (max(1, share.micro_batch), columns), soft=soft, device=device)
     job = Job(
         model=model,
         loss=loss,
@@ -123,6 +129,7 @@ def build(
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
         + (f" + {len(images.test):,} to test" if images.test else ""),
         forward_flops=flops,
+        notes=notes,
     )
     return job, config
 
@@ -279,21 +286,36 @@ def loss_of(train: Train, allow: Sequence[str] = (), class_weights: Tensor | Non
 def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
     """Return what an evaluation computes. Collective.
 
-    Raises UserError if it has no score that `train.best` names, or if a function of `monitor.scores` fails.
+    Raises UserError if it has no score that `train.best` names, if a function of `monitor.scores` fails, or
+    if `train.best_mode` contradicts the score.
     """
-    metrics = {
-        path.rpartition(".")[2]: find_target(path, "monitor.metrics", type(None), config.allow)
-        for path in config.monitor.metrics
-    }
+    train = config.train
     classes = images.classes
     functions = chosen_scores(config.monitor.scores, len(classes), config.allow)
     mixed = bool(config.train.mixup or config.train.cutmix)
     fifth = 0.0 if config.model["num_classes"] > FEW_CLASSES else None
-    own = dict.fromkeys(metrics, 0.0)
-    known = Evaluation(Scores(0.0, 0.0, fifth), own=own, results=rehearse(functions, classes)).ranking()
-    if config.train.best not in known:
-        raise not_valid(f"train.best={config.train.best}: no such score", config.train.best, known)
-    return Scoring(loss, mixed, metrics, functions, classes)
+    results = rehearse(functions, classes)
+    known = Evaluation(Scores(0.0, 0.0, fifth), results=results).ranking()
+    if train.best not in known:
+        raise not_valid(f"train.best={train.best}: no such score", train.best, known)
+    directions = {tags.VAL_LOSS: False, tags.VAL_ACC1: True, tags.VAL_ACC5: True}
+    directions |= {tags.score("val", name): higher for name, higher in results.higher_is_better.items()}
+    return Scoring(loss, mixed, functions, classes, is_minimised(train, directions.get(train.best)))
+
+
+def is_minimised(train: Train, higher_is_better: bool | None) -> bool:
+    """Return whether the smallest value of `train.best` is the best one; by default it is the largest.
+
+    ``higher_is_better``: what the score itself says. Raises UserError if `train.best_mode` contradicts it.
+    """
+    if higher_is_better is None:
+        return train.best_mode == "min"
+    mode = "max" if higher_is_better else "min"
+    if train.best_mode not in (None, mode):
+        raise UserError(
+            f"train.best_mode={train.best_mode}: {train.best} itself says {mode}; leave train.best_mode=null"
+        )
+    return mode == "min"
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
@@ -321,12 +343,6 @@ def warmup_of(sched: Sched, steps: int, steps_per_epoch: int) -> int:
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:
     """Raise UserError if the ranks cannot be divided into `parallel.replicate` groups."""
     replicate = parallel.replicate
-    shard = parallel.shard
-    if shard is not None and shard * replicate != world_size:
-        raise UserError(
-            f"parallel.shard={shard} × parallel.replicate={replicate} is not the number of ranks, "
-            f"{world_size}; parallel.shard=null leaves it to parallel.replicate"
-        )
     if world_size % replicate:
         fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
         raise UserError(f"parallel.replicate={replicate} does not divide {world_size} ranks; {fitting} would")

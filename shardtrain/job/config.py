@@ -23,7 +23,7 @@ from shardtrain.job.target import instantiate
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
-PROCESS = Mark.SHARED | Mark.PER_HOST | REPORTED
+PROCESS = Mark.PER_HOST | REPORTED
 data_set = partial(chosen, mark=Mark.IMAGES)
 
 
@@ -55,8 +55,8 @@ class Train:
     log_every: int = at_least(1, mark=REPORTED)
     eval_every: int = at_least(1, mark=REPORTED)
     eval_batch_size: int | None = at_least(1, mark=REPORTED)
-    best: str = marked(REPORTED | Mark.SHARED)
-    best_mode: str | None = one_of("max", "min", mark=REPORTED | Mark.SHARED)
+    best: str = marked(REPORTED)
+    best_mode: str | None = one_of("max", "min", mark=REPORTED)
     patience: int | None = at_least(1, mark=REPORTED)
     tta: int = at_least(0, at_most=2)
 
@@ -73,17 +73,6 @@ class Train:
             raise UserError(
                 "train.class_weights is for train.loss=cross_entropy; your own loss weights classes itself"
             )
-
-    @property
-    def is_minimised(self) -> bool:
-        """Whether a smaller value of the score `best` is better: by default of losses alone."""
-        return "loss" in self.best if self.best_mode is None else self.best_mode == "min"
-
-    def is_better(self, score: float, best: float | None) -> bool:
-        """Return whether ``score`` is better than the ``best`` so far; what is not a number is not."""
-        if best is None:
-            return not math.isnan(score)
-        return score < best if self.is_minimised else score > best
 
 
 @dataclass(frozen=True)
@@ -121,8 +110,8 @@ class Images:
     mean: tuple[float, ...] | None = at_least(0, at_most=1)
     std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
-    # Set by `shardtrain.evaluate` for other images than the run's: all are scored, none is for training.
-    all_held_out: bool = field(default=False, metadata={"mark": REPORTED})
+    # No key: `shardtrain.evaluate` sets it for other images than the run's. All are scored, none is to train.
+    all_held_out: bool = field(default=False, metadata={"mark": REPORTED, "chosen": True})
 
     @property
     def side_in_eval(self) -> int:
@@ -151,7 +140,6 @@ class Npz(Images):
 class Cifar(Images):
     name: str = data_set("cifar10", "cifar100")
     root: str = marked(Mark.PER_HOST)
-    download: bool = marked(Mark.PER_HOST | REPORTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +288,6 @@ Sched = Cosine | Linear | Steps | Constant
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     replicate: int = at_least(1, mark=Mark.CHANGES)
-    shard: int | None = at_least(1, mark=REPORTED)
     reshard_after_forward: bool = marked(Mark.CHANGES)
     transport: str = name_in(TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")
@@ -333,8 +320,7 @@ class Checkpoint:
 class MonitorConfig:
     tensorboard: bool
     profile_at: int | None = at_least(2)
-    metrics: tuple[str, ...]
-    scores: tuple[str, ...]
+    scores: tuple[str | dict[str, Any], ...]
     writers: tuple[str, ...]
 
 

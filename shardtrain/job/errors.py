@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -47,6 +48,13 @@ def reading(what: str, expected: str, kinds: Kinds = Exception) -> Iterator[None
     except kinds as error:
         reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
         raise UserError(f"{what}: {reason}; {expected}") from error
+
+
+def reason_with_line(error: Exception) -> str:
+    """Return one line: what a user's function raised, in which file and line."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{reason} ({frame.filename}, line {frame.lineno})"
 
 
 def path_of(key: str, text: str) -> Path:

@@ -14,14 +14,11 @@ from torch import Tensor, nn
 from shardtrain import average_buffers, comm, introspect
 from shardtrain.job import tags
 from shardtrain.job.data import Batch
-from shardtrain.job.errors import UserError
 from shardtrain.job.losses import CrossEntropy, Loss, sum_and_weight
 from shardtrain.job.scores import Gathering, Results, Score, results_of
 from shardtrain.optim.ema import Ema
 
 FEW_CLASSES = 10  # five guesses among them are right half of the time by chance
-
-Metric = Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes] and labels → a number for each image
 
 
 class Scores(NamedTuple):
@@ -33,7 +30,6 @@ class Scores(NamedTuple):
 class Evaluation(NamedTuple):
     scores: Scores
     ema: Scores | None = None  # of the weights' moving average
-    own: Mapping[str, float] = MappingProxyType({})  # the user's metrics, of the weights that are judged
     results: Results = Results.nothing()  # of functions of the whole evaluation, of these weights
 
     @property
@@ -43,10 +39,9 @@ class Evaluation(NamedTuple):
 
     def ranking(self, part: str = "val") -> dict[str, float]:
         """Return the scores of the weights that are judged, by the tags that `train.best` takes."""
-        numbers = {**self.own, **self.results.numbers}
         names = tags.VAL if part == "val" else tags.TEST
         scalars = by_tag(names, self.judged)
-        return scalars | {tags.score(part, name): value for name, value in numbers.items()}
+        return scalars | {tags.score(part, name): value for name, value in self.results.numbers.items()}
 
     def scalars(self) -> dict[str, float]:
         """Return the scores by TensorBoard tag."""
@@ -64,9 +59,15 @@ class Scoring(NamedTuple):
 
     loss: Loss = CrossEntropy()
     mixed: bool = False  # labels are soft, as the loss has them in training
-    metrics: Mapping[str, Metric] = MappingProxyType({})  # of each image; their means are scores
     functions: Mapping[str, Score] = MappingProxyType({})  # of all logits and labels
     classes: Sequence[str] = ()  # names, by label
+    is_minimised: bool = False  # the smallest value of `train.best` is the best one
+
+    def is_better(self, score: float, best: float | None) -> bool:
+        """Return whether ``score`` is better than the ``best`` so far; what is not a number is not."""
+        if best is None:
+            return not math.isnan(score)
+        return score < best if self.is_minimised else score > best
 
 
 def views_of(images: Tensor, tta: int) -> list[tuple[Tensor, float]]:
@@ -101,7 +102,7 @@ def evaluate(
     """
     ranks = table_rows(model)
 
-    def scores(gathering: Gathering | None) -> tuple[Scores, dict[str, float], Results]:
+    def scores(gathering: Gathering | None) -> tuple[Scores, Results]:
         average_buffers(model)  # BatchNorm's running statistics differ between ranks before
         model.eval()
         sums = []
@@ -118,20 +119,19 @@ def evaluate(
         each = len(sums) // len(ranks)
         parts = [torch.stack(sums[at : at + each]).sum(0) for at in range(0, len(sums), each)]
         table = table_of(torch.stack(parts), ranks)
-        loss, weight, first, fifth, count, *own = table.sum(0).tolist()
-        means = {name: total / count for name, total in zip(scoring.metrics, own, strict=True)}
+        loss, weight, first, fifth, count = table.sum(0).tolist()
         acc5 = None if math.isnan(fifth) else 100 * fifth / count
         results = Results.nothing()
         if gathering is not None:
             logits, labels = gathering.in_order(int(count), len(ranks))
             results = results_of(scoring.functions, logits, labels, scoring.classes)
-        return Scores(loss / weight, 100 * first / count, acc5), means, results
+        return Scores(loss / weight, 100 * first / count, acc5), results
 
     gathering = Gathering() if scoring.functions else None
     if ema is None:
-        plain, own, results = scores(gathering)
-        return Evaluation(plain, None, own, results)
-    plain, *_ = scores(None)
+        plain, results = scores(gathering)
+        return Evaluation(plain, None, results)
+    plain, _ = scores(None)
     with ema.swapped():
         return Evaluation(plain, *scores(gathering))
 
@@ -159,20 +159,14 @@ def _logits(model: nn.Module, batch: Batch, tta: int) -> Tensor:
 
 
 def _sums(logits: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
-    """Return sums over the images, float64 [5 + metrics].
+    """Return sums over the images, float64 [5].
 
     They are the loss, what divides it, images right in the first guess, in the first five (NaN up to ten
-    classes), all images, and each metric.
+    classes), and all images.
     """
     targets = F.one_hot(labels, logits.shape[1]).float() if scoring.mixed else labels
     right = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    own = [metric(logits, labels) for metric in scoring.metrics.values()]
-    for name, values in zip(scoring.metrics, own, strict=True):
-        if values.shape != labels.shape:
-            found = f"returned {list(values.shape)} for {len(labels)} images"
-            raise UserError(f"monitor.metrics: {name} {found}, expected a number for each")
     fifth = right.sum() if logits.shape[1] > FEW_CLASSES else torch.tensor(math.nan)
     parts = [*sum_and_weight(scoring.loss, logits, targets)]
     parts += [right[:, 0].sum(), fifth, torch.tensor(len(labels))]
-    parts += [values.double().sum() for values in own]
     return torch.stack([part.to(logits.device, torch.float64) for part in parts])

@@ -22,7 +22,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-import shardtrain
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import write_any_text
 from shardtrain.job.help import choice_table, described, load_yaml
@@ -337,9 +336,6 @@ def program_configs() -> AbstractContextManager[Path]:
 
 
 def _configs() -> Any:
-    checkout = Path(__file__).resolve().parents[2]
-    if (checkout / "configs").is_dir() and str(checkout) not in shardtrain.__path__:
-        shardtrain.__path__.append(str(checkout))  # before an installed version
     return importlib.import_module("shardtrain.configs")
 
 

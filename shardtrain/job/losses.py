@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardtrain import comm
 from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.dist_env import together
-from shardtrain.job.errors import UserError
+from shardtrain.job.errors import UserError, reason_with_line
 
 # Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
 # int64 [batch], or what `data.Mix` makes of them: soft, float32 [batch, classes].
@@ -86,8 +86,45 @@ def sum_and_weight(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, 
     return loss(logits, labels) * len(labels), images
 
 
+def require_weights(loss: Loss, classes: Sequence[str]) -> None:
+    """Raise UserError if a weighted loss of torch has fewer weights than there are classes."""
+    weight = loss.weight if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
+    if weight is not None and len(weight) < len(classes):
+        raise UserError(f"train.loss.weight: {len(weight)} weights, and the data has {len(classes)} classes")
+
+
+def rehearse_loss(
+    loss: Loss, classes: Sequence[str], shape: tuple[int, int], *, soft: bool, device: torch.device
+) -> None:
+    """Call a user's ``loss`` once on random logits of ``shape``, as training and evaluations call it.
+
+    ``soft``: labels are what mixing makes of them. Raises UserError if the loss fails, or does not return
+    a mean that has gradients.
+    """
+    if isinstance(loss, CrossEntropy):
+        return
+    require_weights(loss, classes)
+    images, columns = shape
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(images) % len(classes)
+    if soft:
+        labels = F.one_hot(labels, columns).float()
+    kind = f"{str(labels.dtype).removeprefix('torch.')} {[*labels.shape]}"
+    called = f"train.loss, called with logits {[*shape]} and labels {kind}"
+    try:
+        value = loss(noise.to(device).requires_grad_(), labels.to(device))
+    except Exception as error:  # a user's loss raises anything
+        raise UserError(f"{called}: {reason_with_line(error)}") from error
+    expected = "expected the mean over the images: a tensor without dimensions, with gradients"
+    if not isinstance(value, Tensor):
+        raise UserError(f"{called}: returned a {type(value).__name__}; {expected}")
+    if value.ndim or not value.requires_grad:
+        gradients = "with" if value.requires_grad else "without"
+        raise UserError(f"{called}: returned {[*value.shape]} {gradients} gradients; {expected}")
+
+
 def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
-    """Return the lines that a run prints about its loss. Raises UserError for too few weights."""
+    """Return the lines that a run prints about its loss."""
     if isinstance(loss, CrossEntropy):
         if loss.weight is None:
             return []
@@ -96,12 +133,20 @@ def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
     weight = loss.weight if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
     if weight is None:
         return []
-    if len(weight) < len(classes):
-        raise UserError(f"train.loss.weight: {len(weight)} weights, and the data has {len(classes)} classes")
     return [
         f"warning: {type(loss).__name__} divides by the weights of each micro-batch's images, so a step's "
         "loss depends on how ranks and train.accumulate divide it; train.class_weights=[…] with "
         "train.loss=cross_entropy does not"
+    ]
+
+
+def mix_notes(mixup: float, cutmix: float, images: int) -> list[str]:
+    """Return the warning for mixing in micro-batches of so many ``images``, if it changes nothing."""
+    if images > 1 or not (mixup or cutmix):
+        return []
+    return [
+        "warning: train.mixup and train.cutmix mix the images of a micro-batch, and each has a single one, "
+        "so they do nothing; a larger train.batch_size, or a smaller train.accumulate, has more"
     ]
 
 

@@ -38,8 +38,8 @@ def record_of(words: Sequence[str]) -> Record | None:
     """Return the record from which the configuration of a command is composed; None for a new run.
 
     In this order: the file of `config=FILE`, the run or checkpoint of `resume=PATH` in an evaluation, the run
-    of this name or directory if it has checkpoints, and that of `resume=PATH`. Raises UserError for a file that
-    is no record.
+    of this name or directory if it has checkpoints, and that of `resume=PATH`. Raises UserError for a file
+    that is no record.
     """
     values = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     resume = values.get("resume", "auto").strip("'\"")
@@ -54,15 +54,18 @@ def record_of(words: Sequence[str]) -> Record | None:
     present = next((file for file in files if file is not None and os.path.isfile(file)), None)
     if present is None:
         return None
-    return read_record(present, f"the run's record {present}")._replace(evaluates=evaluates)
+    record = read_record(present, f"the run's record {present}")
+    return record and record._replace(evaluates=evaluates)
 
 
-def read_record(path: Path, where: str) -> Record:
-    """Return the record in ``path``: a `config.yaml`, or a checkpoint's manifest."""
+def read_record(path: Path, where: str) -> Record | None:
+    """Return the record in ``path``, a `config.yaml` or a manifest; None for a checkpoint of no run."""
     with reading(where, f"expected the {CONFIG} of a run"):
         text = plain_file(path).read_text(encoding="utf-8")
         if path.suffix == ".json":
-            values = json.loads(text)["facts"]["config"]
+            values = json.loads(text)["facts"].get("config")
+            if values is None:
+                return None
         else:
             values = OmegaConf.to_container(OmegaConf.create(text))
         sections = [values.get(name) for name in SECTIONS] if isinstance(values, dict) else [None]
@@ -87,8 +90,8 @@ def laid_over(
 
     fresh: composed of the command's choices. plain: of the same groups' files, without a recipe. chosen: the
     sections whose file the command names. Where that is another file than the record's, the section is the
-    file's. Otherwise only the keys that a recipe or `debug` sets are. evaluates: another data set's images are
-    prepared as the run's were.
+    file's. Otherwise only the keys that a recipe or `debug` sets are. evaluates: another data set's images
+    are prepared as the run's were.
     """
     ours = as_values(fresh)
     theirs = as_values(plain)
@@ -165,8 +168,8 @@ def _has_checkpoints(run: Path) -> bool:
 
 def _file_of(path: Path) -> Path | None:
     """Return the file that has the record of ``path``: a run, one of its checkpoints, or `RUN/best`."""
-    folders = [path.parent] if path.name == "best" and not path.is_dir() else [path]
-    candidates = [folder / name for folder in folders for name in (CONFIG, "manifest.json")]
+    folder = path.parent if path.name == "best" and not path.is_dir() else path
+    candidates = [folder / name for name in (CONFIG, "manifest.json")]
     return next((file for file in candidates if file.is_file()), None)
 
 

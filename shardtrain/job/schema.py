@@ -48,7 +48,6 @@ class Mark(enum.Flag):
     IMAGES = enum.auto()  # decides which images a step has, so no run can continue with another value
     CHANGES = enum.auto()  # any value can continue a run
     HIDDEN = enum.auto()  # no hyperparameter
-    SHARED = enum.auto()  # the jobs of a sweep have one value
 
 
 def at_least(bound: float, **demands: Any) -> Any:
@@ -124,22 +123,36 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return None
-    kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    kind = kinds[0]
-    if all(is_dataclass(each) for each in kinds[1:]):
-        kind = kind if len(kinds) == 1 else _variant(kinds, value, key)
-    elif isinstance(value, dict | list | tuple):
-        kind = kinds[-1]  # a text, or a group of keys or a list
+    kind = _kind_of(tuple(each for each in kinds if each is not NoneType), value, key)
     if is_dataclass(kind) and isinstance(value, dict):
         return _section(kind, value, key)
-    found = f"{key}={_show(value)}"
     if typing.get_origin(kind) is tuple:
-        items = typing.get_args(kind)  # of one type: (float, float) or (float, ...)
-        any_length = Ellipsis in items
-        if not isinstance(value, list | tuple) or not (any_length or len(value) == len(items)):
-            lists = f"a list, as in {key}=[a,b]" if any_length else f"a list of {len(items)} numbers"
-            raise UserError(f"{found}: expected {lists}")
-        return tuple(typed(items[0], item, key, demands) for item in value)
+        return tuple(typed(typing.get_args(kind)[0], item, key, demands) for item in _items(kind, value, key))
+    value = _scalar(kind, value, key)
+    _require_demands(value, key, demands)
+    return value
+
+
+def _kind_of(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
+    """Return the one of ``kinds`` that ``value`` is to be: a dataclass by name, else by its type."""
+    if all(is_dataclass(each) for each in kinds[1:]):
+        return kinds[0] if len(kinds) == 1 else _variant(kinds, value, key)
+    return kinds[-1] if isinstance(value, dict | list | tuple) else kinds[0]
+
+
+def _items(kind: Any, value: Any, key: str) -> list[Any] | tuple[Any, ...]:
+    """Return ``value`` as a list for ``kind``: (float, float) or (float, ...)."""
+    items = typing.get_args(kind)
+    any_length = Ellipsis in items
+    if isinstance(value, list | tuple) and (any_length or len(value) == len(items)):
+        return value
+    lists = f"a list, as in {key}=[a,b]" if any_length else f"a list of {len(items)} numbers"
+    raise UserError(f"{key}={_show(value)}: expected {lists}")
+
+
+def _scalar(kind: Any, value: Any, key: str) -> Any:
+    """Return ``value`` as a number, a text or a dictionary; a whole number may be a float or a text."""
+    found = f"{key}={_show(value)}"
     if type(value) is int and kind in (float, int) and abs(value) >= MOST_INT:
         raise UserError(f"{found[:80]}: expected a number below 2^63")
     if type(value) is int and kind in (float, str):
@@ -148,12 +161,19 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
         raise UserError(f"{found}: expected {DESCRIPTIONS.get(kind, 'a group of keys')}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{found}: expected a finite number")
-    for name, (holds, words) in BOUNDS.items():
-        if name in demands and not isinstance(value, str) and not holds(value, demands[name]):
-            raise UserError(f"{key}={value}: expected {words} {demands[name]}")
-    if isinstance(value, str) and value not in demands.get("choices", [value]):
-        raise not_valid(_not_chosen(key, value) if "chosen" in demands else found, value, demands["choices"])
     return value
+
+
+def _require_demands(value: Any, key: str, demands: Mapping[str, Any]) -> None:
+    """Raise UserError unless ``value`` is within the bounds, and among the choices, that a field declares."""
+    if isinstance(value, str):
+        if value not in demands.get("choices", [value]):
+            found = _not_chosen(key, value) if "chosen" in demands else f"{key}={value}"
+            raise not_valid(found, value, demands["choices"])
+        return
+    for name, (holds, words) in BOUNDS.items():
+        if name in demands and not holds(value, demands[name]):
+            raise UserError(f"{key}={value}: expected {words} {demands[name]}")
 
 
 def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:

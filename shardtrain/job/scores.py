@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.job import pictures
-from shardtrain.job.errors import UserError, not_valid
+from shardtrain.job.errors import UserError, not_valid, reason_with_line
 from shardtrain.job.format import aligned
 from shardtrain.job.pictures import Picture
-from shardtrain.job.target import find_target
+from shardtrain.job.target import find_target, keywords_of
 
-# Logits [images, classes], labels [images] and, if it takes three arguments, names of classes → a number, or
-# numbers, pictures and texts by name.
+# Logits [images, classes], labels [images] and, if its third parameter has no default or is named `classes`,
+# names of classes → a number, or numbers, pictures and texts by name. Its attribute `higher_is_better` (so
+# torchmetrics calls it) says which of two numbers is the better one.
 Score = Callable[..., Any]
 
 PER_CLASS = "per_class"
@@ -40,11 +41,12 @@ class Results(NamedTuple):
     numbers: dict[str, float]
     pictures: dict[str, Picture]
     texts: dict[str, str]
+    higher_is_better: dict[str, bool]  # of those numbers whose function says so
 
     @classmethod
     def nothing(cls) -> Results:
         """Return no results."""
-        return cls({}, {}, {})
+        return cls({}, {}, {}, {})
 
     def add(self, name: str, value: Any) -> None:
         """Add a result of one of the kinds; raise TypeError for another kind."""
@@ -58,16 +60,29 @@ class Results(NamedTuple):
             self.numbers[name] = float(value)
 
 
-def chosen_scores(names: Sequence[str], classes: int, allow: Sequence[str]) -> dict[str, Score]:
-    """Return the functions that `monitor.scores` names, by these names."""
+def chosen_scores(
+    entries: Sequence[str | Mapping[str, Any]], classes: int, allow: Sequence[str]
+) -> dict[str, Score]:
+    """Return the functions of `monitor.scores`, by path: an entry is a path, or has it as its ``_target_``.
+
+    Raises UserError for a function that is not allowed, or does not take an entry's keywords.
+    """
     functions: dict[str, Score] = {}
-    for name in names:
-        if "." in name:
-            functions[name] = find_target(name, "monitor.scores", type(None), allow)
-        elif name != PER_CLASS:
-            raise not_valid(f"monitor.scores=[{name}]: expected PACKAGE.FUNCTION", name, [PER_CLASS])
-        elif classes <= MOST_CLASSES:
-            functions[name] = per_class
+    for entry in entries:
+        node = {"_target_": entry} if isinstance(entry, str) else entry
+        path = str(node.get("_target_"))
+        if path == PER_CLASS and len(node) == 1:
+            if classes <= MOST_CLASSES:
+                functions[path] = per_class
+            continue
+        if "." not in path:
+            what = f"monitor.scores=[{path}]: expected PACKAGE.FUNCTION, or _target_ with keywords"
+            raise not_valid(what, path, [PER_CLASS])
+        if path in functions:
+            raise UserError(f"monitor.scores: {path} is there twice; a function of your own can return both")
+        function = find_target(path, "monitor.scores", type(None), allow)
+        keywords = keywords_of({"num_classes": classes, **node}, "monitor.scores", function, 2)
+        functions[path] = partial(function, **keywords) if keywords else function
     return functions
 
 
@@ -96,6 +111,9 @@ def per_class(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[st
     return results
 
 
+per_class.higher_is_better = True  # type: ignore[attr-defined]
+
+
 def confusion_table(counts: Tensor, names: Sequence[str]) -> str:
     """Return a confusion matrix as lines of text: a row per label, a column per answer."""
     short = [name if len(name) <= 12 else f"{name[:11]}…" for name in names]
@@ -120,24 +138,28 @@ def results_of(
         try:
             _call(name, function, (logits, labels, classes), results)
         except Exception as error:  # a user's function raises anything
-            *_, frame = traceback.extract_tb(error.__traceback__)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            problem = f"monitor.scores=[{name}]: {reason} ({frame.filename}, line {frame.lineno})"
+            problem = f"monitor.scores=[{name}]: {reason_with_line(error)}"
             break
-    text = json.dumps([problem, results.numbers]) if comm.rank() == 0 else ""
-    problem, numbers = json.loads(comm.gather_texts(text, comm.plain_transport())[0])
+    facts = [problem, results.numbers, results.higher_is_better]
+    text = json.dumps(facts) if comm.rank() == 0 else ""
+    problem, numbers, directions = json.loads(comm.gather_texts(text, comm.plain_transport())[0])
     if problem:
         raise UserError(problem)
-    return results._replace(numbers=numbers)
+    return results._replace(numbers=numbers, higher_is_better=directions)
 
 
 def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Results) -> None:
     """Add to ``results`` what a function returns."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    taken = sum(each.kind in positional for each in parameters)
+    # Others have their own default, which names of classes must not replace.
+    required = sum(
+        each.kind in positional and (each.default is each.empty or each.name == "classes")
+        for each in parameters
+    )
     with torch.no_grad():
-        returned = function(*arguments[: max(2, taken)])
+        returned = function(*arguments[: max(2, required)])
+    higher_is_better = getattr(getattr(function, "func", function), "higher_is_better", None)
     named = returned if isinstance(returned, Mapping) else {path.rpartition(".")[2]: returned}
     for name, value in named.items():
         if name in (*TAKEN, *results.numbers, *results.pictures, *results.texts):
@@ -149,6 +171,8 @@ def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Resul
                 f"{name} is a {type(value).__name__}, expected a number, a picture (Matplotlib's Figure, or "
                 "uint8 [height, width, 3]) or a text"
             ) from None
+        if name in results.numbers and higher_is_better is not None:
+            results.higher_is_better[name] = bool(higher_is_better)
 
 
 def rehearse(functions: Mapping[str, Score], classes: Sequence[str]) -> Results:

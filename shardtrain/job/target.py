@@ -26,7 +26,6 @@ PACKAGES = {
     "optim": ("torch.optim", RECIPES),
     "train.loss": (RECIPES, "torch.nn"),
     "data": (RECIPES,),
-    "monitor.metrics": (RECIPES,),
     "monitor.scores": (RECIPES,),
     "monitor.writers": (RECIPES,),
 }

@@ -135,7 +135,7 @@ def open_monitor(
     result = ResultFile(context.run_dir, job)
     writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
     if config.monitor.tensorboard:
-        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step, context.swept))
+        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
     for path in config.monitor.writers:
         given = (context.run_dir, dataclasses.asdict(config))
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ class ResultFile(Writer):
 
 EVENTS = "events.out.tfevents."
 METRICS = (tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams, after the best score
-# First columns of HParams where no key is swept; others follow in order of names.
+# First columns of HParams; others follow in order of names.
 FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")
 # Custom Scalars: charts of several tags each, by their regular expressions.
 TOGETHER = {
@@ -170,9 +170,7 @@ class TensorBoard(Writer):
         config: Config,
         facts: Mapping[str, Any],
         first_step: int = 0,
-        swept: Sequence[str] = (),
     ) -> None:
-        """swept: the overrides in which the jobs of a sweep differ."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -183,21 +181,19 @@ class TensorBoard(Writer):
         self._summary = summary
         self._event = Event
         self._records = RecordWriter
-        self._steps_per_epoch = facts["steps_per_epoch"]
         self._written = 0  # bytes
         self._unwritten = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         # TensorBoard then drops later steps that an earlier process has written.
         purge = first_step + 1 if first_step else 0
         self._keep(purge, session_log=SessionLog(status=SessionLog.START))
-        chosen = hyperparameters(config, facts, swept)
-        first_columns = [*map(key_of, swept)] or FIRST_COLUMNS
+        chosen = hyperparameters(config, facts)
         experiment, session, self._end = summary.hparams(
             chosen, dict.fromkeys((tags.best(config.train.best), *METRICS), 0)
         )
         plugin = experiment.value[0].metadata.plugin_data
         columns = HParamsPluginData.FromString(plugin.content)
         for column in columns.experiment.hparam_infos:
-            column.differs = column.name in first_columns  # TensorBoard shows these first
+            column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
         plugin.content = columns.SerializeToString()
         text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
         classes = summary.text("classes", _class_table(facts.get("class_counts", {})))
@@ -219,12 +215,9 @@ class TensorBoard(Writer):
         self._unwritten.clear()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        epoch = math.ceil(step / self._steps_per_epoch)
         for tag, value in scalars.items():
             if tag != tags.BEST_STEP:
                 self._keep(step, summary=self._summary.scalar(tag, value))
-            if tag.startswith("val/"):
-                self._keep(epoch, summary=self._summary.scalar(tags.at_epoch(tag), value))
         self._write()
 
     def picture(self, step: int, tag: str, picture: Picture) -> None:
@@ -260,17 +253,10 @@ def _number(directory: Path) -> int:
     return max(numbers)
 
 
-def key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
-
-
-def hyperparameters(
-    config: Config, facts: Mapping[str, Any], swept: Sequence[str] = ()
-) -> dict[str, float | str]:
+def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
     """Return the values that distinguish runs, under the command line's names: the same ones for every run.
 
     A section whose keys a user may choose is one text. Keys that only another choice has are dashes.
-    Keys that are ``swept`` are added where they are none of these.
     """
     sections = asdict(config)
     shown = {key: facts[key] for key in ("parameters", "world_size", "device")}
@@ -283,10 +269,4 @@ def hyperparameters(
         number = isinstance(value, (bool, int, float))
         shown[key.removesuffix(".name")] = value if number else "none" if value is None else str(value)
     shown |= {"train.steps": facts["steps"], "model": f"{facts['model']}, {shown['model']}"}
-    for override in swept:
-        text = override.partition("=")[2]
-        try:
-            shown.setdefault(key_of(override), float(text))
-        except ValueError:
-            shown.setdefault(key_of(override), text)
     return shown

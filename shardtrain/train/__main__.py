@@ -1,5 +1,6 @@
 """Run one training job, or several with `--multirun`: ``python -m shardtrain.train``."""
 
+import os
 import signal
 import sys
 
@@ -8,11 +9,18 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports below without a traceback
     from shardtrain.job.hydra_app import printed
 
-    if not printed(sys.argv[1:]):
-        from shardtrain.train import sweep  # here, since both import torch
-        from shardtrain.train.loop import train
+    if printed(sys.argv[1:]):
+        return
+    from shardtrain.job import launch  # here, since these import torch
+    from shardtrain.train import sweep
+    from shardtrain.train.loop import train
 
-        sweep.run(train)
+    if not any(flag in sys.argv[1:] for flag in sweep.FLAGS):
+        launch.run(train)
+    elif "WORLD_SIZE" in os.environ:
+        launch.start(sweep.refuse_ranks, lambda *_: None)
+    else:
+        sweep.run([sys.executable], sys.argv[1:])
 
 
 if __name__ == "__main__":

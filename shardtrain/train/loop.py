@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
-from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0, virtual_threads
+from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
-from shardtrain.job.losses import loss_notes
+from shardtrain.job.losses import loss_notes, mix_notes
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
@@ -43,6 +44,8 @@ from shardtrain.train.resume import (
     start_messages,
 )
 from shardtrain.train.saving import Saver, Training
+
+OUTCOME_FILE = "SHARDTRAIN_OUTCOME_FILE"  # in the environment of a sweep's job: where its best score goes
 
 
 def fit(training: Training, saver: Saver, watch: Watch) -> None:
@@ -87,7 +90,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         if first:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
     gradients.settle()
-    saver.finish()
+    saver.finish(monitor.latest)
 
 
 def seeding(training: Training, step: int) -> Callable[[int], None]:
@@ -180,9 +183,15 @@ def train(config: Config, context: Context) -> float | None:
         return _train(config, context, identity, memory)
 
 
+def write_outcome(score: float | None, is_minimised: bool) -> None:
+    """Write the job's best score for the sweep that started it, if one did."""
+    path = os.environ.get(OUTCOME_FILE)
+    if path and comm.rank() == 0:
+        Path(path).write_text(json.dumps({"objective": score, "is_minimised": is_minimised}))
+
+
 def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
     rank_info = context.rank_info
-    comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
@@ -195,13 +204,14 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
         open_monitor(config, context, job, metrics, state.best) as monitor,
         StopSignals() as signals,
     ):
-        table = [start_table(config, context, job)] if context.first else []
         notes = [
             *messages,
+            *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
+            *mix_notes(config.train.mixup, config.train.cutmix, job.train.share.micro_batch),
             *start_messages(store, start, job, config),
         ]
-        monitor.say("\n".join([*table, *notes]))
+        monitor.say("\n".join([start_table(config, context, job), *notes]))
         training = Training(config, job, metrics, monitor)
         saver = Saver(training, store, state, signals)
         if config.eval_only:
@@ -209,6 +219,7 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             monitor.say(score_table(scored, config.reference))
             monitor.say(scores_as_json(start.step, scored))
             score = saver.ranked(scored[0])
+            write_outcome(None if math.isnan(score) else score, job.scoring.is_minimised)
             return None if math.isnan(score) else score
         if config.dry_run:
             plan = plan_of(config, job)
@@ -217,4 +228,6 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             return saver.best.score if saver.best else None
         with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)
-        return saver.best.score if saver.best else None
+        best = saver.best.score if saver.best else None
+        write_outcome(best, job.scoring.is_minimised)
+        return best

@@ -153,8 +153,8 @@ class Saver:
             return False
         return step - self.best.step >= patience * train.eval_every * self._job.steps_per_epoch
 
-    def finish(self) -> None:
-        """Wait until the last save is committed, and evaluate the test images, if there are any.
+    def finish(self, step: int) -> None:
+        """Wait until the last save is committed, and evaluate the test images, if any, after ``step``.
 
         Raises SaveFailed on every rank if it failed, and Stopped if one got a signal while evaluating.
         """
@@ -162,7 +162,7 @@ class Saver:
             self._store.finish()
         if self._job.test is not None:
             with self._metrics.paused("evaluation"):
-                self._monitor.tested(self._job.steps, self.evaluation(self._job.test))
+                self._monitor.tested(step, self.evaluation(self._job.test))
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate, and return whether the model is the best so far.
@@ -182,7 +182,7 @@ class Saver:
                 self._monitor.say(
                     f"warning: {tag} is not a number after step {step}, which is not the best then"
                 )
-            is_better = self._config.train.is_better(score, None if self.best is None else self.best.score)
+            is_better = self._job.scoring.is_better(score, None if self.best is None else self.best.score)
             if is_better:
                 self.best = Best(step, score, tag)
             self._monitor.evaluated(step, evaluation, self.best)

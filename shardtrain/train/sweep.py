@@ -1,123 +1,193 @@
-"""Run several jobs by one command: every combination of the given values.
+"""Run every combination of the given values, each as a job of its own.
 
-    python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 seed=range(3)
+    python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 "seed=range(3)"
+    python -m shardtrain.train.sweep --nproc-per-node 2 -- +recipe=resnet optim.lr=0.02,0.04 "seed=range(3)"
 
-All jobs share the ranks and their process group. Each job has a folder in one directory, named by its number
-and its values. A job's objective is its best score of `train.best`. If a job fails for the same reason on
-every rank, the next one starts. If ranks leave it for different reasons, the sweep ends.
+What stands before ``--`` is torchrun's; without it each job is one process. Each job has a folder in one
+directory, named by its number and its values. A job's objective is its best score of `train.best`. A job that
+fails, or that is killed, is reported, and the next one starts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
 import math
+import os
 import random
 import re
+import shlex
+import signal
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import hydra
-import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.utils.store import synchronize
 
-from shardtrain.job import launch, tags
-from shardtrain.job.config import Config, Train
-from shardtrain.job.dist_env import START_UP, RankInfo, meet
+from shardtrain.job import tags
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import program_configs, split, unreadable
-from shardtrain.job.launch import Context
+from shardtrain.job.launch import USER_ERROR, run_dir
 from shardtrain.job.read import read_config
-from shardtrain.job.saved import MARKS
-from shardtrain.job.schema import Mark
-
-Program = Callable[[Config, Context], float | None]
+from shardtrain.job.signals import INTERRUPTED
+from shardtrain.train.loop import OUTCOME_FILE
 
 FLAGS = ("-m", "--multirun")
 LONGEST_NAME = 100  # characters of the name of a job's folder
+# Keys that decide where jobs are and how they are ranked.
+SHARED = ("run.name", "run.dir", "train.best", "train.best_mode")
+LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun copies the first failing rank's there
+STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  # with their exit codes
 
 
 class Outcome(NamedTuple):
     """Hold the result of a job."""
 
     overrides: list[str]  # the overrides in which jobs differ
-    objective: float | None
-    problem: str  # "" for none
+    objective: float | None = None
+    problem: str = ""  # "" for none
+    is_minimised: bool = False
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Hold the settings of a command line with `--multirun`."""
+class Sweep(NamedTuple):
+    """Hold the settings of a sweep's command line."""
 
     fixed: list[str]  # overrides and flags of every job
     jobs: list[list[str]]  # the overrides in which they differ
     first: Config
-    device: str
-    threads: int | None
 
 
-def run(program: Program) -> float | None:
-    """Run one job, or with `--multirun` several in turn; return the best objective."""
-    if any(flag in sys.argv[1:] for flag in FLAGS):
-        return launch.start(read, partial(run_jobs, program=program))
-    return launch.run(program)
+def main() -> None:
+    """Run the sweep of the command line; exit with 2 if a job failed."""
+    arguments = sys.argv[1:]
+    at = arguments.index("--") if "--" in arguments else -1
+    launcher = [sys.executable]
+    if at > 0:
+        launcher += ["-m", "torch.distributed.run", *arguments[:at]]
+    run(launcher, arguments[at + 1 :])
+
+
+def run(launcher: Sequence[str], arguments: Sequence[str]) -> None:
+    """Run a job for each combination in ``arguments``, one after the other; exit unless all succeed."""
+    try:
+        sweep = read(arguments, speak=True)
+        if sweep is None:
+            return
+        directory = run_dir(sweep.first, RankInfo(0, 1, 0, 1))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    done: list[Outcome] = []
+    for number, overrides in enumerate(sweep.jobs):
+        print(f"job {number}: {' '.join(overrides)}", flush=True)
+        folder = directory / job_name(number, overrides)
+        command = [*launcher, "-m", "shardtrain.train", *sweep.fixed, *overrides]
+        command.append(f"run.dir={quoted(folder)}")
+        outcome = outcome_of(command, overrides)
+        done.append(outcome)
+        if outcome.problem:
+            print(f"job {number} has failed: {outcome.problem}", flush=True)
+        with contextlib.suppress(OSError):  # written after each job, so there may be room next time
+            directory.mkdir(parents=True, exist_ok=True)
+            facts = [each._asdict() for each in done]
+            (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
+    print(table(done, sweep.first.train.best), flush=True)
+    failed = [number for number, outcome in enumerate(done) if outcome.problem]
+    if failed:
+        count = f"{len(failed)} of {len(done)} jobs have failed"
+        reason = done[failed[0]].problem
+        print(f"error: {count}, the first, job {failed[0]}, with: {reason}", file=sys.stderr)
+        sys.exit(USER_ERROR)
 
 
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
-    """Return the sweep of ``arguments``; None if a flag asks for output."""
+    """Return the sweep of ``arguments``; None if a flag asks for output. Raises UserError for mistakes."""
     fixed, jobs = split_sweep([text for text in arguments if text not in FLAGS])
+    if not jobs:
+        raise UserError("a sweep without a job: a glob(…) matches no name")
     first = read_config([*fixed, *jobs[0]], speak)
-    return None if first is None else Sweep(fixed, jobs, first, first.device, first.threads)
+    return None if first is None else Sweep(fixed, jobs, first)
 
 
-def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
-    """Run the jobs in turn; return the best objective. Collective. Raises UserError if a job failed."""
-    rank = rank_info.rank
-    world_size = rank_info.world_size
-    store = meet(rank_info.store, rank, world_size) if world_size > 1 else HashStore()
-    directory = launch.run_dir(sweep.first, rank_info)
-    done: list[Outcome] = []
-    for overrides in sweep.jobs:
-        settings = [*sweep.fixed, *overrides]
-        folder = directory / job_name(len(done), overrides)
-        context = Context(rank_info, device, folder, not done, settings, swept=overrides)
-        if rank == 0:
-            print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
-        outcome, trace = _run_job(program, overrides, context)
-        gc.collect()  # a sharded model is a reference cycle, and holds its transport
-        # By the store, since a rank that failed alone may have left the others in a collective.
-        text = json.dumps([outcome.problem, trace]).encode()
-        seconds = START_UP.total_seconds()
-        texts = synchronize(store, text, rank, world_size, f"job {len(done)}/", seconds)
-        _require_same_reason([json.loads(each) for each in texts], len(done))
-        if rank == 0 and trace:
-            print(trace, file=sys.stderr, flush=True)
-        done.append(outcome)
-        if rank == 0:
-            if outcome.problem:
-                print(f"job {len(done) - 1} has failed: {outcome.problem}", flush=True)
-            facts = [each._asdict() for each in done]
-            with contextlib.suppress(OSError):  # written after each job, so there may be room next time
-                directory.mkdir(parents=True, exist_ok=True)
-                (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if rank == 0:
-        print(table(done, sweep.first.train), flush=True)
-    if failed := [number for number, outcome in enumerate(done) if outcome.problem]:
-        count = f"{len(failed)} of {len(done)} jobs have failed"
-        first = failed[0]
-        raise UserError(f"{count}, the first, job {first}, with: {done[first].problem}")
-    best = min if sweep.first.train.is_minimised else max
-    return best((outcome.objective for outcome in done if outcome.objective is not None), default=None)
+def refuse_ranks(arguments: Sequence[str], speak: bool) -> Any:
+    """Raise UserError, which names the command for several ranks: a sweep starts the ranks of each job."""
+    words = [text for text in arguments if text not in FLAGS]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "N")
+    command = f"python -m shardtrain.train.sweep --nproc-per-node {ranks} -- {shlex.join(words)}"
+    raise UserError(f"-m: a sweep starts torchrun itself, once per job; use {command}")
+
+
+def outcome_of(command: Sequence[str], overrides: list[str]) -> Outcome:
+    """Run one job, and return how it ended. Exits as the job does after a signal to this process."""
+    with tempfile.TemporaryDirectory() as name:
+        outcome_file = Path(name) / "outcome.json"
+        error_file = Path(name) / "error.json"
+        files = {OUTCOME_FILE: str(outcome_file), LAUNCHER_ERROR_FILE: str(error_file)}
+        code = ended(command, {**os.environ, **files})
+        if code != 0:
+            return Outcome(overrides, problem=reason_of(code, json_in(error_file)))
+        return Outcome(overrides, **(json_in(outcome_file) or {}))
+
+
+def ended(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run ``command``, and return its exit code; minus its number if a signal ended it.
+
+    A signal to this process ends the job, which saves, and then this process.
+    """
+    received: list[int] = []
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signum)
+
+    # In a session of its own, so that Ctrl-C reaches the job once, from here.
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    before = {signum: signal.signal(signum, pass_on) for signum in STOPS}
+    try:
+        code = process.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if received:
+        sys.exit(STOPS[signal.Signals(received[0])])
+    return code
+
+
+def json_in(file: Path) -> dict[str, Any] | None:
+    """Return the content of ``file``; None if there is none."""
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def reason_of(code: int, report: Mapping[str, Any] | None) -> str:
+    """Return why a job failed with exit ``code``, in one line, from the ``report`` of the launcher."""
+    message = report["message"] if report else ""
+    if isinstance(message, Mapping):
+        message = message["message"]
+    first_line = next(iter(str(message).removeprefix("error: ").splitlines()), "")
+    if first_line:
+        return first_line
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def quoted(path: Path) -> str:
+    """Return ``path`` as a value of an override."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
 
 
 def job_name(number: int, overrides: Sequence[str]) -> str:
@@ -128,50 +198,34 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
     parts = [str(number)]
     for override in overrides:
         key, _, value = override.partition("=")
-        for text in (key.rpartition(".")[2], value):
-            parts.append(re.sub(r"[^\w.+-]+", "_", text).strip("_+"))
+        parts += [key.rpartition(".")[2], value]
+    parts = [re.sub(r"[^\w.+-]+", "_", part).strip("_+") for part in parts]
     return "-".join(parts)[:LONGEST_NAME]
 
 
-def _require_same_reason(endings: Sequence[tuple[str, str]], job: int) -> None:
-    """Raise an error if ranks left ``job`` for different reasons: a user's mistake, if one found one.
-
-    ``endings``: each rank's problem, "" for none, and its traceback, "" for a mistake.
-    """
-    if len({problem for problem, _ in endings}) == 1:
-        return
-    for problem, trace in endings:
-        if problem and not trace:  # the others saw only that this rank had left
-            raise UserError(f"job {job}: {problem}; the other ranks were in a step, so no job can follow")
-    reasons = [f"rank {rank}: {problem or 'done'}" for rank, (problem, _) in enumerate(endings)]
-    raise RuntimeError(
-        f"the ranks left job {job} for different reasons, so none can follow: {'; '.join(reasons)}"
-    )
-
-
-def table(done: Sequence[Outcome], train: Train) -> str:
+def table(done: Sequence[Outcome], tag: str) -> str:
     """Return a table of the jobs, best first; failed ones come last, with their reasons."""
-    sign = 1.0 if train.is_minimised else -1.0
+    sign = 1.0 if any(each.is_minimised for each in done) else -1.0
     ranks = []
     for each in done:
         last = math.inf if each.objective is None else sign * each.objective
         ranks.append((bool(each.problem), last))
-    title = f"best {train.best}"
+    title = f"best {tag}"
     lines = [f"{title}   job  overrides"]
     for number in sorted(range(len(done)), key=ranks.__getitem__):
-        overrides, objective, problem = done[number]
-        score = "failed" if problem else "–"
-        if objective is not None and not problem:
-            score = tags.in_words(train.best, objective)
-        lines.append(f"{score:>{len(title)}}  {number:>4}  {' '.join(overrides)}")
-        lines += [f"{'':>{len(title) + 8}}{problem}"] if problem else []
+        outcome = done[number]
+        score = "failed" if outcome.problem else "–"
+        if outcome.objective is not None:
+            score = tags.in_words(tag, outcome.objective)
+        lines.append(f"{score:>{len(title)}}  {number:>4}  {' '.join(outcome.overrides)}")
+        lines += [f"{'':>{len(title) + 8}}{outcome.problem}"] if outcome.problem else []
     return "\n".join(lines)
 
 
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the arguments that all jobs share, and each job's own, whose last key changes fastest."""
     swept: dict[str, list[str]] = {}
-    random.seed(0)  # for shuffle(…), which must be the same on all ranks
+    random.seed(0)  # for shuffle(…), the same if the command is repeated
     with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # for glob(…) over groups
         for text in split(arguments)[1]:
@@ -181,7 +235,7 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
                 raise unreadable(text) from None
             if not override.is_sweep_override():
                 continue
-            if Mark.SHARED in MARKS.get(override.key_or_group, Mark.NONE):
+            if override.key_or_group in SHARED:
                 raise UserError(f"{text}: all jobs of a sweep have one {override.key_or_group}")
             if override.is_interval_sweep():
                 raise UserError(f"{text}: an interval has infinitely many values; list some")
@@ -191,18 +245,5 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     return fixed, [list(job) for job in itertools.product(*swept.values())]
 
 
-def _run_job(program: Program, overrides: list[str], context: Context) -> tuple[Outcome, str]:
-    """Return the outcome, and the traceback of a failure that is no user's mistake."""
-    try:
-        config = read_config(context.overrides, False)
-        assert config is not None
-        launch.require_same_command(config)
-        return Outcome(overrides, program(config, context), ""), ""
-    except UserError as error:
-        return Outcome(overrides, None, str(error)), ""
-    except Exception as error:
-        rank = context.rank_info.rank
-        with contextlib.suppress(OSError):  # the job may have failed because of this disk
-            context.run_dir.mkdir(parents=True, exist_ok=True)
-            (context.run_dir / f"traceback-{rank:05}.txt").write_text(traceback.format_exc())
-        return Outcome(overrides, None, f"{type(error).__name__}: {error}"), traceback.format_exc()
+if __name__ == "__main__":
+    main()

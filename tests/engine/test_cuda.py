@@ -1,6 +1,18 @@
-"""The CUDA paths. Skipped without a device; those between ranks, without two."""
+"""The CUDA paths, and the table of ways on real devices. Tests skip where they lack one device, or two.
 
+    python -m pytest -n 0 -rs tests/engine/test_cuda.py           on a machine with a card
+    python -m pytest -n 0 tests/engine/test_cuda.py --long        without: the table on the CPU
+
+Ranks may share one card where NCCL is 2.30 or newer and ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set.
+"""
+
+import contextlib
 import copy
+import datetime
+import gc
+import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,10 +37,158 @@ from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.layout import Policy
 
-from small import Block, OddNet, assert_at_rest, images, sgd
+from small import Block, MakeOptimizer, OddNet, assert_at_rest, images, sgd
+from ways import WAYS, Way, deviation, sharded, train, train_plain
 
-one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+CARDS = torch.cuda.device_count()
+LIMIT_S = 400  # of all ways in one process group
+one_gpu = pytest.mark.skipif(not CARDS, reason="needs a CUDA device")
+two_gpus = pytest.mark.skipif(CARDS < 2, reason="needs two CUDA devices")
+
+
+def nccl_ranks(count: int) -> pytest.MarkDecorator:
+    """Skip where ``count`` ranks over NCCL have neither a device each nor the right to share one."""
+    enough = count <= CARDS or (CARDS > 0 and devices.shareable())
+    return pytest.mark.skipif(
+        not enough, reason=f"needs {count} CUDA devices, or NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1"
+    )
+
+
+def adamw(**options: Any) -> MakeOptimizer:
+    return lambda model: torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4, **options)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW in a loop": adamw(foreach=False),
+    "AdamW, foreach": adamw(foreach=True),
+    "AdamW, fused": adamw(fused=True),
+    "AdamW, capturable": adamw(capturable=True),
+}
+
+
+def is_refused(way: Way, backend: str, world: int, device: torch.device) -> bool:
+    """Return whether gloo refuses a way by name: with tensors of a device it moves equal intervals only."""
+    cannot = backend == "gloo" and device.type != "cpu" and world > 1
+    return cannot and (way.virtual or "layout" in way.options)
+
+
+def outcome(
+    way: Way,
+    backend: str,
+    rank: int,
+    world: int,
+    device: torch.device,
+    folder: Path,
+    optimizer: MakeOptimizer,
+) -> str:
+    """Train in one way, beside the plain model; return what is wrong, or an empty text."""
+    usual: dict[str, Any] = {"transport": "process_group"}
+    if world == 1:
+        usual["transport"] = ProcessGroupTransport(dist.group.WORLD)
+    elif way.replicas:
+        usual["mesh"] = init_device_mesh(device.type, (2, world // 2))
+    torch.use_deterministic_algorithms(way.virtual)
+    refused = is_refused(way, backend, world, device)
+    expects = pytest.raises(ValueError, match="gloo") if refused else contextlib.nullcontext()
+    with expects:
+        model = sharded(way, device, **usual)
+        result = train(model, way, device, rank, world, folder, optimizer)
+        assert_at_rest(model)
+        apart = deviation(result, train_plain(way, device, rank, world, optimizer))
+        if not apart <= way.tolerance:
+            return f"{apart:.1e} from the plain model, expected {way.tolerance}"
+    return ""
+
+
+def run_table(rank: int, world: int, backend: str, kind: str, folder: Path) -> None:
+    """Run all ways and optimizers as one of ``world`` ranks; write a line per row into the folder."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of cuBLAS, for virtual ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    device = torch.device("cpu") if kind == "cpu" else devices.use(rank % CARDS)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    store = dist.FileStore(str(folder / "store"), world)
+    patience = datetime.timedelta(seconds=60)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+    rows: list[tuple[str, Way, MakeOptimizer]] = [(name, way, sgd) for name, way in WAYS.items()]
+    for name, optimizer in OPTIMIZERS.items():
+        if kind != "cpu" or name != "AdamW, capturable":
+            rows.append((name, Way(tolerance=1e-3), optimizer))
+    with (folder / f"{rank}.jsonl").open("w") as file:
+        for index, (name, way, optimizer) in enumerate(rows):
+            place = folder / str(index)
+            try:
+                problem = outcome(way, backend, rank, world, device, place, optimizer)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"[:600]
+            print(json.dumps([name, problem]), file=file, flush=True)
+            gc.collect()
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize(
+    ("backend", "world", "kind"),
+    [
+        pytest.param("gloo", 1, "cpu", marks=pytest.mark.long),
+        pytest.param("gloo", 2, "cpu", marks=pytest.mark.long),
+        pytest.param("gloo", 4, "cpu", marks=pytest.mark.long),
+        pytest.param("nccl", 1, "cuda", marks=one_gpu),
+        pytest.param("gloo", 2, "cuda", marks=one_gpu),
+        pytest.param("nccl", 2, "cuda", marks=nccl_ranks(2)),
+        pytest.param("nccl", 4, "cuda", marks=nccl_ranks(4)),
+    ],
+)
+def test_every_way_equals_the_plain_model(backend: str, world: int, kind: str, tmp_path: Path) -> None:
+    """Rows that ended before the time-out are reported, whatever became of the others."""
+    ranks = mp.spawn(run_table, (world, backend, kind, tmp_path), nprocs=world, join=False)
+    deadline = time.monotonic() + LIMIT_S
+    problems = []
+    try:
+        while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+            assert time.monotonic() < deadline
+    except (Exception, AssertionError) as error:
+        problems.append(f"ranks did not end: {error}"[:2000])
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    names = [*WAYS, *(name for name in OPTIMIZERS if kind != "cpu" or name != "AdamW, capturable")]
+    for file in sorted(tmp_path.glob("*.jsonl")):
+        rows = dict(json.loads(line) for line in file.read_text().splitlines())
+        missing = {name: "not reached" for name in names if name not in rows}
+        for name, problem in (rows | missing).items():
+            if problem:
+                problems.append(f"rank {file.stem}, {name}: {problem}")
+    assert not problems, "\n".join(problems)
+    assert len(list(tmp_path.glob("*.jsonl"))) == world
+
+
+@one_gpu
+def test_a_step_on_a_stream_of_the_users() -> None:
+    device = torch.device("cuda", 0)
+    way = WAYS["even"]
+    expected = train_plain(way, device, 0, 1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = train(sharded(way, device), way, device, 0, 1)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert deviation(result, expected) <= way.tolerance
+
+
+@one_gpu
+@pytest.mark.parametrize("name", ["even", "bf16", "offload", "kept"])
+def test_memory_of_a_dropped_model_returns(nccl_of_one: ProcessGroupTransport, name: str) -> None:
+    device = torch.device("cuda", 0)
+    way = WAYS[name]
+    held = []
+    for _ in range(3):  # libraries keep their workspaces from the first one on
+        train(sharded(way, device, transport=nccl_of_one), way, device, 0, 1)
+        gc.collect()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[2] == held[1]
 
 
 def steps(model: torch.nn.Module, rank: int, device: torch.device, count: int = 4) -> list[float]:
@@ -164,18 +325,18 @@ def test_a_thread_waits_for_the_copies_of_another_device() -> None:
 
 
 def nccl_rank(rank: int, world: int, store: str, layout: Policy) -> None:
-    device = devices.use(rank)
+    device = devices.use(rank % CARDS)
     launch.open_process_group(RankInfo(rank, world, rank, world), device, dist.FileStore(store, world))
     for options, rel in (({"layout": layout}, 1e-4), ({"precision": PRECISIONS["bf16 gradients"]}, 0.02)):
         plain = OddNet().to(device)
         model = shardtrain.shard(copy.deepcopy(plain), units=[Block], **options)
-        replica = DistributedDataParallel(plain, device_ids=[rank])
+        replica = DistributedDataParallel(plain, device_ids=[device.index])
         assert steps(model, rank, device) == pytest.approx(steps(replica, rank, device), rel=rel)
         assert_at_rest(model)
     dist.destroy_process_group()
 
 
-@two_gpus
+@nccl_ranks(2)
 @pytest.mark.parametrize("layout", ["even", "whole"])
 def test_two_nccl_ranks_equal_ddp(tmp_path: Path, layout: Policy) -> None:
     """Whole parameters have uneven intervals, which NCCL moves as groups of broadcasts and reductions."""

@@ -161,7 +161,7 @@ ROWS = [
 def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
     """Streams are in order, the host never waits without need, and a single rank equals the plain model.
 
-    In fp32 it does bit for bit, unless sums of virtual ranks have another order.
+    In fp32 it does bit for bit, unless virtual ranks or a norm add in another order.
     """
     way = WAYS[name]
     with simulated(world) as device:
@@ -172,7 +172,7 @@ def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
         assert list(device.findings) == []
     assert len(waits) == expected_waits(way, world), waits
     if world.size == 1:
-        exact = way.precision == Precision() and not way.virtual
+        exact = way.precision == Precision() and not (way.virtual or way.clip)
         off = ways.deviation(result, plain(name, world.rank, world.size))
         assert off <= (EXACT if exact else way.tolerance)
 
@@ -535,6 +535,26 @@ for keep in (lambda: None, device.keep_freed_memory):
     assert kept < 100 < 10_000 < returned  # pages that one round touches anew
 
 
+@pytest.mark.parametrize(
+    ("finding", "is_problem"),
+    [
+        ({"what": "offload", "error": "RuntimeError: on another device"}, True),
+        ({"what": "even", "off": 0.3, "right": False}, True),
+        ({"failed": "stopped after 60 s", "tail": ""}, True),
+        ({"what": "same bits, 1", "code": 1}, True),
+        ({"what": "same bits, killed", "code": -9}, False),
+        ({"what": "even", "off": 0.0, "right": True}, False),
+        ({"what": "whole", "refused": "ValueError: gloo"}, False),
+        ({"what": "fsdp2", "peer_error": "RuntimeError: BatchNorm"}, False),
+        ({"what": "resnet50", "cut": "3 of 12 rounds"}, False),
+    ],
+)
+def test_unexpected_findings_of_the_first_minutes_are_problems(
+    finding: dict[str, Any], is_problem: bool
+) -> None:
+    assert gpu_first.is_problem(finding) == is_problem
+
+
 @pytest.mark.long
 @pytest.mark.timeout(800)
 def test_the_first_minutes_on_a_gpu_run_dry(tmp_path: Path) -> None:
@@ -543,11 +563,12 @@ def test_the_first_minutes_on_a_gpu_run_dry(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=780, env=environ)
     found = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
     assert [*dict.fromkeys(each["part"] for each in found)] == [*gpu_first.PARTS]
-    missed = [each for each in found if each.get("failed") or "error" in each or "skipped" in each]
+    missed = [each for each in found if gpu_first.is_problem(each) or "skipped" in each or "cut" in each]
+    assert not missed
     # Gloo coalesces nothing, and FSDP2 does not compute BatchNorm in bf16 on a CPU.
-    assert {each["part"] for each in missed} == {"nccl", "steps", "one_of_eight"}, missed
-    assert not [each for each in missed if each.get("what", "").startswith("shardtrain")], missed
-    assert all(each["right"] for each in found if "right" in each)
+    known = {each["part"] for each in found if "refused" in each or "peer_error" in each}
+    assert known == {"nccl", "steps", "one_of_eight"}
+    assert not [each for each in found if "nccl" in each.get("way", "") or "resnet50" in each.get("what", "")]
     assert max(each["off"] for each in found if "off" in each) < 1e-3
     digests = {each["what"]: each["digest"] for each in found if "digest" in each}
     assert len({digests[f"same bits, {run}"] for run in ("1", "2", "killed", "replayed")}) == 1

@@ -398,3 +398,57 @@ def test_offloading_changes_no_bit(tmp_path: Path, precision: Precision | None) 
             classify(each, number).backward()
     for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
         assert torch.equal(ours.grad.as_subclass(torch.Tensor), theirs.grad.as_subclass(torch.Tensor))
+
+
+class ShapedBlock(nn.Module):
+    """Filters of which sizes of 1 leave some strides open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(6, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.point = nn.Conv2d(6, 1, 1)
+        self.single = nn.Conv2d(1, 1, 1)
+        self.many = nn.Conv2d(1, 6, 3, padding=1)
+        self.depth = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.single(self.point(self.norm(self.wide(x)).relu()))
+        return x + self.depth(self.many(inside))
+
+
+def strides_seen(order: torch.memory_format, **options: Any) -> list[list[tuple[Any, ...]]]:
+    """Return shapes and strides in each call of compiled blocks, of the plain model without options."""
+    calls = list[list[tuple[Any, ...]]]()
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.ndim == 4]
+            calls.append(sorted([(*tensor.shape, *tensor.stride()) for tensor in tensors]))
+            return graph(*args)
+
+        return call
+
+    torch.manual_seed(0)
+    model = nn.Sequential(ShapedBlock(), ShapedBlock()).to(memory_format=order)
+    for block in model:
+        block.forward = torch.compile(block.forward, backend=backend)
+    if options:
+        shard(model, units=[ShapedBlock], **options)
+    for size in (1, 1):  # a single pixel leaves strides of images open, too; two calls: the first compiles
+        x = torch.randn(3, 6, size, size).to(memory_format=order)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not options):
+            model(x).float().square().mean().backward()
+    return calls
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@each_rank(1, 2, transport="auto")
+def test_a_compiled_block_sees_filters_with_the_strides_of_the_plain_model(
+    order: torch.memory_format,
+) -> None:
+    """Compilers and libraries choose kernels, and expect gradients, by them."""
+    with fresh_compiler():
+        plain = strides_seen(order)
+    with fresh_compiler():
+        assert strides_seen(order, precision=Precision(torch.bfloat16)) == plain

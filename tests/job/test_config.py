@@ -1,19 +1,19 @@
 """From the command line to the typed configuration, and every complaint on the way; sweeps."""
 
-import io
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from omegaconf import OmegaConf
 from torchvision import models
 from torchvision.models import list_models
@@ -21,19 +21,15 @@ from torchvision.models import list_models
 import shardtrain
 from shardtrain.job import hydra_app
 from shardtrain.job.build import build, require_equal_parts
-from shardtrain.job.config import Config, Digits, Images
+from shardtrain.job.config import Digits, Images
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
-from shardtrain.job.launch import Context
 from shardtrain.job.read import from_hydra
-from shardtrain.job.saved import as_saved
 from shardtrain.job.schema import chosen, typed
 from shardtrain.train import sweep
-from shardtrain.train.loop import train
 from shardtrain.train.sweep import Outcome
 
-from pool import each_rank
-from tiny import CPU, TINY, composed, context, result_of
+from tiny import CPU, TINY, composed, result_of
 
 
 @pytest.mark.smoke
@@ -138,7 +134,7 @@ def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
     assert said.count("=NAME:") == 3
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
+@pytest.mark.parametrize("program", ["train", "plan", "doctor", "evaluate", "export", "predict"])
 def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     """Of every choice of every group; one odd file of the user's changes nothing."""
     (own / "notes.yaml").write_text("- a\n\t- b")
@@ -158,10 +154,10 @@ def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
         assert re.findall(r"^ *- .*#.*", said, re.M) == []  # a list's comment stands at its key
 
 
-def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shardtrain, "__path__", list(shardtrain.__path__))
-    assert composed("+recipe=resnet").seed == 0
-    assert str(Path(hydra_app.__file__).parents[1]) in shardtrain.__path__
+@pytest.mark.parametrize("name", ["configs", "recipes"])
+def test_a_checkout_that_is_not_installed_finds_its_neighbours(name: str) -> None:
+    """By the path alone, without what an editable installation adds."""
+    assert PathFinder.find_spec(f"shardtrain.{name}", shardtrain.__path__) is not None
 
 
 @pytest.fixture
@@ -249,12 +245,23 @@ def test_what_has_gone_says_what_to_use_instead(name: str, own: Path) -> None:
         composed(*instead.split())
 
 
-def test_keys_of_a_checkpoint_that_have_gone_are_left_out() -> None:
-    """Of another data set than the command's, whose keys are otherwise the checkpoint's."""
-    config = composed("+recipe=resnet")
-    before = {"data": {**asdict(composed("data=cifar10").data), "grow": [], "limit": 7}}
-    found = as_saved(config, before, [])
-    assert (found.data.name, found.data.limit) == ("cifar10", 7)
+def test_an_older_record_loses_keys_that_have_gone_and_gets_new_ones(
+    tmp_path: Path,
+) -> None:
+    """Of another data set than the command's, whose keys are otherwise the record's."""
+    before = asdict(composed("data=cifar10"))
+    before["data"] |= {"grow": [], "limit": 7}
+    del before["data"]["split"], before["train"]["tta"]
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(before))
+    found = from_hydra(compose([f"config={file}", "data.root=there"]))
+    assert (found.data.name, found.data.limit, found.data.root, found.data.split) == (
+        "cifar10",
+        7,
+        "there",
+        None,
+    )
+    assert found.train.tta == 0
 
 
 UNREADABLE = {
@@ -287,21 +294,6 @@ def jobs(*arguments: str) -> list[str]:
     return [" ".join(job) for job in swept]
 
 
-def run(folder: str, job: Callable[[Config, Context], float | None], *arguments: str) -> tuple[Any, str]:
-    """What a sweep on the ranks that call this gives, or the error's text, and what the rank says."""
-    rank_info = context(folder).rank_info
-    if rank_info.world_size > 1:
-        rank_info.__dict__["store"] = dist.FileStore(f"{folder}.store", rank_info.world_size)
-    said = io.StringIO()
-    with redirect_stdout(said):
-        try:
-            swept = sweep.read(["-m", *arguments, f"run.dir={folder}"], False)
-            result: Any = sweep.run_jobs(swept, rank_info, CPU, job)
-        except (UserError, RuntimeError) as error:
-            result = f"{type(error).__name__}: {error}"
-    return result, said.getvalue()
-
-
 def test_every_combination_in_hydras_words() -> None:
     every = [f"optim.lr={lr} seed={seed}" for lr in (0.1, 0.2) for seed in (0, 1)]
     assert jobs("optim.lr=0.1,0.2", "seed=range(2)") == every
@@ -316,70 +308,87 @@ def test_every_combination_in_hydras_words() -> None:
 def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> None:
     found = sweep.read(["-m", "seed=1,2", "train.epochs=3", "--config-dir", str(tmp_path)], False)
     assert found.fixed == ["train.epochs=3", "--config-dir", str(tmp_path)]
-    assert (found.first.train.epochs, found.first.seed, found.device, found.threads) == (3, 1, "auto", None)
+    assert found is not None
+    assert (found.first.train.epochs, found.first.seed) == (3, 1)
     for flags, words in (("--cfg job", "seed: 1"), ("--help optim", "optim:\n")):
         assert sweep.read(["-m", "seed=1,2", *flags.split()], True) is None
         assert words in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
-    """One job is refused, one gives a loss that is no number; the other two train as they would alone."""
+def test_a_sweep_of_four_on_two_ranks(tmp_path: Path) -> None:
+    """One job is refused, one gives a loss that is no number; the first trains as it would alone."""
     swept = ("optim.lr=0.001,1e30", "train.batch_size=12,13")
-    folder = str(tmp_path / "sweep")
-    (told, said), (other, silent) = on_ranks(2, run, folder, train, *TWO_STEPS, *swept)
-    assert told == other
-    assert re.match(
-        "UserError: 3 of 4 jobs have failed, the first, job 1, with: train.batch_size=13 is", told
-    )
-    assert silent == ""
-    assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in said
+    command = [sys.executable, "-m", "shardtrain.train.sweep", "--nproc-per-node", "2", "--", *TWO_STEPS]
+    command += [*swept, "run.dir=sweep"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "error: 3 of 4 jobs have failed, the first, job 1, with: train.batch_size=13 is" in done.stderr
+    assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in done.stdout
+    assert done.stdout.count("\nworld ") == 3  # the first lines are those of each job that begins
     results = json.loads((tmp_path / "sweep/sweep.json").read_text())
     assert [bool(result["problem"]) for result in results] == [False, True, True, True]
     assert "a lower optim.lr may help" in results[2]["problem"]
     overrides = ["optim.lr=0.001", "train.batch_size=12"]
     best = results[0]["objective"]
-    assert results[0] == {"overrides": overrides, "objective": best, "problem": ""}
-    assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in said
+    expected = {"overrides": overrides, "objective": best, "problem": "", "is_minimised": False}
+    assert results[0] == expected
+    assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in done.stdout
     assert result_of(tmp_path / "sweep/0-lr-0.001-batch_size-12")["best_val/acc1"] == best
     assert result_of(tmp_path / "sweep/2-lr-1e+30-batch_size-12")["status"] == "failed"
 
 
-@each_rank(2, transport="auto")
-def test_ranks_that_part_end_the_sweep(tmp_path: Path) -> None:
-    def fails_on_rank_1(config: Config, context: Context) -> float:
-        if context.rank_info.rank == 1:
-            raise RuntimeError("a disk is gone")
-        return 1.0
-
-    result, _ = run(str(tmp_path / "sweep"), fails_on_rank_1, "seed=1,2")
-    text = "RuntimeError: the ranks left job 0 for different reasons, so none can follow: rank 0: done; "
-    assert result == text + "rank 1: RuntimeError: a disk is gone"
+def outcome_of(program: str) -> Outcome:
+    return sweep.outcome_of([sys.executable, "-c", f"import json, os, sys\n{program}"], ["seed=1"])
 
 
-def test_a_sweep_without_a_working_job_is_a_mistake_and_keeps_tracebacks(tmp_path: Path, capsys: Any) -> None:
-    def fails(config: Config, context: Context) -> float:
-        if config.seed == 1:
-            raise UserError("no such thing")
-        raise ZeroDivisionError("of nothing")
-
-    result, _ = run(str(tmp_path), fails, "seed=1,2")
-    assert result == "UserError: 2 of 2 jobs have failed, the first, job 0, with: no such thing"
-    for kept in (capsys.readouterr().err, (tmp_path / "1-seed-2/traceback-00000.txt").read_text()):
-        assert 'raise ZeroDivisionError("of nothing")' in kept
+def test_a_job_that_dies_ends_itself_alone() -> None:
+    assert outcome_of("os.kill(os.getpid(), 9)") == Outcome(["seed=1"], problem="ended by SIGKILL")
+    assert outcome_of("sys.exit(3)") == Outcome(["seed=1"], problem="exit code 3")
+    write = "json.dump({'message': %r}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w')); sys.exit(1)"
+    assert outcome_of(write % "error: no such thing\nin 2 lines").problem == "no such thing"
+    assert outcome_of(write % {"message": "RuntimeError: of nothing"}).problem == "RuntimeError: of nothing"
+    assert outcome_of(write % "").problem == "exit code 1"
 
 
-def test_ctrl_c_ends_the_whole_sweep(tmp_path: Path) -> None:
-    def interrupted(config: Config, context: Context) -> float:
-        raise KeyboardInterrupt
+def test_a_job_says_its_score_and_what_is_better() -> None:
+    write = "json.dump(%s, open(os.environ['SHARDTRAIN_OUTCOME_FILE'], 'w'))"
+    found = outcome_of(write % "{'objective': 0.5, 'is_minimised': True}")
+    assert found == Outcome(["seed=1"], 0.5, "", True)
+    assert outcome_of("pass") == Outcome(["seed=1"])  # of `dry_run`
 
-    with pytest.raises(KeyboardInterrupt):
-        run(str(tmp_path), interrupted, "seed=1,2")
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_job_and_then_the_sweep(number: int, code: int) -> None:
+    """The job gets it once, whoever sent it; here the job itself."""
+    program = f"""
+import signal
+signal.signal({int(number)}, lambda *_: sys.exit(7))
+os.kill(os.getppid(), {int(number)})
+while True:
+    signal.pause()
+"""
+    with pytest.raises(SystemExit) as left:
+        outcome_of(program)
+    assert left.value.code == code
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    command = r"python -m shardtrain.train.sweep --nproc-per-node 2 -- \+recipe=resnet 'seed=range\(2\)'$"
+    with pytest.raises(UserError, match=rf"^-m: a sweep starts torchrun itself, once per job; use {command}"):
+        sweep.refuse_ranks(["-m", "+recipe=resnet", "seed=range(2)"], True)
+
+
+@pytest.mark.parametrize("path", ["a b/0-seed-1", "it's", "a\\'b", "x,y", "{a}", "${b}", "[c]", "1"])
+def test_a_folder_of_any_name_reaches_the_job(path: str) -> None:
+    assert composed(f"run.dir={sweep.quoted(Path(path))}").run.dir == path
 
 
 def test_the_ranking() -> None:
-    done = [Outcome(["seed=0"], 0.0, ""), Outcome(["seed=1"], None, "why"), Outcome(["seed=2"], 99.5, "")]
-    ranked = sweep.table([*done, Outcome(["dry_run=true"], None, "")], composed().train)
+    done = [Outcome(["seed=0"], 0.0), Outcome(["seed=1"], None, "why"), Outcome(["seed=2"], 99.5)]
+    ranked = sweep.table([*done, Outcome(["dry_run=true"])], "val/acc1")
     assert ranked.splitlines()[1:] == [
         "      99.50 %     2  seed=2",
         "       0.00 %     0  seed=0",
@@ -387,18 +396,3 @@ def test_the_ranking() -> None:
         "       failed     1  seed=1",
         "                     why",
     ]
-
-
-def test_the_objective_is_returned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    def job(config: Config, context: Context) -> float:
-        seen.append(config.seed)
-        return float(config.seed)
-
-    monkeypatch.chdir(tmp_path)
-    for arguments, objective in ((["seed=7"], 7.0), (["-m", "seed=3,5,4", "run.name=s"], 5.0)):
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "threads=1", "device=cpu"])
-        assert sweep.run(job) == objective
-    assert seen == [7, 3, 5, 4]
-    assert (tmp_path / "outputs/s/sweep.json").is_file()

@@ -15,7 +15,7 @@ import shardtrain
 from shardtrain import comm, shard
 from shardtrain.checkpoint.store import step_name
 from shardtrain.job import losses, pictures, scores
-from shardtrain.job.build import build
+from shardtrain.job.build import build, is_minimised
 from shardtrain.job.data import EvalFeed, Prepare, Share
 from shardtrain.job.data.feed import Arrays, DataSet, numbered
 from shardtrain.job.data.items import Expected, Items
@@ -168,7 +168,8 @@ def test_what_is_computed_by_default() -> None:
     assert [*scores.chosen_scores(["per_class"], 50, ())] == ["per_class"]
     assert scores.chosen_scores(["per_class"], 51, ()) == {}
     with pytest.raises(
-        UserError, match=r"scores=\[per_clas\]: expected PACKAGE.FUNCTION; did you mean per_class"
+        UserError,
+        match=r"scores=\[per_clas\]: expected PACKAGE.FUNCTION, or _target_ .*; did you mean per_class",
     ):
         scores.chosen_scores(["per_clas"], 5, ())
     job, _ = build(composed(*TINY), 0, 1, CPU)
@@ -210,6 +211,9 @@ def judged(score: float, best: Best | None, *words: str) -> Any:
     saver._config = composed("+recipe=resnet", *TINY, *words)
     saver.best = best
     saver.evaluation = lambda feed: MagicMock(ranking=lambda: {saver._config.train.best: score})
+    train = saver._config.train
+    says = {"val/loss": False, "val/acc1": True}.get(train.best)
+    saver._job.scoring = Scoring(is_minimised=is_minimised(train, says))
     better = saver._evaluate(7)
     assert saver._monitor.say.called == math.isnan(score)
     return better, saver.best
@@ -220,10 +224,60 @@ def test_directions() -> None:
     assert judged(50.0, best) == (False, best)
     assert judged(60.0, best) == (True, Best(7, 60.0, "val/acc1"))
     assert judged(40.0, best, "train.best=val/loss") == (True, Best(7, 40.0, "val/loss"))
-    assert judged(40.0, best, "train.best=val/loss", "train.best_mode=max") == (False, best)
-    assert judged(40.0, best, "train.best_mode=min")[0]
+    assert judged(40.0, best, "train.best=val/blossom", "train.best_mode=min")[0]
+    for word in ("val_recall/blossom", "val/loss_free"):  # a class or a score of any name
+        assert judged(40.0, best, f"train.best={word}") == (False, best)
+        assert judged(60.0, best, f"train.best={word}")[0]
+    message = "train.best_mode=max: val/loss itself says min; leave train.best_mode=null"
+    with pytest.raises(UserError, match=f"^{message}"):
+        judged(40.0, best, "train.best=val/loss", "train.best_mode=max")
     assert judged(math.nan, None) == (False, None)
     assert judged(-5.0, None)[0]
+
+
+def error_rate(
+    logits: torch.Tensor, labels: torch.Tensor, k: int = 1, *, num_classes: int = 0
+) -> dict[str, float]:
+    right = (logits.topk(k).indices == labels[:, None]).any(1)
+    return {f"error{k}": 1 - float(right.double().mean()), "classes": float(num_classes)}
+
+
+error_rate.higher_is_better = False  # type: ignore[attr-defined]
+
+
+def test_a_score_takes_keywords_and_says_what_is_better() -> None:
+    """As functions of torchmetrics do: `k` has a default, which names of classes must not replace."""
+    entry = {"_target_": "mine.error_rate", "k": 2}
+    best = composed(*TINY, "train.best=val/error2").train
+    with patch.object(scores, "find_target", lambda *_: error_rate):
+        for chosen, name in ((["mine.error_rate"], "error1"), ([entry], "error2")):
+            results = scores.rehearse(scores.chosen_scores(chosen, 10, ()), NAMES)
+            assert results.numbers.keys() == {name, "classes"}
+            assert results.higher_is_better == {name: False, "classes": False}
+        assert results.numbers["classes"] == 10
+        with pytest.raises(UserError, match=r"unknown key monitor.scores.kk; did you mean k\?"):
+            scores.chosen_scores([{**entry, "kk": 1}], 10, ())
+        with pytest.raises(UserError, match=r"monitor.scores: mine.error_rate is there twice"):
+            scores.chosen_scores([entry, "mine.error_rate"], 10, ())
+    assert is_minimised(best, False)
+    text = "monitor.scores=[per_class,{_target_:mine.error_rate,k:2}]"
+    assert composed(text).monitor.scores == ("per_class", entry)
+    job, _ = build(composed(*TINY, "train.best=val/balanced"), 0, 1, CPU)
+    assert job.scoring.is_better(2.0, 1.0)
+    job, _ = build(composed(*TINY, "train.best=val/loss"), 0, 1, CPU)
+    assert job.scoring.is_better(1.0, 2.0)
+
+
+def test_metrics_of_each_image_have_gone() -> None:
+    with pytest.raises(UserError, match=r"^monitor.metrics has gone: monitor.scores=\[PACKAGE"):
+        composed("monitor.metrics=[mine.seven]")
+
+
+def test_mixing_of_single_images_is_warned_of() -> None:
+    assert losses.mix_notes(0.2, 0.0, 2) == losses.mix_notes(0.0, 0.0, 1) == []
+    for mixup, cutmix in ((0.2, 0.0), (0.0, 0.2)):
+        (warning,) = losses.mix_notes(mixup, cutmix, 1)
+        assert "each has a single one, so they do nothing" in warning
 
 
 def test_another_score_begins_anew() -> None:
@@ -236,9 +290,9 @@ def test_another_score_begins_anew() -> None:
 
 
 def test_a_sweep_ranks_by_it() -> None:
-    done = [Outcome(["seed=0"], 0.5, ""), Outcome(["seed=1"], 0.25, ""), Outcome(["seed=2"], None, "why")]
-    keys = composed("train.best=val/loss").train
-    assert sweep.table(done, keys).splitlines() == [
+    done = [Outcome(["seed=0"], 0.5, "", True), Outcome(["seed=1"], 0.25, "", True)]
+    done.append(Outcome(["seed=2"], None, "why"))
+    assert sweep.table(done, "val/loss").splitlines() == [
         "best val/loss   job  overrides",
         "       0.2500     1  seed=1",
         "       0.5000     0  seed=0",
@@ -410,6 +464,37 @@ def test_the_validation_loss_is_the_one_that_is_trained() -> None:
         assert one_hot == pytest.approx(found, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("loss", "soft", "message"),
+    [
+        (lambda logits, labels: F.nll_loss(logits.log_softmax(1), labels), True, "RuntimeError: "),
+        (
+            lambda logits, labels: F.cross_entropy(logits, labels, reduction="none"),
+            False,
+            r"returned \[4\] w",
+        ),
+        (
+            lambda logits, labels: float(logits.detach().sum()),
+            False,
+            "returned a float; expected the mean over the",
+        ),
+        (lambda logits, labels: logits.detach().sum(), False, r"returned \[\] without gradients; expected"),
+        (lambda logits: logits.sum(), False, r"TypeError: .* \(.*losses.py, line \d+\)"),
+    ],
+)
+def test_a_loss_that_fails_is_one_line_before_the_first_step(loss: Any, soft: bool, message: str) -> None:
+    kind = r"float32 \[4, 10\]" if soft else r"int64 \[4\]"
+    called = rf"^train.loss, called with logits \[4, 10\] and labels {kind}: {message}"
+    with pytest.raises(UserError, match=called):
+        losses.rehearse_loss(loss, NAMES, (4, 10), soft=soft, device=CPU)
+
+
+def test_each_job_calls_its_loss_before_the_first_step() -> None:
+    words = ("train.loss._target_=torch.nn.NLLLoss", "train.mixup=0.2")
+    with pytest.raises(UserError, match=r"^train.loss, called with .* labels float32 \[12, 10\]: Runtime"):
+        build(composed(*TINY, *words), 0, 1, CPU)
+
+
 def test_a_weighted_loss_of_ones_own_is_warned_of(tmp_path: Path) -> None:
     words = ("train.loss._target_=torch.nn.CrossEntropyLoss", f"train.loss.weight={WEIGHTS.tolist()}")
     job, _ = build(composed(*TINY, *words), 0, 1, CPU)
@@ -417,7 +502,7 @@ def test_a_weighted_loss_of_ones_own_is_warned_of(tmp_path: Path) -> None:
     (warning,) = losses.loss_notes(job.loss, job.scoring.classes)
     assert "warning: CrossEntropyLoss divides by the weights of each micro-batch's images" in warning
     with pytest.raises(UserError, match=r"train.loss.weight: 10 weights, and the data has 11 classes"):
-        losses.loss_notes(job.loss, numbered(11))
+        losses.require_weights(job.loss, numbered(11))
     assert losses.loss_notes(nn.CrossEntropyLoss(), NAMES) == []
     with pytest.raises(UserError, match=r"train.class_weights is for train.loss=cross_entropy"):
         composed(*TINY, *words, "train.class_weights=balanced")

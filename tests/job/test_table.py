@@ -48,7 +48,7 @@ def test_a_table_gives_labels_and_a_split_of_every_class(tmp_path: Path) -> None
     names = [found.classes[label] for label in labels]
     assert names == [LABELS[number] for number in held_out(found)]
     assert images[:, 0, 4, 4].tolist() == [10 * number for number in held_out(found)]
-    assert held_out(data.load(config)) == held_out(found) != held_out(data.load(config, seed=1))
+    assert held_out(data.load(config)) == held_out(found) != held_out(data.load(replace(config, split=1)))
     assert found.train.random
     assert not found.val.random
 
@@ -68,7 +68,7 @@ def test_a_run_names_the_files_that_it_holds_out(tmp_path: Path) -> None:
 
 def test_every_beginning_of_a_stratified_order_has_about_the_same_part_of_each_class() -> None:
     labels = torch.tensor([0] * 50 + [1] * 28 + [2] * 12)
-    order = stratified(labels, seed=3)
+    order = stratified(labels, split=3)
     assert order.sort().values.tolist() == [*range(90)]
     for count in range(91):
         found = labels[order[:count]].bincount(minlength=3)

@@ -48,7 +48,7 @@ def test_a_short_command_is_the_program(monkeypatch: Any, capsys: Any) -> None:
     scripts = re.findall(
         r'^shardtrain-(\w+) = "(.+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
-    assert {"train", "plan", "doctor", "export"} == {name for name, *_ in scripts}
+    assert {"train", "plan", "doctor", "evaluate", "export", "predict"} == {name for name, *_ in scripts}
     for name, module, function in scripts:
         assert module == f"shardtrain.{name}.__main__"
         assert callable(getattr(importlib.import_module(module), function))
@@ -83,11 +83,10 @@ def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
 
 IMPATIENT = """
 from shardtrain.job import launch
-from shardtrain.train import sweep
 from shardtrain.train.loop import train
 
 launch.PATIENCE = 0.1
-sweep.run(train)
+launch.run(train)
 """
 
 
@@ -186,8 +185,8 @@ class Twice(nn.CrossEntropyLoss):
     def forward(self, logits, labels):
         return self.factor * super().forward(logits, labels)
 
-def seven(logits, labels):
-    return torch.full(labels.shape, 7.0)
+def seven(logits, labels, value=1.0):
+    return value
 
 def spread(logits, labels, classes):
     return {"spread": logits.std(), "shown": np.zeros((len(classes), 3, 3), np.uint8)}
@@ -203,8 +202,8 @@ class Lines(Writer):
 OWN = (
     *("model._target_=mine.Net", "model.width=7", "optim._target_=mine.Slow", "optim.momentum=0.5"),
     *("train.loss._target_=mine.Twice", "train.loss.factor=2", "train.label_smoothing=0"),
-    *("monitor.metrics=[mine.seven]", "monitor.writers=[mine.Lines]"),
-    *("monitor.scores=[mine.spread,per_class]", "train.best=val/spread"),
+    "monitor.writers=[mine.Lines]",
+    *("monitor.scores=[{_target_:mine.seven,value:7.0},mine.spread,per_class]", "train.best=val/spread"),
 )
 
 

@@ -1,7 +1,6 @@
 """A run that was interrupted and continued is the run that was not."""
 
 import contextlib
-import copy
 import errno
 import functools
 import os
@@ -10,7 +9,6 @@ import shutil
 import signal
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,14 +23,12 @@ from shardtrain.checkpoint.store import steps_in
 from shardtrain.job import evaluate
 from shardtrain.job.data import feed
 from shardtrain.job.format import first_of
-from shardtrain.job.saved import changed_keys
 from shardtrain.job.signals import SIGNALS, Stopped, StopSignals
-from shardtrain.recipes import augment
 from shardtrain.train import saving
 from shardtrain.train.resume import open_named
 
 from pool import each_rank, once
-from tiny import QUIET, at_once, composed, crash, curves, final, result_of, run_to_end, write_folders
+from tiny import QUIET, at_once, crash, curves, final, result_of, run_to_end, write_folders
 
 
 def on_rank_1(number: int) -> None:
@@ -228,18 +224,6 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
     ignored = f"; resume={undisturbed} is only for a run without checkpoints of its own"
     assert ignored in (tmp_path / "from-step-00000008/log.txt").read_text()
     assert "continuing after step 10" in (tmp_path / "from-other/log.txt").read_text()
-
-
-def test_a_keyword_that_a_checkpoint_lacks_has_its_default() -> None:
-    """An older version had no such keyword, or the command did not name it."""
-    config = asdict(composed("+recipe=resnet", "augment=photo"))
-    assert config["augment"]["_target_"] == f"{augment.__name__}.Photo"
-    saved = copy.deepcopy(config)
-    del saved["augment"]["erase"]
-    assert [*changed_keys(saved, config)] == [*changed_keys(config, saved)] == []
-    config["augment"]["erase"] = 0.5
-    key, before, now, _ = next(changed_keys(saved, config))
-    assert (key, before, now) == ("augment.erase", 0.0, 0.5)
 
 
 @pytest.mark.parametrize(

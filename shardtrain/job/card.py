@@ -1,0 +1,95 @@
+"""Read the card beside plain weights, `FILE.json` of an export: what answers of these weights need.
+
+Its own file, since `inference.py` says what a card holds, and this what a run takes over from one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain import comm
+from shardtrain.job.config import Config
+from shardtrain.job.data import DataSet
+from shardtrain.job.data.feed import numbered
+from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.errors import UserError, path_of, plain_file, reading
+from shardtrain.job.format import first_of
+from shardtrain.job.inference import Inference
+from shardtrain.job.schema import typed
+
+
+def as_on_card(config: Config, images: DataSet) -> tuple[DataSet, list[str]]:
+    """Return ``images`` with the classes, mean and std of the card of `model.weights`; and lines that say so.
+
+    Keys of the command and names that a data set has come first: other mean and std are said, other classes
+    refused. Without a card all stays as it is. Collective. Raises UserError for a card that cannot be read.
+    """
+    weights = config.model.get("weights")
+    card = _card(str(weights)) if weights is not None else None
+    if card is None:
+        return images, []
+    if not config.model.get("reset_head", False):
+        images = images._replace(classes=_classes(card, images, f"{weights}.json"))
+    notes = []
+    for name in ("mean", "std"):
+        theirs = getattr(card, name)
+        ours = tuple(value / 255 for value in getattr(images, name))
+        if len(theirs) != len(ours) or all(map(_is_close, theirs, ours)):
+            continue
+        if getattr(config.data, name) is None:
+            pixels: dict[str, Any] = {name: tuple(255 * value for value in theirs)}
+            images = images._replace(**pixels)
+            notes.append(f"data.{name}={_in_words(theirs)} is taken from {weights}.json")
+        else:
+            notes.append(
+                f"warning: data.{name}={_in_words(ours)}, but {weights}.json has {_in_words(theirs)}"
+            )
+    return images, notes
+
+
+def _card(weights: str) -> Inference | None:
+    """Return rank 0's card of the file ``weights``; None if it has none. Collective."""
+    file = Path(f"{path_of('model.weights', weights)}.json")
+    texts = []
+
+    def read() -> None:
+        if file.is_file():
+            with reading(str(file), "expected what shardtrain.export writes beside weights"):
+                values = json.loads(plain_file(file).read_text(encoding="utf-8"))
+                if (
+                    isinstance(values, Mapping) and "classes" in values
+                ):  # other programs' files have such names
+                    typed(Inference, values, "")
+                    texts.append(json.dumps(values))
+
+    on_rank_0(read)
+    text = comm.gather_texts("".join(texts), comm.plain_transport())[0]
+    card: Inference | None = typed(Inference, json.loads(text), "") if text else None
+    return card
+
+
+def _classes(card: Inference, images: DataSet, source: str) -> tuple[str, ...]:
+    """Return the classes of the card for a data set without names of its own. Raises UserError for others."""
+    count = len(images.classes)
+    theirs = card.classes[:count]
+    if images.classes in (theirs, numbered(count)) and len(theirs) == count:
+        return theirs
+    if theirs == numbered(len(theirs)) or len(theirs) < count:
+        return images.classes  # names that say nothing; a head of another size is refused by the weights
+    found = first_of([f"{number}: {name}" for number, name in enumerate(images.classes)])
+    raise UserError(
+        f"{source}: its classes are {first_of([*theirs])}, and those of {images.name} are {found}; "
+        "model.reset_head=true makes the last layer anew"
+    )
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, abs_tol=1e-5)
+
+
+def _in_words(values: tuple[float, ...]) -> str:
+    return f"[{','.join(f'{value:.4g}' for value in values)}]"

@@ -1,0 +1,328 @@
+"""A run's `config.yaml` is the run: what scores, exports, continues or repeats it agrees, key by key."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+
+from shardtrain import comm
+from shardtrain.evaluate.__main__ import read as read_evaluation
+from shardtrain.export import __main__ as exporting
+from shardtrain.job import data
+from shardtrain.job.config import Config
+from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.inference import Inference, transform_of
+from shardtrain.job.model import load_weights, plain_model, read_weights
+from shardtrain.job.read import from_hydra, read_config
+from shardtrain.job.record import read_record
+from shardtrain.job.schema import flat, typed
+from shardtrain.predict import __main__ as predicting
+from shardtrain.train.loop import train
+
+from pool import each_rank
+from test_keys import FOUR_STEPS, ROWS, UNITS, photos
+from tiny import ALONE, CPU, VIT, context, result_of
+
+QUIET = ("monitor.tensorboard=false",)
+# Keys without a row of their own in `test_keys.py`, with a value for this test.
+OTHERS = (
+    *("train.best=val/loss", "train.eval_batch_size=3", "train.channels_last=true", "data.eval_size=9"),
+    *("data.classes=[a,b,c,d,e,f,g,h,i,j]", "parallel.virtual_ranks=2", "checkpoint.memory_every_steps=1"),
+    *("optim._target_=torch.optim.RAdam", "train.loss._target_=torch.nn.MultiMarginLoss", "threads=1"),
+    *("augment=none", "model.freeze=[body]", "monitor.scores=[]", "data.validation=0.25 seed=3"),
+    *("parallel.virtual_ranks=2 train.replay_every=1", "train.best_mode=min", "data.workers=1"),
+)
+
+
+def command(*words: str) -> Config:
+    """Return the configuration of a command line, of the run that it continues, scores or starts from."""
+    config = read_config(words, False)
+    assert config is not None
+    return config
+
+
+def ran(folder: Path, *words: str) -> dict[str, Any]:
+    """Train in ``folder``, and return result.json."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(command(f"run.dir={folder}", *words), context(folder))
+    return result_of(folder)
+
+
+def scored(config: Config) -> dict[str, float]:
+    """Return the scores of an evaluation alone, which rank 0 prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train(config, context(config.run.dir or "nowhere"))
+    texts = comm.gather_texts(said.getvalue(), comm.plain_transport())
+    scores: dict[str, float] = json.loads(texts[0].splitlines()[-1])
+    return scores
+
+
+def exported(run: Path, out: Path) -> None:
+    keys = exporting.ExportSettings((), str(run), str(out), "cpu", None, "raw")
+    with contextlib.redirect_stdout(io.StringIO()):
+        exporting.export(keys, ALONE, CPU)
+
+
+def accuracy_of_plain_model(out: Path, config: Config) -> float:
+    """Return the percentage that the exported file gets right on held-out images, in plain PyTorch."""
+    card = typed(Inference, json.loads(Path(f"{out}.json").read_text()), "")
+    model = plain_model(config.model).eval()
+    load_weights(model, read_weights(out), out)
+    images, labels = data.load(config.data).val[[*range(len(data.load(config.data).val))]]
+    pixels = images / 255
+    normal = (pixels - torch.tensor(card.mean)[:, None, None]) / torch.tensor(card.std)[:, None, None]
+    size = [card.image_size] * 2
+    if normal.shape[-1] != card.image_size:
+        normal = torch.nn.functional.interpolate(normal, size, mode="bilinear", antialias=True)
+    with torch.no_grad():
+        right = model(normal).argmax(1) == labels
+    return 100 * right.double().mean().item()
+
+
+def differences(run: Path, other: Path) -> set[str]:
+    """Return the keys in which two records differ."""
+    one, two = (flat(OmegaConf.to_container(OmegaConf.load(each / "config.yaml"))) for each in (run, other))
+    return {key for key in {**one, **two} if one.get(key) != two.get(key)}
+
+
+def require_agreement(folder: Path, words: list[str]) -> None:
+    """Train with ``words``; evaluate, export, resume, start from the run, and run its record again."""
+    run = folder / "run"
+    usual = [word for word in FOUR_STEPS if words[:1] != ["data=imagefolder"] or word[:4] != "data"]
+    usual.remove("checkpoint.keep=0")
+    result = ran(run, *VIT, *usual, *words)
+    if result["status"] != "finished" or "val/loss" not in result:
+        return
+    names = [name for name in result if name.startswith(("val/", "test/"))]
+    numbers = {name: pytest.approx(result[name], nan_ok=True, rel=1e-6) for name in names}
+
+    found = scored(command("eval_only=true", f"resume={run}"))
+    assert {name: found[name] for name in names} == numbers, "eval_only"
+    found = scored(command("eval_only=true", f"run.dir={run}"))
+    assert {name: found[name] for name in names} == numbers, "eval_only by run.dir"
+
+    exported(run, folder / "out.pth")
+    config = command(f"config={run}/config.yaml")
+    if config.train.tta == 0 and config.ema.decay is None and config.parallel.precision == "fp32":
+        assert accuracy_of_plain_model(folder / "out.pth", config) == pytest.approx(result["val/acc1"])
+
+    again = ran(run)  # no word but the directory
+    assert {name: again[name] for name in names} == numbers, "resume"
+    assert again["step"] == result["step"]
+
+    start = folder / "start"
+    ran(start, f"resume={run}", f"train.max_steps={result['step'] + 1}", "train.patience=null")
+    allowed = {"train.max_steps", "train.patience", "run.dir", "resume"}
+    others = differences(run, start) - allowed
+    assert not others, f"resume=PATH: {others}"
+
+    repeated = ran(folder / "repeated", f"config={run}/config.yaml")
+    assert {name: repeated[name] for name in names} == numbers, "config=FILE"
+    others = differences(run, folder / "repeated") - {"run.dir"}
+    assert not others, f"config=FILE: {others}"
+
+
+def rows(folder: Path) -> Iterator[list[str]]:
+    """Yield the words of a run for each key."""
+    files = f"data=imagefolder data.root={photos(folder / 'photos')} data.image_size=8"
+    photographs = f"{files} data.workers=0 augment=none"
+    for _, text in ROWS:
+        words = text.replace(" & ", " ").format(photos=photographs, units=" ".join(UNITS)).split()
+        if not {"dry_run=true", "checkpoint.keep=1", "parallel.replicate=2"} & {*words}:
+            yield words
+    yield from (text.split() for text in OTHERS)
+
+
+FEW = ("data.mean", "data.validation=0.25", "optim.betas", "train.loss._target_", "data.resize", "border")
+
+
+def test_what_follows_a_run_agrees_with_it(tmp_path: Path) -> None:
+    for number, words in enumerate(rows(tmp_path)):
+        if any(word in " ".join(words) for word in FEW):
+            require_agreement(tmp_path / str(number), words)
+
+
+@pytest.mark.long
+def test_what_follows_a_run_agrees_with_it_for_every_key(tmp_path: Path) -> None:
+    wrong = []
+    for number, words in enumerate(rows(tmp_path)):
+        if not any(word in " ".join(words) for word in FEW):
+            try:
+                require_agreement(tmp_path / str(number), words)
+            except (AssertionError, UserError) as error:
+                wrong.append(f"{' '.join(words)}: {type(error).__name__} {str(error)[:300]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def photo_run(folder: Path, *words: str) -> Path:
+    """Train two epochs on photographs in folders; return the run."""
+    if comm.rank() == 0:
+        photos(folder / "photos")
+    comm.barrier()
+    files = (f"data.root={folder / 'photos'}", "data.image_size=8", "data.workers=0", "data.mean=[0.4]")
+    length = ("train.batch_size=8", "train.epochs=2", "optim.lr=0.2")
+    with contextlib.redirect_stdout(io.StringIO()):
+        words = (f"run.dir={folder / 'run'}", "data=imagefolder", *files, *length, *VIT, *QUIET, *words)
+        train(command(*words), context(folder / "run"))
+    comm.barrier()
+    return folder / "run"
+
+
+def evaluation(*words: str) -> Config:
+    config = read_evaluation(words, False)
+    assert config is not None
+    return config
+
+
+def predicted(run: Path, root: Path, out: Path, **keys: Any) -> list[list[str]]:
+    """Predict on the ranks of this group; return the lines of the table after the first."""
+    where = predicting.Where(str(root), keys.pop("table", None), workers=0, batch_size=3)
+    settings = predicting.PredictKeys((), str(run), str(out), where, "cpu", None, "raw")
+    ranks = context(run).rank_info
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        predicting.predict(settings, ranks, CPU)
+    comm.barrier()
+    assert ranks.rank > 0 or " of 16 images\n" in said.getvalue()
+    lines = [*csv.reader(out.read_text().splitlines())]
+    assert lines.pop(0) == ["file", "class", "probability"]
+    return lines
+
+
+@each_rank(2, transport="auto")
+def test_predictions_are_those_of_plain_pytorch_and_of_an_evaluation(tmp_path: Path) -> None:
+    run = photo_run(tmp_path)
+    new = tmp_path / "photos/val"
+    lines = predicted(run, new, tmp_path / "classes.csv")
+    assert [path for path, *_ in lines] == sorted(map(str, new.rglob("*.png")))
+    right = [path.split("/")[-2] == name for path, name, _ in lines]
+    found = scored(evaluation(f"run={run}", f"data.root={new}"))
+    assert found["val/acc1"] == pytest.approx(100 * sum(right) / len(right)) == result_of(run)["val/acc1"]
+    if comm.rank() == 0:
+        exported(run, tmp_path / "out.pth")
+        card = typed(Inference, json.loads((tmp_path / "out.pth.json").read_text()), "")
+        model = plain_model(command(f"config={run}/config.yaml").model).eval()
+        load_weights(model, read_weights(tmp_path / "out.pth"), "out.pth")
+        for path, name, probability in lines:
+            with torch.no_grad():
+                answer = model(transform_of(card)(Image.open(path).convert("RGB"))[None]).softmax(1)[0]
+            assert (card.classes[answer.argmax()], float(probability)) == (
+                name,
+                pytest.approx(answer.max(), abs=1e-5),
+            )
+    comm.barrier()
+
+
+def test_other_images_are_scored_without_any_to_train_on(tmp_path: Path) -> None:
+    run = photo_run(tmp_path, "data.validation=4")
+    new = tmp_path / "photos/val"
+    by_folder = scored(evaluation(f"run={run}", f"data.root={new}"))
+    table = tmp_path / "new.csv"
+    table.write_text(
+        "image,label\n" + "".join(f"{p.relative_to(new)},{p.parent.name}\n" for p in new.rglob("*.png"))
+    )
+    words = (f"run={run}", "data=csv", f"data.root={new}", f"data.table={table}")
+    assert scored(evaluation(*words)) == pytest.approx(by_folder)
+    config = evaluation(*words).data
+    assert (config.mean, config.classes, config.image_size) == ((0.4,) * 3, ("cat", "dog"), 8)
+    (new / "cow").mkdir()
+    Image.new("RGB", (9, 9)).save(new / "cow/0.png")
+    with pytest.raises(UserError, match=r"^data.root=.*val: the run has no class cow \(valid: cat, dog\)$"):
+        scored(evaluation(f"run={run}", f"data.root={new}"))
+
+
+def test_what_an_evaluation_or_a_prediction_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^run=nowhere: neither a run with checkpoints nor a che"):
+        evaluation("run=nowhere")
+    run = photo_run(tmp_path)
+    with pytest.raises(UserError, match=r"^resume=none: run=RUN alone says what is scored$"):
+        evaluation(f"run={run}", "resume=none")
+    with pytest.raises(UserError, match=r"^run is missing: add run=VALUE$"):
+        evaluation("data.root=photos")
+    with pytest.raises(UserError, match=r"^data.root=nowhere: there is no such folder$"):
+        predicted(run, Path("nowhere"), tmp_path / "out.csv")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"^data.root=.*empty: no image in it or in its folders$"):
+        predicted(run, tmp_path / "empty", tmp_path / "out.csv")
+    table = tmp_path / "t.csv"
+    table.write_text("image\nnone.png\n")
+    with pytest.raises(UserError, match=r"t.csv: 1 of 1 images are not in data.root=.*: none.png$"):
+        predicted(run, tmp_path / "empty", tmp_path / "out.csv", table=str(table))
+    table.write_text("file\nnone.png\n")
+    with pytest.raises(UserError, match=r"its first line has file; expected a CSV file with a column image$"):
+        predicted(run, tmp_path / "empty", tmp_path / "out.csv", table=str(table))
+    with pytest.raises(UserError, match=r"t.csv exists already; choose another name or remove it$"):
+        predicted(run, tmp_path / "photos", table)
+
+
+def test_a_start_from_a_run_that_patience_ended_trains_and_has_a_best_step_of_its_own(tmp_path: Path) -> None:
+    tiny = (*FOUR_STEPS[:-2], *QUIET, *VIT, "train.epochs=6", "train.patience=1")
+    stopped = ran(tmp_path / "a", *tiny, "optim.lr=1e-30")
+    assert stopped["step"] == 4 < 12
+    started = ran(tmp_path / "b", f"resume={tmp_path}/a", "optim.lr=0.01", "train.patience=9")
+    assert (started["step"], started["best_val/step"] > 4) == (12, True)
+    assert "its best score and its patience begin anew" in (tmp_path / "b/log.txt").read_text()
+    exported(tmp_path / "b/best", tmp_path / "b.pth")
+
+
+def test_naming_the_run_s_own_choice_resets_nothing_and_another_one_its_section(tmp_path: Path) -> None:
+    tiny = (*FOUR_STEPS[:-2], *QUIET, *VIT, "train.max_steps=1")
+    ran(tmp_path / "a", *tiny, "data.mean=[0.3]", "optim=adamw", "optim.betas=[0.5,0.6]", "optim.lr=0.3")
+    same = command(f"run.dir={tmp_path}/a", "data=fake", "optim=adamw", "optim.lr=0.2")
+    assert (same.data.mean, same.optim.betas, same.optim.lr) == ((0.3,), (0.5, 0.6), 0.2)
+    other = command(f"config={tmp_path}/a/config.yaml", "optim=sgd")
+    assert (other.optim.name, other.optim.lr, other.optim.betas) == ("sgd", 0.04, None)
+    short = command(f"run.dir={tmp_path}/a", "debug=fdr")
+    assert (short.train.max_steps, short.data.limit, short.data.mean) == (2, 12, (0.3,))
+    with pytest.raises(UserError, match=r"train.batch_size=12, this one has 48; "):
+        ran(tmp_path / "a", "+recipe=resnet")
+    loss = command(
+        f"run.dir={tmp_path}/a", "train.loss._target_=torch.nn.MultiMarginLoss", "train.loss.margin=2"
+    )
+    assert loss.train.loss == {"_target_": "torch.nn.MultiMarginLoss", "margin": 2}
+
+
+def test_a_table_of_an_older_run_is_split_by_its_seed(tmp_path: Path) -> None:
+    words = ("data=csv", "data.root=a", "data.table=b", "seed=7")
+    older = dataclasses.asdict(from_hydra(compose([*words])))
+    del older["data"]["split"]
+    for name, split in (("csv", 7), ("imagefolder", None)):
+        older["data"]["name"] = name
+        (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(older))
+        record = read_record(tmp_path / "config.yaml", "")
+        assert record is not None
+        assert record.values["data"]["split"] == split
+
+
+@each_rank(2, transport="auto")
+def test_weights_come_with_their_card(tmp_path: Path) -> None:
+    run = photo_run(tmp_path)
+    out = tmp_path / "w.pth"
+    if comm.rank() == 0:
+        exported(run, out)
+    comm.barrier()
+    files = (f"data.root={tmp_path}/photos", "data.image_size=8", "data.workers=0", "train.batch_size=8")
+    words = ("eval_only=true", "data=imagefolder", *files, *VIT, f"model.weights={out}")
+    assert scored(command(*words))["val/loss"] == pytest.approx(result_of(run)["val/loss"], rel=1e-6)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train(command(*words, "data.mean=[0.1]"), context("nowhere"))
+    if comm.rank() == 0:
+        assert "warning: data.mean=[0.1,0.1,0.1], but " in said.getvalue()
+        for old, new in (("cat", "dog"), ("dog", "fox")):
+            (tmp_path / "photos/train" / old).rename(tmp_path / f"photos/train/{new}.")
+            (tmp_path / "photos/val" / old).rename(tmp_path / f"photos/val/{new}.")
+    comm.barrier()
+    with pytest.raises(
+        UserError, match=r"json: its classes are cat; dog, and those of .* are 0: dog.; 1: fox"
+    ):
+        scored(command(*words))
+    assert scored(command(*words, "model.reset_head=true"))["step"] == 0
