@@ -282,6 +282,8 @@ def run_directory(
             store.clear(start.damaged)
             if identity.is_new:
                 _write_identity(store.directory / IDENTITY, identity.name, store.memory is not None)
+            if config.checkpoint.keep:
+                free_space(store.directory)
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)

@@ -435,7 +435,7 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
         f"data.root={tmp_path}: <urlopen error no route to host>; no cifar10 in {tmp_path}, and it ",
     ]
     for told, beginning in zip(found, beginnings, strict=True):
-        assert told.startswith(beginning)
+        assert told.startswith(beginning), told
 
 
 @each_rank(2, transport="auto")
