@@ -916,16 +916,27 @@ PROPERTIES = (
 )
 
 
+# They go through all subsets of a program's units or nodes: of up to three calls in every run of the tests.
+OF_SUBSETS = (absent_gradients, frozen, objects)
+
+
 @pytest.mark.parametrize("check", PROPERTIES)
 def test_programs_of_up_to_four_calls(check: Callable[[Program], None]) -> None:
-    for calls in range(1, 5):
+    for calls in range(1, 4 if check in OF_SUBSETS else 5):
         for program in programs(calls):
             check(program)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("check", OF_SUBSETS)
+def test_subsets_of_programs_of_four_calls(check: Callable[[Program], None]) -> None:
+    for program in programs(4):
+        check(program)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("check", PROPERTIES)
+@pytest.mark.parametrize("check", [check for check in PROPERTIES if check not in OF_SUBSETS])
 def test_programs_of_five_calls(check: Callable[[Program], None]) -> None:
     for program in programs(5):
         check(program)
@@ -955,6 +966,7 @@ def larger_programs(draw: st.DrawFn) -> Program:
     return program_of(forest(calls), labels)
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None)
 @given(larger_programs())
 def test_larger_programs(program: Program) -> None:
