@@ -35,7 +35,7 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "-m venv|pip install|.ci/check|-m pytest": ".ci/run does",
     "GLOO_SOCKET_IFNAME|--nnodes": "tests/train/test_hosts.py does",
     "sbatch": "tests/train/test_cli.py runs the script with commands that stand for Slurm's",
-    "data.download=true": "takes a network",
+    "data=cifar10 data.root": "takes a network",
     "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
     "myhub": "the test of data sets of other packages does",
 }

@@ -97,7 +97,7 @@ TEN_STEPS = (
 )
 QUIET = "monitor.tensorboard=false"
 # Groups of tags that no run repeats: a process's first step gathers more; a repeated epoch has two points.
-MEASURED = ("perf", "time", "memory", "comm", "at_epoch")
+MEASURED = ("perf", "time", "memory", "comm")
 
 
 def crash() -> None:

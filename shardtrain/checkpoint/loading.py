@@ -232,9 +232,7 @@ class _Reader:
             yield key, self.piece(f"optimizer/{key}/{shard.name}", shard.part, shard.param)
         assert self.manifest.optimizer is not None, "compared"
         for key, node in self.manifest.optimizer["values"].get(shard.name, {}).items():
-            if "file" in node:  # of version 1
-                yield key, self._handle(node["file"]).get_tensor(f"optimizer/{key}/{shard.name}").clone()
-            elif "dtype" in node:
+            if "dtype" in node:
                 yield key, torch.tensor(node["value"], dtype=DTYPE_NAMED[node["dtype"]])
             else:
                 yield key, node["value"]

@@ -125,13 +125,14 @@ def parse(text: str) -> Manifest:
 
 
 def _manifest(node: Mapping[str, Any]) -> Manifest:
-    if node["format"] != FORMAT or node["version"] not in (1, VERSION):
+    if node["format"] != FORMAT or node["version"] != VERSION:
+        way = "load it with the release that wrote it"
+        if node["version"] == 1:  # of release 0.1.0
+            way = "load it with release 0.2.0 and save it again"
         raise Damaged(
             f"{NAME} is of format {str(node['format'])[:40]!r} version {str(node['version'])[:40]}, "
-            f"expected {FORMAT!r} version 1 or {VERSION}; load it with the release that wrote it"
+            f"expected {FORMAT!r} version {VERSION}; {way}"
         )
-    if node["version"] == 1:
-        node = _from_version_1(node)
     files = {}
     for name, record in node["files"].items():
         files[name] = Record(_count(record["bytes"], f"size of {name}"), str(record["sha256"]))
@@ -192,36 +193,3 @@ def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise Damaged(f"{NAME} has {str(value)[:40]} for the {what}, expected a number of at least 0")
     return value
-
-
-def _from_version_1(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest of version 1 as one of version 2.
-
-    Version 1 described parameters, buffers and optimizer state each in its own way. Its 0-dim state is a
-    tensor in the file that the parameter's first slice names.
-    """
-    tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    optimizer = node["optimizer"]
-    for name, entry in node["parameters"].items():
-        dtypes = {"parameters": entry["dtype"]}
-        if node.get("ema"):
-            dtypes["ema"] = entry["dtype"]
-        for key, state in (optimizer["state"].get(name, {}) if optimizer else {}).items():
-            if "dtype" in state:
-                dtypes[f"optimizer/{key}"] = state["dtype"]
-            elif "whole" in state:
-                first = entry["slices"][0][0] if entry["slices"] else file_name(0)
-                values.setdefault(name, {})[key] = {"dtype": state["whole"], "file": first}
-            else:
-                values.setdefault(name, {})[key] = {"value": state["value"]}
-        for kind, dtype in dtypes.items():
-            tensors[f"{kind}/{name}"] = {**entry, "dtype": dtype}
-    for name, entry in node["buffers"].items():
-        size = math.prod(entry["shape"])
-        stride = torch.empty(entry["shape"], device="meta").stride()
-        slices = [[file_name(0), 0, size]] if size else []
-        tensors[f"averaged/{name}"] = {**entry, "stride": stride, "slices": slices}
-    if optimizer is not None:
-        optimizer = {**optimizer, "values": values}
-    return {**node, "tensors": tensors, "optimizer": optimizer}

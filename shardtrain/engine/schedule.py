@@ -251,8 +251,7 @@ class Schedule(Generic[U]):
         if position == 1 and self.keeps.issuperset(self.units[1:]):
             following = self._expected[position:]
         for unit in following:
-            if unit in self.keeps or len(self._in_advance()) < 2:
-                self._gather(unit)
+            self._gather(unit)
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""
@@ -458,24 +457,31 @@ class Schedule(Generic[U]):
         ``awaits``: it awaits the backward of an earlier call, of another forward; it is reduced after that.
         """
         self.opened.discard(unit)
+        reduces = unit in self.trains and unit not in backward.accumulates and not awaits
+        if reduces and unit not in backward.reduced:
+            self._make_room(backward, unit)  # before `take` allocates another full gradient
         self.act.take(unit)
         if unit not in self.calls and not (awaits and unit in self.unannounced):
             self.release(unit)
-        if unit not in self.trains or unit in backward.accumulates or awaits:
+        if not reduces:
             return
         if unit in backward.reduced:
             backward.late[unit] = None
         else:
             self._reduce(backward, unit)
 
-    def _reduce(self, backward: Backward[U], unit: U) -> None:
+    def _make_room(self, backward: Backward[U], unit: U) -> None:
+        """Finish reductions until the full gradient of ``unit`` fits beside those under way."""
         under_way = backward.under_way
         size = unit.gradient_bytes
         while under_way and (unit in under_way or backward.bytes_under_way + size > backward.room):
             self._finish_oldest(backward)
+
+    def _reduce(self, backward: Backward[U], unit: U) -> None:
+        self._make_room(backward, unit)
         self.act.reduce(unit)
-        under_way.append(unit)
-        backward.bytes_under_way += size
+        backward.under_way.append(unit)
+        backward.bytes_under_way += unit.gradient_bytes
         backward.reduced[unit] = None
 
     def _finish_oldest(self, backward: Backward[U]) -> None:

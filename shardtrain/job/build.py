@@ -343,12 +343,6 @@ def warmup_of(sched: Sched, steps: int, steps_per_epoch: int) -> int:
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:
     """Raise UserError if the ranks cannot be divided into `parallel.replicate` groups."""
     replicate = parallel.replicate
-    shard = parallel.shard
-    if shard is not None and shard * replicate != world_size:
-        raise UserError(
-            f"parallel.shard={shard} × parallel.replicate={replicate} is not the number of ranks, "
-            f"{world_size}; parallel.shard=null leaves it to parallel.replicate"
-        )
     if world_size % replicate:
         fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
         raise UserError(f"parallel.replicate={replicate} does not divide {world_size} ranks; {fitting} would")

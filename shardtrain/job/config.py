@@ -140,7 +140,6 @@ class Npz(Images):
 class Cifar(Images):
     name: str = data_set("cifar10", "cifar100")
     root: str = marked(Mark.PER_HOST)
-    download: bool = marked(Mark.PER_HOST | REPORTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +288,6 @@ Sched = Cosine | Linear | Steps | Constant
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     replicate: int = at_least(1, mark=Mark.CHANGES)
-    shard: int | None = at_least(1, mark=REPORTED)
     reshard_after_forward: bool = marked(Mark.CHANGES)
     transport: str = name_in(TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")

@@ -5,7 +5,6 @@ All of it comes from the launcher: its environment variables, and its key-value 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import os
@@ -71,6 +70,11 @@ class RankInfo:
                         f"WORLD_SIZE={info.world_size}, but {name} is not set: the launcher says where "
                         "rank 0 listens (torchrun does)"
                     )
+            port = environ["MASTER_PORT"]
+            if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+                raise UserError(
+                    f"MASTER_PORT={port}: expected a number from 1 to 65535, a free port of rank 0"
+                )
         return info
 
     @functools.cached_property
@@ -78,7 +82,15 @@ class RankInfo:
         """The launcher's key-value store, which torchrun has for a single rank, too."""
         # torchrun's is there before its ranks. If it does not answer, torchrun was killed while they started.
         is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store: Store = next(rendezvous("env://", timeout=2 * ANSWER if is_there else START_UP))[0]
+        try:
+            store: Store = next(rendezvous("env://", timeout=2 * ANSWER if is_there else START_UP))[0]
+        except torch.distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = os.environ["MASTER_PORT"]
+            raise UserError(
+                f"MASTER_PORT={port}: another program listens there; choose a free port"
+            ) from None
         store.set_timeout(START_UP)
         return store
 
@@ -91,8 +103,12 @@ class RankInfo:
         values = [0]
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError, ValueError):
+            try:
                 values.append(self.store.add(f"shardtrain/{key}/{attempt}", number))
+            except UserError:  # this rank cannot open the store, so it is the only one that knows why
+                values.append(number)
+            except (RuntimeError, ValueError):
+                pass
 
         if self.world_size == 1:
             return number

@@ -32,7 +32,7 @@ from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
-from shardtrain.job.errors import UserError, path_of
+from shardtrain.job.errors import UserError, not_valid, path_of
 from shardtrain.job.format import write_any_text
 from shardtrain.job.read import read_config
 from shardtrain.job.saved import marked_values
@@ -132,6 +132,7 @@ def process_group(rank_info: RankInfo, device: torch.device) -> Iterator[None]:
 
 def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) -> None:
     """Open the default process group of the ranks in ``store``, with the start-up time-out."""
+    require_interface(os.environ.get("GLOO_SOCKET_IFNAME"))
     if rank_info.local_world_size == rank_info.world_size:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback is not None:  # on one host, listen on the loopback interface only
@@ -145,6 +146,16 @@ def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) 
         device_id=device if devices.is_accelerator(device) else None,
     )
     comm.guard_world()
+
+
+def require_interface(names: str | None) -> None:
+    """Raise UserError unless ``names``, as gloo reads them, are network interfaces of this host."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in names.split(",") if names else ():
+        if name not in known:
+            raise not_valid(
+                f"GLOO_SOCKET_IFNAME={names}: this host has no such network interface", name, known
+            )
 
 
 def close_process_group() -> None:

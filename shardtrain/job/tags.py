@@ -45,7 +45,6 @@ SAMPLES = "samples/as_trained"  # a picture
 # Tags with a parameter: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # by the optimizer's group
 best = "best_{}".format  # by the tag of `train.best`: "best_val/acc1"
-at_epoch = "at_epoch/{}".format  # by the tag of a score, in TensorBoard only: its step is the epoch
 phase_pct = "time/{}_pct".format  # by phase (data, forward, …): its share of the time
 sent_mib = "comm/{}_mib_per_step".format  # by kind of collective (all_gather, …): sent per rank
 

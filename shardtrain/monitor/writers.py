@@ -181,7 +181,6 @@ class TensorBoard(Writer):
         self._summary = summary
         self._event = Event
         self._records = RecordWriter
-        self._steps_per_epoch = facts["steps_per_epoch"]
         self._written = 0  # bytes
         self._unwritten = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         # TensorBoard then drops later steps that an earlier process has written.
@@ -216,12 +215,9 @@ class TensorBoard(Writer):
         self._unwritten.clear()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        epoch = math.ceil(step / self._steps_per_epoch)
         for tag, value in scalars.items():
             if tag != tags.BEST_STEP:
                 self._keep(step, summary=self._summary.scalar(tag, value))
-            if tag.startswith("val/"):
-                self._keep(epoch, summary=self._summary.scalar(tags.at_epoch(tag), value))
         self._write()
 
     def picture(self, step: int, tag: str, picture: Picture) -> None:

@@ -66,7 +66,8 @@ class MemoryTimeline(NamedTuple):
         """Return a text such as ``The peak of 93.1 MiB, in backward of layer4.1, consists of …``."""
         peak = self.peak
         parts = sorted(zip(peak.bytes, MEMORY_KINDS, strict=True), reverse=True)
-        held = [f"{size / MIB:.1f} MiB {kind}" for size, kind in parts if size >= MIB / 20]
+        shown = [part for part in parts if part[0] >= MIB / 20] or parts[:1]
+        held = [f"{size / MIB:.1f} MiB {kind}" for size, kind in shown]
         listed = f"{', '.join(held[:-1])} and {held[-1]}" if len(held) > 1 else held[0]
         where = peak.phase if peak.phase == "update" else f"{peak.phase} of {peak.unit}"
         return f"The peak of {peak.total / MIB:.1f} MiB, in {where}, consists of {listed}."

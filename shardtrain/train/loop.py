@@ -25,7 +25,7 @@ from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
-from shardtrain.job.losses import loss_notes
+from shardtrain.job.losses import loss_notes, mix_notes
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
@@ -208,6 +208,7 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             *messages,
             *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
+            *mix_notes(config.train.mixup, config.train.cutmix, job.train.share.micro_batch),
             *start_messages(store, start, job, config),
         ]
         monitor.say("\n".join([start_table(config, context, job), *notes]))

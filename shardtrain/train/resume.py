@@ -282,8 +282,8 @@ def run_directory(
             store.clear(start.damaged)
             if identity.is_new:
                 _write_identity(store.directory / IDENTITY, identity.name, store.memory is not None)
-            if config.checkpoint.keep and free_space(store.directory)[1] < MIB:
-                messages.append(f"warning: the disk of {context.run_dir} is full; training continues")
+            if config.checkpoint.keep:
+                free_space(store.directory)
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
@@ -303,12 +303,13 @@ def _rehearse(store: Store, config: Config, context: Context) -> list[str]:
             key, "a save was rehearsed there; checkpoint.memory_every_steps=0 does without", problems
         ):
             rehearse(store.memory, all_ranks)
-    has_room = comm.rank() > 0 or shutil.disk_usage(context.run_dir).free >= MIB
-    if not config.checkpoint.keep or not all(comm.gather_texts("1" if has_room else "", all_ranks)):
+    if not config.checkpoint.keep:
         return []
     place = Place(store.directory, Hosts.one(all_ranks))
     with reading(
-        f"run.dir={context.run_dir}", "a save was rehearsed there; choose another run.dir", problems
+        f"run.dir={context.run_dir}",
+        "a save was rehearsed there; make room, or choose another run.dir",
+        problems,
     ):
         syncs = rehearse(place, all_ranks)
     if syncs:

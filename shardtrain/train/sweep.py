@@ -145,17 +145,20 @@ def ended(command: Sequence[str], environment: Mapping[str, str]) -> int:
     A signal to this process ends the job, which saves, and then this process.
     """
     received: list[int] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        with contextlib.suppress(ProcessLookupError):
+        for process in processes:
             process.send_signal(signum)
 
-    # In a session of its own, so that Ctrl-C reaches the job once, from here.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
     before = {signum: signal.signal(signum, pass_on) for signum in STOPS}
     try:
-        code = process.wait()
+        # In a session of its own, so that Ctrl-C reaches the job once, from here.
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        if received:  # while it started
+            processes[0].send_signal(received[0])
+        code = processes[0].wait()
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

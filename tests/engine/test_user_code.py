@@ -117,7 +117,7 @@ def test_a_refused_autograd_grad_leaves_gradients_of_earlier_backwards(waits: bo
     model, replica = sharded_and_replica(Net, units=[Unit])
     with shardtrain.no_sync(model) if waits else contextlib.nullcontext():
         squares(model, 0)
-    with pytest.raises(ValueError, match=r"^torch\.autograd.grad over parameters of a sharded model"):
+    with pytest.raises(ValueError, match=r"^torch\.autograd\.grad over parameters of a sharded model"):
         torch.autograd.grad(of_root(model, 1), [*model.parameters()], allow_unused=True)
     squares(model, 2)
     sgd(model).step()

@@ -130,7 +130,11 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3, 4, 9]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
-    with pytest.raises(UserError, match=r"data.root=.*; no cifar100 in .*data.download=true"):
+    message = r"data.root=.*no network.*; no cifar100 in .*, and it cannot be fetched"
+    with (
+        patch.object(CIFAR10, "download", side_effect=OSError("no network")),
+        pytest.raises(UserError, match=message),
+    ):
         data.load(files("cifar100", tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
     found = data.load(files("cifar10", tmp_path))

@@ -269,8 +269,15 @@ def test_a_score_takes_keywords_and_says_what_is_better() -> None:
 
 
 def test_metrics_of_each_image_have_gone() -> None:
-    with pytest.raises(UserError, match=r"monitor.metrics is gone|monitor.metrics.*monitor.scores=\[PACKAGE"):
+    with pytest.raises(UserError, match=r"^monitor.metrics has gone: monitor.scores=\[PACKAGE"):
         composed("monitor.metrics=[mine.seven]")
+
+
+def test_mixing_of_single_images_is_warned_of() -> None:
+    assert losses.mix_notes(0.2, 0.0, 2) == losses.mix_notes(0.0, 0.0, 1) == []
+    for mixup, cutmix in ((0.2, 0.0), (0.0, 0.2)):
+        (warning,) = losses.mix_notes(mixup, cutmix, 1)
+        assert "each has a single one, so they do nothing" in warning
 
 
 def test_another_score_begins_anew() -> None:
@@ -466,7 +473,11 @@ def test_the_validation_loss_is_the_one_that_is_trained() -> None:
             False,
             r"returned \[4\] w",
         ),
-        (lambda logits, labels: float(logits.sum()), False, "returned a float; expected the mean over the"),
+        (
+            lambda logits, labels: float(logits.detach().sum()),
+            False,
+            "returned a float; expected the mean over the",
+        ),
         (lambda logits, labels: logits.detach().sum(), False, r"returned \[\] without gradients; expected"),
         (lambda logits: logits.sum(), False, r"TypeError: .* \(.*losses.py, line \d+\)"),
     ],

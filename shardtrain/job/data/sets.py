@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import inspect
 import io
@@ -258,14 +259,19 @@ def _cifar(config: Cifar) -> DataSet:
 
     kind = torchvision.datasets.CIFAR10 if config.name == "cifar10" else torchvision.datasets.CIFAR100
 
+    where = path_of("data.root", config.root).absolute()
+    what = f"data.root={config.root}"
+
     def fetch() -> None:
-        with reading("data.download=true", f"cannot fetch {config.name} to {config.root}"):
+        with contextlib.suppress(RuntimeError):  # torchvision's for files that are missing or damaged
+            kind(config.root)
+            return
+        print(f"{what}: no {config.name} in {where}; it is fetched", flush=True)
+        with reading(what, f"no {config.name} in {where}, and it cannot be fetched"):
             kind(config.root, download=True)
 
-    if config.download:  # several hosts must share `root`
-        on_rank_0(fetch)
-    where = path_of("data.root", config.root).absolute()
-    with reading(f"data.root={config.root}", f"no {config.name} in {where}; data.download=true gets it"):
+    on_rank_0(fetch)  # several hosts must share `root`
+    with reading(what, f"no {config.name} in {where}"):
         parts = [kind(config.root, train=train) for train in (True, False)]
     train, val = (
         Arrays(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
