@@ -246,12 +246,15 @@ class Schedule(Generic[U]):
 
     def _prefetch(self) -> None:
         """Gather what followed in the last forward; where all units keep their full vectors, all of them."""
-        position = len(self._order)
-        following = [unit for unit in self._expected[position:] if unit is not self._order[-1]][:1]
-        if position == 1 and self.keeps.issuperset(self.units[1:]):
-            following = self._expected[position:]
-        for unit in following:
-            self._gather(unit)
+        if len(self._order) == 1 and self.keeps.issuperset(self.units[1:]):
+            for unit in self._expected[1:]:
+                self._gather(unit)
+            return
+        for position in range(len(self._order), len(self._expected)):
+            unit = self._expected[position]
+            if unit is not self._order[-1]:
+                self._gather(unit)
+                return
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""
