@@ -5,7 +5,7 @@ or by another object in a module's attribute. So what they show is noted, and co
 
 between steps     a local shard that lies elsewhere, of another dtype or device, is adopted; so is another
                   object, if all modules that held the parameter hold it
-in forward        local shards may not change, since other ranks may compute with them; they may move
+in forward        local shards may not change or move, since other ranks may compute with them
 while whole       values may not change: that would be lost, or done once per rank; they may move
 where a forward   the frozen parameters must be the same on all ranks: their names enter the path
 or backward begins
@@ -142,14 +142,16 @@ class Changes:
             self.note(unit)
 
     def require_same_shards(self, unit: Unit) -> None:
-        """Raise ValueError if local shards were changed since forward began: other ranks may read them."""
+        """Raise ValueError if local shards were changed since forward began: other ranks may read them.
+
+        Or moved: an equal value on one rank may be a change on another, and all ranks must refuse alike.
+        """
         if unit.shown is not Shown.SHARD:
             return
-        differing = _differing(unit, self._shards)
-        if changed := [m.name for m in differing if not _has_moved(m.param, m.local_view)]:
+        if changed := [member.name for member in _differing(unit, self._shards)]:
             raise ValueError(
                 f"forward changed {', '.join(changed)} of {unit.title}, with which other ranks may compute "
-                "now; change parameters between steps (a momentum encoder after optimizer.step())"
+                "now; change or move parameters between steps (a momentum encoder after optimizer.step())"
             )
 
 

@@ -14,8 +14,8 @@ REFUSED = {
     "A module attached after wrapping": "parameters attached after shard",
     "The parent reads a unit's weight": "it read this rank's shard: call the module, choose units .* Shards "
     "were shown by blocks.0.inside.weight, ",
-    "A momentum encoder updated inside forward": f"{CHANGED}; change parameters between steps",
-    "A momentum encoder replaced inside forward": f"{CHANGED}; change parameters between steps",
+    "A momentum encoder updated inside forward": f"{CHANGED}; change or move parameters between steps",
+    "A momentum encoder replaced inside forward": f"{CHANGED}; change or move parameters between steps",
     "A penalty on parameters in the same backward": "for a penalty on weights use",
     "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
     "`jvp`": "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func",
