@@ -66,14 +66,9 @@ def build(
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
     if config.eval_only:
         config = for_evaluation(config)
-    else:
-        require_equal_parts(config, world_size)
-    require_equal_groups(config.parallel, world_size)
-    micro_batches = config.micro_batches(world_size)
-    virtual = config.virtual_ranks(world_size)
-    if virtual and devices.is_accelerator(device):
+    share = share_of(config, rank, world_size)
+    if share.virtual and devices.is_accelerator(device):
         devices.choose_deterministic_kernels()
-    share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow))
     images, notes = as_on_card(config, images)
@@ -98,17 +93,7 @@ def build(
         group["initial_lr"] = group["lr"]
     factor = lr_factor(config.sched, steps, steps_per_epoch)
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
-    if config.train.class_weights == "balanced" and not len(images.train):
-        raise UserError(
-            "train.class_weights=balanced needs the training images; train.class_weights=null scores the "
-            "loss without, and train.class_weights=[…] with given ones"
-        )
-    loss = loss_of(config.train, config.allow, weights_of(config.train.class_weights, images))
-    if isinstance(loss, nn.Module):  # it may have weights
-        loss.to(device)
-    soft = bool(config.train.mixup or config.train.cutmix)
-    columns = config.model.get("num_classes") or len(images.classes)
-    rehearse_loss(loss, images.classes, (max(1, share.micro_batch), columns), soft=soft, device=device)
+    loss = rehearsed_loss(config, images, sample[0], device)
     job = Job(
         model=model,
         loss=loss,
@@ -139,6 +124,16 @@ def for_evaluation(config: Config) -> Config:
     train = dataclasses.replace(config.train, accumulate=1)
     parallel = dataclasses.replace(config.parallel, replicate=1)
     return dataclasses.replace(config, train=train, parallel=parallel)
+
+
+def share_of(config: Config, rank: int, world_size: int) -> data.Share:
+    """Return the part of each batch that ``rank`` computes. Raises UserError if the parts are not equal."""
+    if not config.eval_only:
+        require_equal_parts(config, world_size)
+    require_equal_groups(config.parallel, world_size)
+    micro_batches = config.micro_batches(world_size)
+    virtual = config.virtual_ranks(world_size)
+    return data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
 
 
 def length_of(config: Config, images: data.DataSet, share: data.Share) -> tuple[int, int]:
@@ -270,6 +265,27 @@ def feeds(
         batch_size=config.train.eval_batch_size,
     )
     return train, evaluated(images.val), evaluated(images.test) if images.test else None
+
+
+def rehearsed_loss(config: Config, images: data.DataSet, batch_size: int, device: torch.device) -> Loss:
+    """Return the loss on ``device``, after it was called once as training will call it."""
+    loss = loss_of(config.train, config.allow, class_weights_of(config.train, images))
+    if isinstance(loss, nn.Module):  # it may have weights
+        loss.to(device)
+    soft = bool(config.train.mixup or config.train.cutmix)
+    columns = config.model.get("num_classes") or len(images.classes)
+    rehearse_loss(loss, images.classes, (batch_size, columns), soft=soft, device=device)
+    return loss
+
+
+def class_weights_of(train: Train, images: data.DataSet) -> Tensor | None:
+    """Return the weights of classes in the loss. Raises UserError if no image is there to count by."""
+    if train.class_weights == "balanced" and not len(images.train):
+        raise UserError(
+            "train.class_weights=balanced needs the training images; train.class_weights=null scores the "
+            "loss without, and train.class_weights=[…] with given ones"
+        )
+    return weights_of(train.class_weights, images)
 
 
 def loss_of(train: Train, allow: Sequence[str] = (), class_weights: Tensor | None = None) -> Loss:

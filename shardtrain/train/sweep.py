@@ -189,8 +189,9 @@ def reason_of(code: int, report: Mapping[str, Any] | None) -> str:
 
 def quoted(path: Path) -> str:
     """Return ``path`` as a value of an override."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
+    # Backslashes count as such only before a quote or an interpolation, where they are doubled.
+    escaped = re.sub(r"(\\*)('|\$\{)", r"\1\1\\\2", f"{path}'")
+    return f"'{escaped[:-2]}'"  # the last quote ends the value
 
 
 def job_name(number: int, overrides: Sequence[str]) -> str:

@@ -381,7 +381,9 @@ def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPat
         sweep.refuse_ranks(["-m", "+recipe=resnet", "seed=range(2)"], True)
 
 
-@pytest.mark.parametrize("path", ["a b/0-seed-1", "it's", "a\\'b", "x,y", "{a}", "${b}", "[c]", "1"])
+@pytest.mark.parametrize(
+    "path", ["a b/it's", "a\\'b", "x,y", "{a}", "${b}", "\\${b}", "[c]", "1", "a\\b\\\\"]
+)
 def test_a_folder_of_any_name_reaches_the_job(path: str) -> None:
     assert composed(f"run.dir={sweep.quoted(Path(path))}").run.dir == path
 

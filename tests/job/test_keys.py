@@ -9,11 +9,9 @@ from types import UnionType
 from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 from torchvision.models import VisionTransformer
 
 from shardtrain import comm, introspect
@@ -23,81 +21,11 @@ from shardtrain.job.dist_env import AFTERWARDS, START_UP
 from shardtrain.monitor import Monitor
 from shardtrain.train import loop
 
+from key_table import FOUR_STEPS, ROWS, UNITS, photos
 from pool import each_rank
 from tiny import CPU, VIT, composed, context
 
 ROOT = Path(__file__).parents[2]
-FOUR_STEPS = (
-    *("data=fake", "data.train_images=24", "data.channels=1", "data.image_size=8"),
-    *("train.batch_size=12", "train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),
-    "monitor.tensorboard=false",
-)
-
-# A model that is cut into units whatever `parallel` says.
-UNITS = ("model=vit_cifar", "model.layers=2", "model.width=192", "model.heads=3", "model.mlp_width=768")
-
-# What must differ between two runs, and the words of the second one; before the & stand those of both.
-ACTS = """
-losses   seed=1
-losses   train.batch_size=6
-losses   train.label_smoothing=0.1
-losses   train.class_weights=balanced
-losses   train.mixup=1
-losses   train.cutmix=1
-losses   train.clip_grad_norm=0.01
-losses   data.image_size=16
-losses   data.repeats=2
-losses   data.mean=[0.2]
-losses   data.std=[0.9]
-losses   {photos} & data.interpolation=bicubic
-losses   data.limit=13
-losses   data.train_images=20
-losses   data.channels=3
-losses   optim.lr=0.5
-losses   optim.momentum=0.5
-losses   optim.nesterov=false
-losses   optim.weight_decay=0.5
-losses   optim.weight_decay=0.5 & optim.decay_all=true
-losses   optim=adamw & optim.betas=[0.5,0.5]
-losses   parallel.precision=bf16
-losses   parallel.reduce=bf16
-losses   model.num_classes=11
-losses   augment=photo augment.pad=1 & augment.pad=2
-losses   augment=photo & augment.policy=trivial
-losses   augment=photo & augment.erase=1
-losses   augment=photo augment.pad=3 & augment.border=reflect
-losses   augment=photo & augment.flip=alternating
-losses   augment=digits & augment.rotate=90
-losses   augment=digits & augment.zoom=0.5
-losses   augment=digits & augment.shift=0.5
-losses   {photos} augment=photo & data.crop_area=0.9
-scores   {photos} & data.resize=20
-scores   data.validation=0.25
-scores   data.validation=0.25 & data.split=1
-scores   train.eval_every=2
-scores   train.tta=1
-average  ema.decay=0.5 & ema.decay=0.9
-average  ema.decay=0.5 & ema.every_steps=2
-average  ema.decay=0.5 & ema.after_epochs=1
-steps    train.epochs=1
-steps    train.max_steps=3
-steps    train.epochs=4 optim.lr=1e-30 & train.patience=1
-steps    train.log_every=2
-lr       sched.warmup_epochs=0
-lr       sched.final_lr_fraction=0.5
-lr       sched=step sched.epochs=[1] & sched.epochs=[]
-lr       sched=step sched.epochs=[1] & sched.factor=0.5
-traffic  parallel.transport=process_group & train.accumulate=2
-traffic  parallel.transport=process_group & parallel.replicate=2
-held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.layout=whole
-held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.reshard_after_forward=false
-said     dry_run=true
-said     {units} dry_run=true & parallel.activation_checkpoint=true
-files    checkpoint.keep=9 & checkpoint.every_steps=1
-files    checkpoint.keep=9 checkpoint.every_steps=1 & checkpoint.keep=1
-files    monitor.tensorboard=true
-files    monitor.profile_at=2
-"""  # noqa: E501
 # Those on which a difference would not be enough, and the test that shows what they do.
 ELSEWHERE = {
     "test_launch.py::test_devices": "device",
@@ -127,7 +55,6 @@ ELSEWHERE = {
     "test_data.py::test_batches_have_the_size_that_was_asked_for": "data.eval_size",
     "test_memory.py::test_crashes_lose_the_step_under_way_only": "checkpoint.memory_every_steps",
 }
-ROWS = [line.split(maxsplit=1) for line in ACTS.strip().splitlines()]
 
 
 def keys_of(kind: Any, prefix: str = "") -> set[str]:
@@ -187,15 +114,6 @@ def evidence(folder: Path, *words: str) -> dict[str, Any]:
         "said": said.getvalue().replace(str(folder), ""),
         "files": sorted(path.name.partition("events.")[0] for path in folder.rglob("*")),
     }
-
-
-def photos(folder: Path) -> Path:
-    for number in range(32):
-        place = folder / ("train", "val")[number % 2] / ("cat", "dog")[number // 16]
-        place.mkdir(parents=True, exist_ok=True)
-        noise = np.random.default_rng(number).integers(256, size=(24, 30, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(place / f"{number}.png")
-    return folder
 
 
 def require_acting(tmp_path: Path, rows: list[list[str]]) -> None:
@@ -272,4 +190,5 @@ def test_a_model_sees_images_before_its_first_step(monkeypatch: pytest.MonkeyPat
 def test_the_time_out_is_shorter_after_the_first_step(tmp_path: Path) -> None:
     with patch.object(loop.comm, "set_time_out") as set_to:
         evidence(tmp_path)
-    assert [call.args for call in set_to.call_args_list] == [(START_UP,), (AFTERWARDS,)]
+    assert [call.args for call in set_to.call_args_list] == [(AFTERWARDS,)]
+    assert AFTERWARDS < START_UP  # with which the process group opens

@@ -29,12 +29,12 @@ from shardtrain.job.schema import flat, typed
 from shardtrain.predict import __main__ as predicting
 from shardtrain.train.loop import train
 
+from key_table import FOUR_STEPS, ROWS, UNITS, photos
 from pool import each_rank
-from test_keys import FOUR_STEPS, ROWS, UNITS, photos
 from tiny import ALONE, CPU, VIT, context, result_of
 
 QUIET = ("monitor.tensorboard=false",)
-# Keys without a row of their own in `test_keys.py`, with a value for this test.
+# Keys without a row of their own in `key_table.py`, with a value for this test.
 OTHERS = (
     *("train.best=val/loss", "train.eval_batch_size=3", "train.channels_last=true", "data.eval_size=9"),
     *("data.classes=[a,b,c,d,e,f,g,h,i,j]", "parallel.virtual_ranks=2", "checkpoint.memory_every_steps=1"),

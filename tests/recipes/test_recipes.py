@@ -20,7 +20,7 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.checkpoint.loading import Opened
 from shardtrain.checkpoint.manifest import Manifest
-from shardtrain.checkpoint.store import Newest
+from shardtrain.checkpoint.store import Newest, Store
 from shardtrain.job import model
 from shardtrain.job.build import lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
@@ -417,8 +417,10 @@ def test_a_checkpoint_that_is_continued_is_not_said_to_be_ignored() -> None:
     opened = Opened(Path("there/checkpoints/step-00000003"), Manifest(1, {}, {}, None, {}))
     job = Mock(steps=20, steps_per_epoch=10, device=torch.device("cpu"))
     config = composed("resume=there/best", "sched.warmup_epochs=0")
-    messages = start_messages(Mock(latest=0), Newest(opened, 3, []), job, config)
-    assert messages == ["continuing after step 3 of 20 (there/checkpoints/step-00000003)"]
+    store = Store(Path("here/checkpoints"), comm.plain_transport(), keep=1)
+    messages = start_messages(store, Newest(opened, 3, []), job, config)
+    said = "continuing after step 3 of 20 (there/checkpoints/step-00000003)"
+    assert messages == [f"{said}; this run is another one: its best score and its patience begin anew"]
 
 
 def test_a_model_of_timm_has_its_own_name() -> None:

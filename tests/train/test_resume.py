@@ -386,7 +386,7 @@ def test_a_save_is_rehearsed_before_the_first_step(tmp_path: Path) -> None:
         ending = run_to_end(str(tmp_path / "a"), QUIET)
     assert re.fullmatch(
         r"UserError run.dir=.*/a: .*rehearsal-\w+ is damaged: rank 1: rank-00001.safetensors is missing; "
-        "a save was rehearsed there; choose another run.dir",
+        "a save was rehearsed there; make room, or choose another run.dir",
         ending,
     ), ending
     with patch.object(os, "rename", side_effect=OSError(errno.EPERM, "Operation not permitted", "x")):
