@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.module_class import Addition
+from shardtrain.engine.module_class import Addition, own_class
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 
@@ -38,12 +38,15 @@ _INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
 
 
 class Applies(Addition):
-    """Have ``apply`` call the function on each module while that shows whole parameters."""
+    """Have ``apply`` call the function on each module while that shows whole parameters.
+
+    Meanwhile it has the class that its user knows: functions ask ``type(module) == nn.Linear``.
+    """
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         initialization: Initialization = self.__dict__[MARK]
         for submodule in _children_first(self):
-            with initialization.whole(submodule, below=False):
+            with initialization.whole(submodule, below=False), own_class(submodule):
                 fn(submodule)
         return self
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
@@ -29,13 +31,20 @@ class _OfGraph(Addition):
     """Let torch.fx write a module's code into the class that it made, since its methods call one another."""
 
     def recompile(self) -> Any:
-        extended_class = self.__class__
-        made_by_torch: Any = next(kind for kind in extended_class.__mro__ if not issubclass(kind, Addition))
-        self.__class__ = made_by_torch
-        try:
+        with own_class(self):
             return self.recompile()
-        finally:
-            self.__class__ = extended_class
+
+
+@contextmanager
+def own_class(module: nn.Module) -> Iterator[None]:
+    """Give ``module`` the class that it had before `add`, inside: ``type(module) is nn.Linear``."""
+    extended_class = module.__class__
+    before: Any = next(kind for kind in extended_class.__mro__ if not issubclass(kind, Addition))
+    module.__class__ = before
+    try:
+        yield
+    finally:
+        module.__class__ = extended_class
 
 
 def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:

@@ -651,6 +651,26 @@ def test_initialization_draws_what_it_draws_for_the_whole_model(name: str, fully
     assert shardtrain.introspect(model).gathered == (0, 0)
 
 
+def by_exact_type(module: nn.Module) -> None:
+    """Initialize as the example of torch's `nn.Module.apply` does."""
+    if type(module) is nn.Linear:
+        module.weight.data.fill_(1.0)
+
+
+@pytest.mark.parametrize("units", [[], [nn.Linear], [nn.Sequential]], ids=["root", "linear", "blocks"])
+@each_rank(1, 2)
+def test_apply_asks_for_the_class_that_users_know(units: Any) -> None:
+    model = shard(Initialized(), units=units)
+    model.apply(by_exact_type)
+    whole = shardtrain.full_state_dict(model)
+    assert whole["head.weight"].eq(1).all()
+    assert whole["blocks.1.0.weight"].eq(1).all()
+    assert not whole["tokens.weight"].eq(1).any()
+    assert "_shardtrain" not in type(model).__name__
+    with pytest.raises(ValueError, match="copy"):
+        copy.deepcopy(model)
+
+
 @each_rank(2)
 def test_initialization_that_cannot_be_right_is_refused() -> None:
     model = shard(Initialized(), units=[nn.Sequential])
