@@ -1,4 +1,7 @@
-"""List the functions of torch that are right on a piece of a gradient; all others are refused.
+"""List the functions of torch that this package's tensor subclasses take; all others are refused.
+
+Three subclasses stand for a part of a tensor: a piece of a gradient, its norm before ranks have added theirs
+(both in ``norms.py``), and a local piece in a state dict (``engine/pieces.py``).
 
 A function is right on a piece if it treats each element by itself, whatever its neighbours are. A shape does
 not tell: ``g - g.mean(dim=1, keepdim=True)``, ``softmax`` and ``cumsum`` keep it, and compute something else
@@ -74,6 +77,12 @@ _JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
 _SELECTING = {"__getitem__", "__setitem__", "masked_select", "index_put", "index_put_"}
 # Results are no pieces: plain tensors, and what a test compares.
 UNMARKED = {"as_subclass", "isclose", *NEW.split()}
+# Norms, which ranks add up, and what leaves a norm what it is.
+NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
+SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
+SAME_NORMS |= {torch.cat, torch.stack}
+# What a state dict's values answer, and nothing else: the first returns attributes.
+ATTRIBUTES = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
 
 
 def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:

@@ -32,6 +32,8 @@ from torch.nn.utils import get_total_norm
 from shardtrain import torch_private
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.element_wise import (
+    NORMS,
+    SAME_NORMS,
     UNMARKED,
     changes_no_shape,
     describes,
@@ -41,9 +43,6 @@ from shardtrain.comm.element_wise import (
 )
 from shardtrain.comm.trace import ALL_REDUCE, waiting
 
-_NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
-_SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
-_SAME_NORMS |= {torch.cat, torch.stack}
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
 
@@ -109,7 +108,7 @@ class GradientPiece(Tensor):
         arguments = [*args, *kwargs.values()]
         owners = _first(cls, arguments).owners
         with torch_private.DisableTorchFunctionSubclass():
-            if func in _NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
+            if func in NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
                 return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
             if is_collective(func):
                 refuse_collective(func.__name__)
@@ -158,10 +157,10 @@ class PieceNorm(Tensor):
         owners = one.owners
         transport = owners.transport()
         with torch_private.DisableTorchFunctionSubclass():
-            if transport and func in _NORMS and _order(func, *args, **kwargs) == one.order:
+            if transport and func in NORMS and _order(func, *args, **kwargs) == one.order:
                 local = one.as_subclass(Tensor) if one.intervals is None else one.intervals
                 return _over_all_ranks(local, one.order, transport, owners)
-            if transport and func in _SAME_NORMS:
+            if transport and func in SAME_NORMS:
                 return _same_norms(one, transport, func, args, kwargs)
             result = func(*args, **kwargs) if describes(func) or func.__name__ == "as_subclass" else one
             if not isinstance(result, cls | Tensor) or func.__name__ == "as_subclass":

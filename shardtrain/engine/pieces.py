@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain import torch_private
+from shardtrain.comm.element_wise import ATTRIBUTES
 from shardtrain.engine.part import Index, Part
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
@@ -35,8 +36,6 @@ if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
     from torch.distributed.checkpoint.planner import WriteItem
 
 _WAY_OUT = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
-# Functions that only describe a tensor; the first returns attributes.
-_DESCRIBING = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
 
 
 class LocalPiece(Tensor):
@@ -67,7 +66,7 @@ class LocalPiece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in _DESCRIBING:
+        if func.__name__ in ATTRIBUTES:
             with torch_private.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if not isinstance(result, Tensor):  # as `.data` is
