@@ -82,9 +82,8 @@ def require_told(line: str, start: Callable[[list[str]], object]) -> None:
 def test_mistakes_are_named(part: int) -> None:
     """What people type and what they are told before a first step: `ARGUMENTS | WORDS OF THE MESSAGE`."""
     assert len(MISTAKES) >= 200
-    with hydra_app.program_configs() as folder:
-        for line in MISTAKES[5 + part :: 6]:
-            require_told(line, lambda words: build(from_hydra(compose(words, folder=folder)), 0, 1, CPU))
+    for line in MISTAKES[5 + part :: 6]:
+        require_told(line, lambda words: build(from_hydra(compose(words)), 0, 1, CPU))
 
 
 def test_mistakes_in_sweeps_are_named() -> None:
@@ -316,8 +315,9 @@ def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_sweep_of_four_on_two_ranks(tmp_path: Path) -> None:
-    """One job is refused, one gives a loss that is no number; the first trains as it would alone."""
+    """Two jobs are refused, one gives a loss that is no number; the first trains as it would alone."""
     swept = ("optim.lr=0.001,1e30", "train.batch_size=12,13")
     command = [sys.executable, "-m", "shardtrain.train.sweep", "--nproc-per-node", "2", "--", *TWO_STEPS]
     command += [*swept, "run.dir=sweep"]
@@ -325,7 +325,7 @@ def test_a_sweep_of_four_on_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "error: 3 of 4 jobs have failed, the first, job 1, with: train.batch_size=13 is" in done.stderr
     assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in done.stdout
-    assert done.stdout.count("\nworld ") == 3  # the first lines are those of each job that begins
+    assert done.stdout.count("\nworld ") == 2  # the first lines are those of each job that begins
     results = json.loads((tmp_path / "sweep/sweep.json").read_text())
     assert [bool(result["problem"]) for result in results] == [False, True, True, True]
     assert "a lower optim.lr may help" in results[2]["problem"]
