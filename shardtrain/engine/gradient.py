@@ -163,9 +163,9 @@ class Reduction:
 
     ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
     which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
-    segments of which a backward brings any gradient, or an earlier one has that waits. ``_awaited``: parameters
-    that required a gradient in a backward whose gradients are not reduced. ``_shown``: what ``.grad`` shows under `no_sync`, with
-    its version, and whether `show_waiting` put it there.
+    segments of which a backward brings any gradient, or an earlier one has brought some that wait.
+    ``_awaited``: parameters that required a gradient in a backward since the last reduction. ``_shown``: what
+    ``.grad`` shows under `no_sync`, with its version, and whether `show_waiting` put it there.
     """
 
     def __init__(self, unit: Unit) -> None:
