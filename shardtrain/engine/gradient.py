@@ -20,7 +20,7 @@ An existing gradient never begins with ``-0.0``: 0.0 is added to the first eleme
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -111,8 +111,11 @@ class Sum:
         copy = torch.empty(own.shape, dtype=local.dtype, device=local.device, pin_memory=downloads)
         return member.part.shown(copy.copy_(own, non_blocking=downloads))
 
-    def gradient(self) -> Gradient:
-        """Return the flat gradient to be reduced, with -0.0 where this rank has no gradient."""
+    def gradient(self, awaited: Set[ShardedParam]) -> Gradient:
+        """Return the flat gradient to be reduced, with -0.0 where this rank has no gradient.
+
+        ``awaited``: parameters of which any rank may have one.
+        """
         assert self.full is not None
         segment = self.segment
         # No gradient begins with -0.0, in any rank's part.
@@ -120,7 +123,7 @@ class Sum:
         for member in segment.members:
             if member not in self.grads:
                 self._views[member].fill_(-0.0)
-                if member.param.requires_grad and not segment.transport.silent:
+                if member in awaited and not segment.transport.silent:
                     self.unknown.add(member)
         layout = segment.layout
         return Gradient(self.full, layout, segment.transport.rank, segment.local.dtype, layout.virtual)
@@ -160,8 +163,9 @@ class Reduction:
 
     ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
     which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
-    segments of which a backward brings any gradient. ``_shown``: what ``.grad`` shows under `no_sync`, with
-    its version, and whether `show_waiting` put it there.
+    segments of which a backward brings any gradient, or an earlier one has brought some that wait.
+    ``_awaited``: parameters that required a gradient in a backward since the last reduction. ``_shown``: what
+    ``.grad`` shows under `no_sync`, with its version, and whether `show_waiting` put it there.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -173,6 +177,7 @@ class Reduction:
         self._moves = self._virtual or unit.transport.all_ranks.world > 1 or unit.transport.uploads
         self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}
         self._expected: list[Segment] = []
+        self._awaited: set[ShardedParam] = set()
         self._freed: dict[Segment, Sum] = {}
         self._keeps_views = unit.transport.returns_memory and not self._virtual
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
@@ -183,7 +188,10 @@ class Reduction:
         Raises ValueError if a user changed ``.grad`` in another way.
         """
         self.arrived.clear()
-        self._expected = [segment for segment in self.unit.segments if segment.trains]
+        # What was frozen while its gradient waits is reduced with it.
+        awaited = self._awaited
+        segments = self.unit.segments
+        self._expected = [s for s in segments if s.trains or not awaited.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
             if now is grad and now._version == version:
@@ -213,6 +221,8 @@ class Reduction:
         for segment in self._expected:
             grads: dict[ShardedParam, torch.Tensor] = {}
             for member in segment.members:
+                if member.param.requires_grad:
+                    self._awaited.add(member)
                 grad = member.take_grad()
                 if grad is not None:
                     _require_dense(grad, member.name)
@@ -269,8 +279,12 @@ class Reduction:
         """Start reducing what has been collected. The result is the mean of each parameter's gradient."""
         sums = [self._complete(segment) for segment in self._expected]
         if not (sums and self._moves):
+            self._awaited.clear()
             return Pending.done([*chain.from_iterable([total.own_means() for total in sums])])
-        pending = self.unit.transport.reduce(self.unit.title, [total.gradient() for total in sums])
+        pending = self.unit.transport.reduce(
+            self.unit.title, [total.gradient(self._awaited) for total in sums]
+        )
+        self._awaited.clear()
         # Gradients stay alive until the reduction has ended: a stream may still read them.
         return pending.then(partial(self._means, sums))
 
@@ -296,6 +310,7 @@ class Reduction:
         for member in self.unit.members:
             member.take_grad()
         self._shown.clear()
+        self._awaited.clear()
         for segment, sums in self._sums.items():
             if sums and sums[0].full is not None:
                 segment.transport.discard(sums[0].full)

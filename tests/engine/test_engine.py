@@ -299,6 +299,26 @@ def test_accumulation_equals_ddp_s(quiet: list[bool], set_to_none: bool | None) 
     assert_same_parameters(model, replica)
 
 
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(1, 3)
+def test_gradients_of_parameters_frozen_while_they_wait_are_reduced(layout: str) -> None:
+    """A whole unit and a part of one are frozen; only the last rank's gradients of them wait."""
+
+    def unfreezing(net: nn.Module, number: int) -> None:
+        frozen = [net.blocks[0].conv.weight, *net.blocks[1].parameters()]
+        with shardtrain.no_sync(net) if hasattr(net, "_shardtrain_engine") else contextlib.nullcontext():
+            is_last = dist.get_rank() == dist.get_world_size() - 1
+            loss = classify(net, number)
+            (loss if is_last else net.scale.square()).backward()
+        for param in frozen:
+            param.requires_grad_(False)
+        classify(net, number + 10).backward()
+        for param in frozen:
+            param.requires_grad_(True)
+
+    like_a_replica(step=unfreezing, layout=layout)
+
+
 def clip_as_torch(model: nn.Module, *options: float) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), *options)
 
