@@ -153,7 +153,7 @@ def test_what_follows_a_run_agrees_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(4))
 def test_what_follows_a_run_agrees_with_it_for_every_key(part: int, tmp_path: Path) -> None:
     wrong = []
