@@ -153,10 +153,12 @@ def test_what_follows_a_run_agrees_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_follows_a_run_agrees_with_it_for_every_key(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(4))
+def test_what_follows_a_run_agrees_with_it_for_every_key(part: int, tmp_path: Path) -> None:
     wrong = []
     for number, words in enumerate(rows(tmp_path)):
-        if not any(word in " ".join(words) for word in FEW):
+        if number % 4 == part and not any(word in " ".join(words) for word in FEW):
             try:
                 require_agreement(tmp_path / str(number), words)
             except (AssertionError, UserError) as error:
