@@ -36,11 +36,11 @@ from tiny import ALONE, CPU, VIT, context, result_of
 QUIET = ("monitor.tensorboard=false",)
 # Keys without a row of their own in `key_table.py`, with a value for this test.
 OTHERS = (
-    *("train.best=val/loss", "train.eval_batch_size=3", "train.channels_last=true", "data.eval_size=9"),
+    *("train.best=val/loss train.best_mode=min", "train.eval_batch_size=3", "train.channels_last=true"),
     *("data.classes=[a,b,c,d,e,f,g,h,i,j]", "parallel.virtual_ranks=2", "checkpoint.memory_every_steps=1"),
     *("optim._target_=torch.optim.RAdam", "train.loss._target_=torch.nn.MultiMarginLoss", "threads=1"),
     *("augment=none", "model.freeze=[body]", "monitor.scores=[]", "data.validation=0.25 seed=3"),
-    *("parallel.virtual_ranks=2 train.replay_every=1", "train.best_mode=min", "data.workers=1"),
+    *("parallel.virtual_ranks=2 train.replay_every=1", "data.workers=1"),
 )
 
 
