@@ -412,7 +412,9 @@ class Reports(Guard):
                 self._places[peer] = report[end:].decode(errors="replace")
                 self.paths.hear(peer, report[HEAD.size : end])
                 if lost >= 0:
-                    self._lose([lost], state, self.paths.end - 1)
+                    # What this rank waits for, where it waits: later collectives may have been started.
+                    wait = self._waiting
+                    self._lose([lost], state, self.paths.end - 1 if wait is None else wait.position)
                 elif why == ASKS:
                     self._links.send(TELLS, to=[peer])
                 elif why == LEAVES:

@@ -150,7 +150,8 @@ def test_a_rank_that_ends_early_is_named() -> None:
     if dist.get_rank() == 1:
         return
     text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
-    at = f"rank {dist.get_rank()} was at step 3, (entering|gathering) the "
+    # It may notice while it starts the gather of the next unit, before it waits for that of the root.
+    at = f"rank {dist.get_rank()} was at step 3, (entering the model|gathering (the root|blocks\\.0))"
     assert re.match(f"rank 1 has ended: {at}", text), text
 
 
