@@ -124,7 +124,7 @@ def completed(record: Mapping[str, Any], usual: DictConfig, gone: Collection[str
             own = {key: value for key, value in own.items() if f"{name}.{key}" not in gone}
         # The keys of these are the parameters of a function of the run's own choice.
         if isinstance(own, dict) and name not in ("model", "augment", "optim"):
-            own = {**as_values(usual).get(name, {}), **own}
+            own = {**(as_values(usual).get(name) or {}), **own}
         values[name] = own
     return values
 

@@ -30,6 +30,7 @@ class Simulated(Alone):
         self.rank = rank
         self.world = world
         self.in_place = in_place
+        self.returns_memory = not in_place  # as `ProcessGroupTransport`
         self._inbox = inbox and not in_place
         self._largest = 0  # bytes of the largest gradient
         self._arena: Tensor | None = None
