@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -75,12 +75,19 @@ class MemoryTimeline(NamedTuple):
 
 @dataclass(eq=False)
 class Life:
-    """Record one storage: its size, what it holds, and the instants at which it was made and freed."""
+    """Record memory in one storage: its size, what it holds, and the instants at which it came and went."""
 
     size: int
     kind: str
     born: int
+    storage: weakref.ref[Any]
     died: int = sys.maxsize
+
+    @property
+    def was_resized(self) -> bool:
+        """Return whether a storage that still exists has another size now."""
+        storage = self.storage()
+        return storage is not None and storage.nbytes() != self.size
 
 
 class LiveTensors(TorchDispatchMode):
@@ -92,10 +99,9 @@ class LiveTensors(TorchDispatchMode):
         self._lives: list[Life] = []
         self._model = introspect(step.model)
         self._known: dict[int, Life] = {}  # existing storages, by address
-        self._watches: list[weakref.ref[Any]] = []
         self._phase = ""  # the last one that the engine named
         self._fixed = {"parameters": self._model.shard_bytes, "gradients": self._model.transport.reserved}
-        ours = {_address(tensor) for tensor in self._model.tensors}
+        self._ours = {_address(tensor) for tensor in self._model.tensors}
         averages = step.ema.held() if step.ema is not None else []
         present = {
             "gradients": [p.grad for p in step.model.parameters() if p.grad is not None],
@@ -104,8 +110,7 @@ class LiveTensors(TorchDispatchMode):
         }
         for kind, tensors in present.items():
             for tensor in tensors:
-                if _address(tensor) not in ours:
-                    self._see(tensor, kind)
+                self._see(tensor, kind)
 
     def timeline(self) -> MemoryTimeline:
         """Return what was recorded."""
@@ -125,10 +130,10 @@ class LiveTensors(TorchDispatchMode):
             return func(*args, **kwargs)  # a query of a tensor's properties, which only fake tensors get here
         given = _addresses((args, kwargs))
         result = func(*args, **kwargs)
-        self._note(func, given.keys(), _addresses(result))
+        self._note(func, given, _addresses(result))
         return result
 
-    def _note(self, func: Any, given: Set[int], made: dict[int, Tensor]) -> None:
+    def _note(self, func: Any, given: dict[int, Tensor], made: dict[int, Tensor]) -> None:
         phase, unit = self._model.under_way
         if phase != "rest":
             self._phase = phase
@@ -137,29 +142,41 @@ class LiveTensors(TorchDispatchMode):
         kind = "activations" if phase != "update" and self._phase else "other"
         if phase == "backward" and (func is _LAYS_OUT or _in_gradient()):
             kind = "gradients"
-            for address in given & self._known.keys():
+            for address in given.keys() & self._known.keys():
                 life = self._known[address]
                 life.kind = kind if life.kind == "activations" else life.kind
-        for address in made.keys() - given:  # views of an argument are no new memory
+        self._end_resized()
+        for address in made.keys() - given.keys():  # views of an argument are no new memory
             self._see(made[address], kind)
+        if func is _LAYS_OUT:  # in memory that the engine may have allocated again, in the same storage
+            for tensor in given.values():
+                self._see(tensor, kind)
         gathered = 0 if self._model.transport.in_place else self._model.gathered.bytes
         self._instants.append((phase, unit, gathered))
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._known or not storage.nbytes():
+        if address in self._known or address in self._ours or not storage.nbytes():
             return
-        life = Life(storage.nbytes(), kind, len(self._instants))
+
+        def end(_: object) -> None:
+            self._end(address, life)
+
+        life = Life(storage.nbytes(), kind, len(self._instants), weakref.ref(storage, end))
         self._lives.append(life)
         self._known[address] = life
 
-        def ended(_: object) -> None:
+    def _end(self, address: int, life: Life) -> None:
+        if self._known.get(address) is life:
             life.died = len(self._instants)
-            if self._known.get(address) is life:
-                del self._known[address]
+            del self._known[address]
 
-        self._watches.append(weakref.ref(storage, ended))
+    def _end_resized(self) -> None:
+        """End the lives of memory that was freed or allocated again in a storage that goes on."""
+        for address, life in [*self._known.items()]:
+            if life.was_resized:
+                self._end(address, life)
 
 
 def memory_of_step(step: Step, batches: Sequence[Sequence[Tensor]]) -> MemoryTimeline:
