@@ -49,7 +49,7 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    all_ranks = engine_of(module).transport.all_ranks
+    all_ranks = engine_of(module).channel.all_ranks
     path = Path(path)
     problem = ""
     if all_ranks.rank == 0:
@@ -85,5 +85,5 @@ def load(
     """
     engine = engine_of(module)
     engine.require_rest("checkpoint.load() cannot be called")
-    opened = open_checkpoint(Path(path), engine.transport.all_ranks)
+    opened = open_checkpoint(Path(path), engine.channel.all_ranks)
     return load_into(opened, module, optimizer, averages)

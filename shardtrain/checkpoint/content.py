@@ -64,8 +64,8 @@ def local_shards(engine: Engine) -> list[LocalShard]:
 
     Of a parameter without elements rank 0 writes that it exists.
     """
-    rank = engine.transport.all_ranks.rank
-    is_primary = rank in engine.transport.primary_ranks
+    rank = engine.channel.all_ranks.rank
+    is_primary = rank in engine.channel.primary_ranks
     shards = []
     for member in engine.members:
         writes = is_primary and member.part.numel > 0
@@ -121,7 +121,7 @@ def collect(
     """
     engine = engine_of(module)
     engine.require_rest("checkpoint.save() cannot be called")
-    all_ranks = engine.transport.all_ranks
+    all_ranks = engine.channel.all_ranks
     named: Named = {}
     values: dict[str, Any] = {}
     described: dict[str, Any] = {}
@@ -259,7 +259,7 @@ def _buffers(engine: Engine, equal: Mapping[torch.Tensor, torch.Tensor]) -> Name
     named: Named = {}
     for name, buffer in persistent_buffers(engine.module):
         named[f"buffers/{name}"] = (None, buffer)
-        if engine.transport.all_ranks.rank == 0:
+        if engine.channel.all_ranks.rank == 0:
             named[f"averaged/{name}"] = (whole_part(name, equal[buffer]), equal[buffer])
     return named
 

@@ -125,7 +125,7 @@ def load_into(
         RuntimeError: on every rank, if a file became unreadable; the model is then partly loaded.
     """
     engine = engine_of(model)
-    all_ranks = engine.transport.all_ranks
+    all_ranks = engine.channel.all_ranks
     shards = local_shards(engine)
     buffers = persistent_buffers(model)
     extra = None

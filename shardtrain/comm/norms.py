@@ -54,7 +54,7 @@ class Owners(NamedTuple):
     equal ones correspond, element by element.
     """
 
-    transport: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
+    channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
     device: torch.device
     whole: bool = False
     virtual: int = 0
@@ -64,8 +64,8 @@ class Owners(NamedTuple):
     @property
     def stepping(self) -> bool:
         """Whether an optimizer that was tried makes a step of the model now."""
-        transport = self.transport()
-        return transport is not None and transport.stepping
+        channel = self.channel()
+        return channel is not None and channel.stepping
 
 
 class GradientPiece(Tensor):
@@ -155,13 +155,13 @@ class PieceNorm(Tensor):
         kwargs = kwargs or {}
         one = _first(cls, [*args, *kwargs.values()])
         owners = one.owners
-        transport = owners.transport()
+        channel = owners.channel()
         with torch_private.DisableTorchFunctionSubclass():
-            if transport and func in NORMS and _order(func, *args, **kwargs) == one.order:
+            if channel and func in NORMS and _order(func, *args, **kwargs) == one.order:
                 local = one.as_subclass(Tensor) if one.intervals is None else one.intervals
-                return _over_all_ranks(local, one.order, transport, owners)
-            if transport and func in SAME_NORMS:
-                return _same_norms(one, transport, func, args, kwargs)
+                return _over_all_ranks(local, one.order, channel, owners)
+            if channel and func in SAME_NORMS:
+                return _same_norms(one, channel, func, args, kwargs)
             result = func(*args, **kwargs) if describes(func) or func.__name__ == "as_subclass" else one
             if not isinstance(result, cls | Tensor) or func.__name__ == "as_subclass":
                 return result
@@ -179,14 +179,14 @@ def _as_pieces(value: Any) -> Any:
     return type(value)(map(_as_pieces, value)) if type(value) in (list, tuple) else value
 
 
-def _same_norms(one: PieceNorm, transport: Channel, func: Any, args: Any, kwargs: Any) -> PieceNorm:
+def _same_norms(one: PieceNorm, channel: Channel, func: Any, args: Any, kwargs: Any) -> PieceNorm:
     """Return the norms that ``func`` copies, converts or joins."""
     first = args[0]
     owners = one.owners
     intervals = one.intervals
     if isinstance(first, list | tuple):
         # Replicated gradients count once: on rank 0, which owns the first interval.
-        counts = transport.all_ranks.rank == 0
+        counts = channel.all_ranks.rank == 0
         first = [n if counts or isinstance(n, PieceNorm) else torch.zeros_like(n) for n in first]
         if intervals is not None:
             zeros = 0, max(0, owners.virtual - 1)
@@ -200,10 +200,10 @@ def _same_norms(one: PieceNorm, transport: Channel, func: Any, args: Any, kwargs
 
 def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: torch.dtype) -> Tensor:
     """Return the norm of all gradients, pieces or whole: 0-dim, ``dtype``, equal on all ranks. Collective."""
-    transport = owners.transport()
+    channel = owners.channel()
     marked = any(isinstance(grad, GradientPiece) for grad in grads)
-    if transport is not None and transport.silent and not marked:  # plain tensors, or torch's fake ones
-        return _over_all_ranks(get_total_norm(grads, order), order, transport, owners._replace(virtual=0))
+    if channel is not None and channel.silent and not marked:  # plain tensors, or torch's fake ones
+        return _over_all_ranks(get_total_norm(grads, order), order, channel, owners._replace(virtual=0))
     device = grads[0].device if grads else owners.device
     none = torch.empty(0, dtype=dtype, device=device)  # so that every rank has a piece
     return get_total_norm([GradientPiece.of(none, owners), *grads], order, foreach=True)
@@ -374,7 +374,7 @@ def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
     return joined
 
 
-def _over_all_ranks(norms: Tensor, order: float, transport: Channel, owners: Owners) -> Tensor:
+def _over_all_ranks(norms: Tensor, order: float, channel: Channel, owners: Owners) -> Tensor:
     """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective."""
     device = owners.device
     dtype = torch.promote_types(norms.dtype, torch.float32)
@@ -383,8 +383,8 @@ def _over_all_ranks(norms: Tensor, order: float, transport: Channel, owners: Own
         _by_interval(norms, order, owners.virtual) if by_interval else torch.linalg.vector_norm(norms, order)
     )
     local = local.to(device, dtype, non_blocking=True)
-    all_ranks = transport.all_ranks
-    if all_ranks.rank not in transport.primary_ranks:
+    all_ranks = channel.all_ranks
+    if all_ranks.rank not in channel.primary_ranks:
         local.zero_()  # the gradients of replicas are equal and count once
     with waiting(ALL_REDUCE, "the gradient's norm", device):
         if order == math.inf:  # gloo's maximum of a nan and a number is the number

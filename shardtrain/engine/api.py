@@ -162,7 +162,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         with engine.virtual.waiting(), engine.driver.reducing(False):
             yield
         return
-    with engine.driver.reducing(engine.transport.all_ranks.world == 1):  # a single rank communicates nothing
+    with engine.driver.reducing(engine.channel.all_ranks.world == 1):  # a single rank communicates nothing
         yield
 
 

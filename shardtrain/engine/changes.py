@@ -205,7 +205,7 @@ def shown_local(segment: Segment) -> torch.Tensor:
     for member in segment.members:
         member.param = member.info.parameter
     first = segment.members[0]
-    local = first.param.new_zeros(segment.layout.length(segment.transport.rank))
+    local = first.param.new_zeros(segment.layout.length(segment.channel.rank))
     for member in segment.members:
         _check_like(member, first)
         member.part.shown(member.piece_of(local)).copy_(member.param.data)

@@ -79,16 +79,16 @@ class Driver:
     def _fence(self, what: Movement) -> None:
         if what is ENTER:
             for name in self.steps.take():
-                self.root.transport.fence(STEP, name)
+                self.root.channel.fence(STEP, name)
         with waiting(what, "the model", self.device):
-            self.root.transport.fence(what)
+            self.root.channel.fence(what)
 
     def _agree_on_frozen(self) -> None:
         """Enter into the path which parameters are frozen, if users have changed that."""
         names = frozen(self.units)
         if names != self._frozen:
             self._frozen = names
-            self.root.transport.fence(TRAIN, trained_in_words(names))
+            self.root.channel.fence(TRAIN, trained_in_words(names))
 
     # verbs: what the schedule decides
 
@@ -148,7 +148,7 @@ class Driver:
         Where all units keep their full vectors and the host waits for messages, all may be.
         """
         sizes = [unit.gradient_bytes for unit in self.units]
-        waits = not self.root.transport.in_place and all(unit.device.type == "cpu" for unit in self.units)
+        waits = not self.root.channel.in_place and all(unit.device.type == "cpu" for unit in self.units)
         return sum(sizes) if waits and self.schedule.keeps.issuperset(self.units[1:]) else max(sizes)
 
     def _training(self) -> set[Unit]:
@@ -319,7 +319,7 @@ class Driver:
         self._reduced = []
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
-        if self.schedule.unreduced and self.root.transport.uploads:
+        if self.schedule.unreduced and self.root.channel.uploads:
             finish_downloads(self.device)
         call_postponed(params)
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be

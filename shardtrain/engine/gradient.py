@@ -123,10 +123,10 @@ class Sum:
         for member in segment.members:
             if member not in self.grads:
                 self._views[member].fill_(-0.0)
-                if member in awaited and not segment.transport.silent:
+                if member in awaited and not segment.channel.silent:
                     self.unknown.add(member)
         layout = segment.layout
-        return Gradient(self.full, layout, segment.transport.rank, segment.local.dtype, layout.virtual)
+        return Gradient(self.full, layout, segment.channel.rank, segment.local.dtype, layout.virtual)
 
     def means(self, interval: torch.Tensor) -> list[Mean]:
         """Return the means that exist, perhaps. ``interval``: this rank's, of the reduced gradient."""
@@ -174,12 +174,12 @@ class Reduction:
         self.arrived: set[str] = set()
         self._virtual = any(segment.layout.virtual for segment in unit.segments)
         # With offload a single rank's gradients move, too: to the host.
-        self._moves = self._virtual or unit.transport.all_ranks.world > 1 or unit.transport.uploads
+        self._moves = self._virtual or unit.channel.all_ranks.world > 1 or unit.channel.uploads
         self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}
         self._expected: list[Segment] = []
         self._awaited: set[ShardedParam] = set()
         self._freed: dict[Segment, Sum] = {}
-        self._keeps_views = unit.transport.returns_memory and not self._virtual
+        self._keeps_views = unit.channel.returns_memory and not self._virtual
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
 
     def begin_backward(self) -> None:
@@ -252,7 +252,7 @@ class Reduction:
         freed = self._freed.pop(segment, None)
         if freed is not None and freed.like is segment.like_gradient:  # users have not converted the segment
             return freed.allocate(micro_batch)
-        return Sum(segment, micro_batch, segment.transport.gradient(segment.layout, segment.like_gradient))
+        return Sum(segment, micro_batch, segment.channel.gradient(segment.layout, segment.like_gradient))
 
     def _waiting(self) -> list[Sum]:
         return [*chain.from_iterable(self._sums.values())]
@@ -281,9 +281,7 @@ class Reduction:
         if not (sums and self._moves):
             self._awaited.clear()
             return Pending.done([*chain.from_iterable([total.own_means() for total in sums])])
-        pending = self.unit.transport.reduce(
-            self.unit.title, [total.gradient(self._awaited) for total in sums]
-        )
+        pending = self.unit.channel.reduce(self.unit.title, [total.gradient(self._awaited) for total in sums])
         self._awaited.clear()
         # Gradients stay alive until the reduction has ended: a stream may still read them.
         return pending.then(partial(self._means, sums))
@@ -313,7 +311,7 @@ class Reduction:
         self._awaited.clear()
         for segment, sums in self._sums.items():
             if sums and sums[0].full is not None:
-                segment.transport.discard(sums[0].full)
+                segment.channel.discard(sums[0].full)
             sums.clear()
 
 
@@ -348,7 +346,7 @@ def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> list[nn.Paramet
     for reduction, of_unit in reduced:
         if reduction.divide_by is not None and of_unit:
             values = [mean.value for mean in of_unit]
-            torch._foreach_mul_(values, reduction.unit.transport.all_ranks.world / reduction.divide_by)
+            torch._foreach_mul_(values, reduction.unit.channel.all_ranks.world / reduction.divide_by)
         means += of_unit
     # A mean of -0.0 throughout is absent. The host waits for the device once, for the means of all units.
     unsure = [mean.value for mean in means if not mean.is_certain and mean.value.numel()]

@@ -48,7 +48,7 @@ class Engine:
         self.units = units
         self.segments = [*chain.from_iterable(unit.segments for unit in units)]
         self.members = [*chain.from_iterable(unit.members for unit in units)]
-        self.transport = units[0].transport
+        self.channel = units[0].channel
         self._place()
         self._changes = Changes(module, units)
         self.driver = Driver(units, self._changes)
@@ -162,7 +162,7 @@ class Engine:
 
     def _place(self) -> None:
         """Tell the channel on which devices full vectors lie."""
-        self.transport.place({segment.full.device for segment in self.segments})
+        self.channel.place({segment.full.device for segment in self.segments})
 
     def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.

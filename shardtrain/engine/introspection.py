@@ -32,7 +32,7 @@ class Introspection:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.transport = engine.transport
+        self.transport = engine.channel
         self.precision = engine.units[0].options.precision
 
     @property

@@ -106,13 +106,13 @@ class Optimizers:
                         grad.unmark()
                         plain.append(grad)
         self._stepping[optimizer] = plain
-        self._driver.root.transport.stepping = True
+        self._driver.root.channel.stepping = True
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo `begin_step`, if that was called."""
         for grad in self._stepping.pop(optimizer, ()):
             GradientPiece.mark(grad)
-        self._driver.root.transport.stepping = bool(self._stepping)
+        self._driver.root.channel.stepping = bool(self._stepping)
 
     def end_steps(self) -> None:
         """End the steps of optimizers that raised: torch calls no hook then."""

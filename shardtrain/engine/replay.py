@@ -214,7 +214,7 @@ def _compared(
     ``texts``: this rank's `_lines`, of its own micro-batch and of the one that it checks.
     """
     assert engine.virtual is not None
-    all_ranks = engine.transport.all_ranks
+    all_ranks = engine.channel.all_ranks
     short = [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
     digests = [text.split() for text in comm.gather_texts(" ".join(short), all_ranks)]
     for rank, (expected, _) in enumerate(digests):

@@ -166,7 +166,7 @@ class Segment:
     def __init__(
         self,
         infos: Sequence[ParamInfo],
-        transport: Channel,
+        channel: Channel,
         precision: Precision,
         cut: Cut,
         initial: InitialValues,
@@ -177,12 +177,12 @@ class Segment:
         narrowest = min(params[0].element_size(), compute.itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in params], align)
-        self.pieces = self.layout.pieces(transport.rank)
+        self.pieces = self.layout.pieces(channel.rank)
         self.members: list[ShardedParam] = []
         for info, param, (start, stop, offset) in zip(infos, params, self.pieces, strict=True):
             part = Part(info.name, tuple(param.shape), dense_stride(param), start, stop, self.layout.whole)
             self.members.append(ShardedParam(info, part, offset))
-        self.transport = transport
+        self.channel = channel
         like = torch.empty(0, dtype=params[0].dtype, device=initial.device(params[0]))
         for param in params:
             param.grad = None
@@ -195,13 +195,13 @@ class Segment:
         made. ``like`` has the dtype and device to use; on the meta device nothing is sent.
         """
         full = like.new_zeros(self.layout.padded)
-        all_ranks = self.transport.all_ranks
+        all_ranks = self.channel.all_ranks
         if not full.is_meta:
             for value, view in zip(values, self.views_of(full), strict=True):
                 if value is not None and all_ranks.rank == 0:
                     view.copy_(value.detach())
             all_ranks.broadcast(full)
-        interval = full[self.layout.interval(self.transport.rank)]
+        interval = full[self.layout.interval(self.channel.rank)]
         return interval if interval.numel() == full.numel() else interval.clone()
 
     def _allocate(self, local: torch.Tensor) -> None:
@@ -209,15 +209,15 @@ class Segment:
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
         reduced = self._precision.of_gradient(compute)
-        transport = self.transport
+        channel = self.channel
         virtual = self.layout.virtual
         # Virtual ranks: where several gradients are summed before they are sent, the sums are not rounded.
-        if virtual > transport.world or (virtual and transport.stages):
+        if virtual > channel.world or (virtual and channel.stages):
             reduced = torch.promote_types(reduced, local.dtype)
         like = local.new_empty(0, dtype=compute)
-        self.full, wire = transport.allocate(self.layout, like, reduced)
+        self.full, wire = channel.allocate(self.layout, like, reduced)
         self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
-        self.wire = self.local if transport.uploads else wire  # each upload casts
+        self.wire = self.local if channel.uploads else wire  # each upload casts
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         starts = self.layout.starts
@@ -230,13 +230,13 @@ class Segment:
         self.flat = Flat(self.full, self.wire, self.layout)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
-        self._releases = not (transport.in_place or self.full.is_meta)
-        alone = transport.silent
-        if virtual and transport.all_ranks.world == 1:
+        self._releases = not (channel.in_place or self.full.is_meta)
+        alone = channel.silent
+        if virtual and channel.all_ranks.world == 1:
             alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
-        owners = Owners(weakref.ref(transport), self.full.device, self.layout.whole, virtual)
+        owners = Owners(weakref.ref(channel), self.full.device, self.layout.whole, virtual)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
-            parts = self.layout.virtual_pieces(piece, transport.rank) if virtual else ()
+            parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
             owners_of_member = owners._replace(parts=parts, elements=member.part.elements)
             member.set_views(self.local, view, None if alone else owners_of_member)
             become(member.param, member.local_view)

@@ -98,10 +98,10 @@ def _show_copies(unit: Unit, grads: bool) -> None:
 
 def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
     """Gather every rank's interval ``local``; return private full tensors on the unit's device."""
-    if unit.transport.world == 1:
+    if unit.channel.world == 1:
         return segment.views_of(local.to(segment.full.device, copy=True))
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
-    unit.transport.gather(unit.title, [Flat(full, local, segment.layout)]).wait()
+    unit.channel.gather(unit.title, [Flat(full, local, segment.layout)]).wait()
     return segment.views_of(full)
 
 
@@ -111,7 +111,7 @@ def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     params = [member.param for member in segment.members]
     here = [param.grad is not None and param.numel() > 0 for param in params]
     present = segment.local.new_tensor(here, dtype=torch.float32)  # a dtype that has a maximum
-    segment.transport.all_ranks.all_reduce(present, "max")
+    segment.channel.all_ranks.all_reduce(present, "max")
     local = torch.zeros_like(segment.local)
     for member in segment.members:
         if member.param.grad is not None:
@@ -131,9 +131,9 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     """
     engine = engine_of(module)
     engine.require_rest("full_state_dict() cannot be called")
-    wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
+    wanted = engine.channel.all_ranks.rank == 0 or not rank0_only
     to_host = partial(Tensor.to, device="cpu", copy=True, non_blocking=True)
-    values = {b: to_host(value) for b, value in equal_buffers(module, engine.transport.all_ranks)}
+    values = {b: to_host(value) for b, value in equal_buffers(module, engine.channel.all_ranks)}
     params = {member.name: member.param for member in engine.members}
     for name, whole in full_weights(module):
         if wanted:
@@ -172,7 +172,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     """
     engine = engine_of(module)
     engine.require_rest("load_full_state_dict() cannot be called")
-    all_ranks = engine.transport.all_ranks
+    all_ranks = engine.channel.all_ranks
     values = {} if all_ranks.rank else state
     verdict = json.dumps(([], []) if all_ranks.rank else _compare(engine, state, strict))
     # A simulated world delivers an empty text.
@@ -254,7 +254,7 @@ def average_buffers(module: nn.Module) -> None:
     BatchNorm's running statistics differ between ranks during training: call this before evaluation. It takes
     one all-reduce per floating-point dtype, and one broadcast per other dtype.
     """
-    for buffer, value in equal_buffers(module, engine_of(module).transport.all_ranks):
+    for buffer, value in equal_buffers(module, engine_of(module).channel.all_ranks):
         buffer.copy_(value)
 
 

@@ -82,7 +82,7 @@ class Unit:
         name: str,
         module: nn.Module,
         segments: Sequence[Segment],
-        transport: Channel,
+        channel: Channel,
         options: UnitOptions,
     ) -> None:
         self.name = name
@@ -90,7 +90,7 @@ class Unit:
         self.module = module
         self.segments = tuple(segments)
         self.members = tuple(chain.from_iterable([segment.members for segment in segments]))
-        self.transport = transport
+        self.channel = channel
         self.options = options
         self.state = State.SHARDED
         self.shown = Shown.SHARD
@@ -167,7 +167,7 @@ class Unit:
         for segment in self.segments:
             segment.hold_full(True)
         flats = [segment.flat for segment in self.segments]
-        self._moving = self.transport.gather(self.title, flats) if flats else Pending.done(None)
+        self._moving = self.channel.gather(self.title, flats) if flats else Pending.done(None)
         self.state = State.GATHERING
 
     def show(self) -> None:

@@ -102,11 +102,11 @@ def check_sums(
     module: nn.Module,
     ignored: set[nn.Parameter],
     precisions: Sequence[Precision],
-    transport: Channel,
+    channel: Channel,
     count: int,
 ) -> None:
     """Raise ValueError if ``count`` virtual ranks would not give the same bits."""
-    world = transport.all_ranks.world
+    world = channel.all_ranks.world
     if count < world or count & (count - 1) or world & (world - 1):
         raise ValueError(
             f"virtual_ranks={count} on {world} ranks: expected powers of two, and at least one virtual rank "
@@ -124,7 +124,7 @@ def check_sums(
         )
     if any(precision.reduce for precision in precisions):
         raise ValueError("virtual_ranks sums without rounding: leave precision.reduce None")
-    apart = [ranks for ranks in transport.stages if [*ranks] != [*range(ranks[0], ranks[0] + len(ranks))]]
+    apart = [ranks for ranks in channel.stages if [*ranks] != [*range(ranks[0], ranks[0] + len(ranks))]]
     if apart:
         raise ValueError(
             f"virtual_ranks sums neighbouring ranks first, but ranks {', '.join(map(str, apart[0]))} share a "
@@ -187,7 +187,7 @@ class Virtual:
         self.count = count
         self.driver = driver
         self._module = module
-        all_ranks = driver.root.transport.all_ranks
+        all_ranks = driver.root.channel.all_ranks
         self._all_ranks = all_ranks
         share = count // all_ranks.world
         self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)

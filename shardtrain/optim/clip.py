@@ -38,7 +38,7 @@ def clip_grad_norm_(
     grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
     widest = functools.reduce(torch.promote_types, (s.local.dtype for s in engine.segments), torch.float32)
     virtual = engine.virtual.count if engine.virtual else 0
-    owners = Owners(weakref.ref(engine.transport), engine.driver.device, virtual=virtual)
+    owners = Owners(weakref.ref(engine.channel), engine.driver.device, virtual=virtual)
     norm = total_norm(grads, norm_type, owners, widest)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")

@@ -35,7 +35,7 @@ class Ema:
         self.every = every
         self.after = after
         self._engine = engine_of(module)
-        self._all_ranks = self._engine.transport.all_ranks
+        self._all_ranks = self._engine.channel.all_ranks
         self._engine.require_rest("Ema() cannot be called")
         # The average of each parameter, of its local shard.
         self.averages = {param: param.detach().clone() for param in module.parameters()}
