@@ -35,13 +35,9 @@ class Uncopied(Addition):
             "shardtrain.full_state_dict(model)"
         )
 
-    def __getstate__(self) -> NoReturn:
-        # `copy.copy` asks the module for this one, and its class for the one above.
-        Uncopied.__reduce_ex__(self, 2)
-
 
 # Of modules that keep their class.
-UNCOPIED = {name: getattr(Uncopied, name) for name in ("__deepcopy__", "__reduce_ex__", "__getstate__")}
+UNCOPIED = {name: getattr(Uncopied, name) for name in ("__deepcopy__", "__reduce_ex__")}
 
 
 class Unwrapped(Addition):
