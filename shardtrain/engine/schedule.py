@@ -351,6 +351,8 @@ class Schedule(Generic[U]):
         """
         self.trains = trains
         self.backward = Backward(room, self.accumulates)
+        for unit in [*self.prefetched]:  # by a forward, inside which this backward runs
+            self.release(unit)
         for unit in self.unannounced:  # hidden since, or released
             self._show(unit)
         self._descend_into(self.backward, forward)
