@@ -114,7 +114,7 @@ def build(
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
         + (f" + {len(images.test):,} to test" if images.test else ""),
         forward_flops=flops,
-        notes=notes,
+        notes=[*images.notes, *notes],
     )
     return job, config
 

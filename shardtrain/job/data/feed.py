@@ -58,6 +58,7 @@ class DataSet(NamedTuple):
     train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
     # Pixels of the shorter side before a centre crop; None: squares of whole images.
     resize: int | None = None
+    notes: tuple[str, ...] = ()  # lines that a run prints at its start
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
