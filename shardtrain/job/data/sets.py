@@ -95,7 +95,7 @@ def class_notes(data: DataSet) -> list[str]:
 
 
 def _meaning(name: str) -> object:
-    """Return what names share that differ in case, spaces and signs between words, or as numbers are written."""
+    """Return what names share that differ in case, in what is between words, or as numbers are written."""
     plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
     try:
         number = Decimal(plain)
@@ -282,7 +282,8 @@ def _require_all(labels: Tensor | None, classes: int) -> None:
     absent = (labels.bincount(minlength=classes) == 0).nonzero().flatten().tolist()
     if absent:
         raise ValueError(
-            f"no training image of class {first_of([*map(str, absent)])} of 0 to {classes - 1}; each needs some"
+            f"no training image of class {first_of([*map(str, absent)])} of 0 to {classes - 1}; "
+            "each needs some"
         )
 
 
