@@ -24,9 +24,10 @@ from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.errors import UserError, WorkerError, not_valid, path_of, plain_file, reading
 from shardtrain.job.inference import Inference, mode_of, transform_of
+from shardtrain.job.preprocessing import Preprocessing
 
-IMAGENET_MEAN = (123.7, 116.3, 103.5)
-IMAGENET_STD = (58.4, 57.1, 57.4)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class Unreadable(WorkerError):
@@ -181,9 +182,13 @@ def photographs(
         train_as_val=as_val,
         name=f"{config.name} {config.root}",
         test=None if test is None else Pictures(test, centre),
-        classes=tuple(classes),
-        channels=3,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        resize=resize,
+        preprocessing=Preprocessing(
+            classes=tuple(classes),
+            channels=3,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            image_size=config.side_in_eval,
+            resize=resize,
+            interpolation=config.interpolation,
+        ),
     )
