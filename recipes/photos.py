@@ -26,9 +26,10 @@ from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.errors import UserError, WorkerError, not_valid, path_of, plain_file, reading
 from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, mode_of, transform_of
+from shardtrain.job.preprocessing import Preprocessing
 
-IMAGENET_MEAN = (123.7, 116.3, 103.5)
-IMAGENET_STD = (58.4, 57.1, 57.4)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 MOST_KINDS = 5  # kinds of files in a message
 LOOKED_AT = 16  # images whose grey values are looked at before training
 USUAL_BITS = 15  # of the largest value among some 16-bit grey images
@@ -276,10 +277,14 @@ def photographs(
         train_as_val=as_val,
         name=f"{config.name} {config.root}",
         test=None if test is None else Pictures(test, centre),
-        classes=tuple(classes),
-        channels=3,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        resize=resize,
+        preprocessing=Preprocessing(
+            classes=tuple(classes),
+            channels=3,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            image_size=config.side_in_eval,
+            resize=resize,
+            interpolation=config.interpolation,
+        ),
         notes=tuple(warnings_of_grey(train if train.paths or val is None else val)),
     )
