@@ -213,9 +213,7 @@ class Saver:
             saved = f"step {step} is saved, and {again} resumes from it"
         elif self._store.latest_in_memory == step:
             saved = f"step {step} is in memory, from which the same run.dir resumes within ten minutes"
-        stopped = Stopped(signal)
-        self._monitor.say(f"{stopped} after step {step}; {saved}")
-        raise stopped
+        raise Stopped(signal, f"after step {step}; {saved}")
 
     def _exchange(self) -> tuple[int, bool]:
         """Return the signal that a rank had noted at the call before, and whether one was writing."""
