@@ -156,7 +156,7 @@ class Driver:
 
     def refresh(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.refresh(unit, unit.trains)
+        self.schedule.refresh(unit, self._training())
         unit.refresh()
         self.changes.note(unit)
         self._agree_on_frozen()
