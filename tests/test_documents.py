@@ -11,7 +11,10 @@ import pydoc
 import re
 import shlex
 import tarfile
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ import yaml
 from PIL import Image
 
 import shardtrain
+from shardtrain.engine.schedule import Schedule
 from shardtrain.job.data import load
 from shardtrain.job.schema import flat
 from shardtrain.recipes import api, why_shard
@@ -308,6 +312,7 @@ FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|yaml|json|txt|svg|png|ipyn
 NAME = re.compile(r"\+?([A-Za-z_]\w*(?:\.\w+)*)(?:(=)|\(.*\)|\[.*\])?")
 STAND_FOR = {  # how documents abbreviate modules
     **{"dist": "torch.distributed", "dcp": "torch.distributed.checkpoint", "nn": "torch.nn", "np": "numpy"},
+    **{"Node": "torch.autograd.graph.Node", "Tensor": "torch.Tensor"},
     **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "fsdp", "optim", "recipes")},
 }
 OBJECTS = {"block", "grad", "meter", "model", "module", "optimizer", "p", "param"}
@@ -426,6 +431,52 @@ def test_names_between_backticks_exist(file: Path) -> None:
             there = match is None or match[1] in KNOWN or is_known(match[1], match[2] == "=")
         missing += [] if there else [span]
     assert missing == []
+
+
+class Facts(NamedTuple):
+    name: str
+    gradient_bytes: int = 8
+    keeps: bool = False
+
+
+class Verbs:
+    """An actor that writes down the schedule's verbs. `hide` is left out: a release follows."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def __getattr__(self, verb: str) -> Callable[[Facts], None]:
+        return lambda unit: self.said.append(f"{verb} {unit.name}")
+
+
+def test_the_picture_of_descent_is_what_the_schedule_does() -> None:
+    (picture,) = (block for block in blocks("text", ROOT / "docs/engine.md") if "backward, upward" in block)
+    sides = [line.split("|") for line in picture.splitlines()]
+    verb = re.compile(r"(?:gather|show|take|release|reduce) \d")
+    down = [verb.findall(left) for left, _ in sides]
+    up = [verb.findall(right) for _, right in reversed(sides)]
+
+    acting = Verbs()
+    units = [Facts("root"), Facts("0"), Facts("1")]
+    schedule = Schedule(units, acting)
+    schedule.begin_forward({*units})
+    schedule.enter(units[0])
+    moments = []
+    for unit in units[1:]:
+        schedule.enter(unit)
+        moments.append(schedule.moment)
+        schedule.leave(unit, learns=True)
+    schedule.leave(units[0], learns=True)
+    schedule.end_forward(failed=False)
+    schedule.begin_backward(schedule.forward, {*units}, room=8)
+    for moment in reversed(moments):
+        schedule.reach(schedule.forward, moment)
+    schedule.end_backward()
+
+    said = [text for text in acting.said if verb.fullmatch(text)]
+    assert [*chain.from_iterable([*down, *up])] == said
+    assert [re.findall(r"\d", line)[0] for line in picture.splitlines() if "hook" in line] == ["0", "1"]
+    assert re.findall(r'hook, "(\d)"', picture) == [*map(str, moments)]
 
 
 def test_the_course_says_how_long_its_files_are() -> None:
