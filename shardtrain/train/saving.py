@@ -270,7 +270,11 @@ class Saver:
         }
         best = None if self.best is None else self.best.step
         facts = {  # with the step they determine which images have been used
-            "position": {"images": job.train.sampler.images},
+            "position": {
+                "images": job.train.sampler.images,
+                "counts": job.class_counts,
+                "labels": job.labels_digest,
+            },
             "inference": asdict(job.inference),
             "machine": machine(job.device),
             "config": asdict(self._config),

@@ -17,10 +17,11 @@ from shardtrain.checkpoint.store import step_name
 from shardtrain.job import losses, pictures, scores
 from shardtrain.job.build import build, is_minimised
 from shardtrain.job.data import EvalFeed, Prepare, Share
-from shardtrain.job.data.feed import Arrays, DataSet, numbered
+from shardtrain.job.data.feed import Arrays, DataSet
 from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Scoring, evaluate
+from shardtrain.job.preprocessing import numbered
 from shardtrain.job.step import Step
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
@@ -29,7 +30,7 @@ from shardtrain.train.sweep import Outcome
 
 from pool import each_rank
 from small import Parts
-from tiny import CPU, TINY, composed, context, events_of, result_of, run
+from tiny import CPU, TINY, composed, context, events_of, prepared, result_of, run
 
 IMAGES = 23  # divided by no number of ranks or batches here
 NAMES = ("cat", "dog", "bird", "fish", "none")
@@ -39,7 +40,7 @@ def small_data() -> DataSet:
     """Return images whose pixels are logits of four of five classes."""
     images = torch.randint(0, 256, (IMAGES, 1, 2, 2), generator=torch.Generator().manual_seed(0))
     arrays = Arrays(images.to(torch.uint8), torch.arange(IMAGES) ** 2 % 4)
-    return DataSet(arrays, arrays, "small", NAMES, 1, (0.0,), (1.0,))
+    return DataSet(arrays, arrays, "small", prepared(NAMES))
 
 
 def everything(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def scored(virtual: int = 0) -> Any:
         lambda self, images: F.pad(images.flatten(1), (0, 1)) * self.scale, scale=nn.Parameter(torch.ones(()))
     )
     options = {"virtual_ranks": virtual} if virtual else {}
-    feed = EvalFeed(data.val, share, Prepare(data, 2, CPU), workers=0, batch_size=3)
+    feed = EvalFeed(data.val, share, Prepare(data.preprocessing, 2, CPU), workers=0, batch_size=3)
     functions = {"per_class": scores.per_class, "mine.everything": everything}
     return evaluate(shard(model, **options), feed, Scoring(functions=functions, classes=NAMES)).results
 
@@ -421,7 +422,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_balanced_weights() -> None:
     labels = torch.tensor([0] * 6 + [1] * 2)
     arrays = Arrays(torch.zeros(8, 1, 2, 2, dtype=torch.uint8), labels)
-    data = DataSet(arrays, arrays, "small", ("cat", "dog", "none"), 1, (0.0,), (1.0,))
+    data = DataSet(arrays, arrays, "small", prepared(("cat", "dog", "none")))
     assert losses.weights_of("balanced", data).tolist() == pytest.approx([8 / 12, 8 / 4, 1.0])
     assert losses.weights_of(None, data) is None
     with pytest.raises(
@@ -453,7 +454,9 @@ def test_the_validation_loss_is_the_one_that_is_trained() -> None:
         ),
     ):
         feeds = [
-            EvalFeed(data.val, Share(1, 1, 0, 1), Prepare(data, 2, CPU), workers=0, batch_size=size)
+            EvalFeed(
+                data.val, Share(1, 1, 0, 1), Prepare(data.preprocessing, 2, CPU), workers=0, batch_size=size
+            )
             for size in (3, 5)
         ]
         feed = feeds[0]
