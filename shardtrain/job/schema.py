@@ -101,8 +101,10 @@ def flat(values: Any, key: str = "") -> dict[str, Any]:
     """Return the values of nested groups by full key, as JSON holds them."""
     if not isinstance(values, Mapping):
         return {key: list(values) if isinstance(values, tuple) else values}
-    parts = (flat(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
-    return {name: value for part in parts for name, value in part.items()}
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        result |= flat(value, f"{key}.{name}".lstrip("."))
+    return result
 
 
 def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
