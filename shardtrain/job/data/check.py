@@ -49,8 +49,8 @@ def require_readable(parts: Mapping[str, Batches | None], keys: Images, say: Cal
     if bad:
         images = sum(map(len, files.values()))
         raise UserError(
-            f"data={keys.name}: {bad:,} of {counted(images, 'image')} cannot be read; they are listed above: remove or "
-            "replace them"
+            f"data={keys.name}: {bad:,} of {counted(images, 'image')} cannot be read; they "
+            "are listed above: remove or replace them"
         )
 
 
