@@ -120,9 +120,9 @@ class Files(NamedTuple):
 NO_FILES = Files((), ())
 
 
-def image_folder(config: ImageFolder) -> DataSet:
-    """Open the images of `root/train` and `root/val`."""
-    if config.all_held_out:
+def image_folder(config: ImageFolder, *, all_held_out: bool = False) -> DataSet:
+    """Open the images of `root/train` and `root/val`, or all to score, of the classes of a run."""
+    if all_held_out:
         return photographs(config, config.classes or (), NO_FILES, _to_score(config))
     train, classes = _in_folders(config, "train")
     val = None

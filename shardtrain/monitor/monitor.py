@@ -31,6 +31,7 @@ from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
+TENSORBOARD = "tensorboard"  # among `monitor.writers`
 SAMPLES = 16  # images of a batch in the picture
 MOST_CLASSES = 6  # whose images are counted one by one in the first lines
 
@@ -134,10 +135,11 @@ def open_monitor(
     facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
     writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
-    if config.monitor.tensorboard:
-        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+    given = (context.run_dir, dataclasses.asdict(config))
     for path in config.monitor.writers:
-        given = (context.run_dir, dataclasses.asdict(config))
+        if path == TENSORBOARD:
+            writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+            continue
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
     monitor = Monitor(*writers, first_step=job.first_step)
     file = context.run_dir / "config.yaml"

@@ -42,6 +42,7 @@ from shardtrain.train.resume import (
     restore,
     run_directory,
     start_messages,
+    weighted_as_saved,
 )
 from shardtrain.train.saving import Saver, Training
 
@@ -196,7 +197,9 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, identity, memory)
-    job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
+    config = weighted_as_saved(config, start)
+    place = (rank_info.rank, rank_info.world_size, context.device)
+    job, config = build(config, *place, start.step, all_held_out=context.all_held_out)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
     with (

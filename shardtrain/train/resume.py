@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from shardtrain.job.dist_env import on_rank_0, together
 from shardtrain.job.errors import UserError, path_of, reading, writing
 from shardtrain.job.format import MIB, counted, first_of
 from shardtrain.job.launch import Context
+from shardtrain.job.record import brought_up_to_date
 from shardtrain.job.saved import Change, changed_keys
 from shardtrain.job.schema import Mark
 from shardtrain.monitor import StepMetrics
@@ -90,6 +91,20 @@ def start_messages(store: Store, start: Newest, job: Job, config: Config) -> lis
     elif is_path(config.resume):
         note = f"; resume={config.resume} is only for a run without checkpoints of its own"
     return [*warnings, f"{where} ({start.opened.path}){note}"]
+
+
+def weighted_as_saved(config: Config, start: Newest) -> Config:
+    """Return the configuration of an evaluation with balanced weights of classes as the run has counted them.
+
+    The images that are scored may be others, and none may be there to train on.
+    """
+    if not config.eval_only or config.train.class_weights != "balanced" or start.opened is None:
+        return config
+    facts = start.opened.manifest.facts
+    weights = facts.get("class_weights")  # which checkpoints up to 0.2.0 do not have
+    if weights is None or facts["config"]["train"]["class_weights"] != "balanced":
+        return config
+    return replace(config, train=replace(config.train, class_weights=tuple(weights)))
 
 
 def is_elsewhere(store: Store, start: Newest) -> bool:
@@ -433,13 +448,13 @@ def _require_same_run(opened: Opened, config: Config, job: Job) -> None:
     facts = opened.manifest.facts
     with reading("resume: no run has saved this", "resume=none starts anew"):
         images = facts["position"]["images"]
-        saved = facts["config"]
+        saved = brought_up_to_date(facts["config"])
     if step > job.steps:
         raise UserError(
             f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
             "train.epochs or train.max_steps, choose another run.name, or resume=none starts anew"
         )
-    changes = [*changed_keys(saved, asdict(config))]
+    changes = changed_keys(saved, asdict(config))
     if images != job.train.sampler.images:
         changes.append(Change("images", images, job.train.sampler.images, Mark.IMAGES))
     strict = step == job.steps or not is_path(config.resume)

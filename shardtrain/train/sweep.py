@@ -45,7 +45,7 @@ from shardtrain.train.loop import OUTCOME_FILE
 FLAGS = ("-m", "--multirun")
 LONGEST_NAME = 100  # characters of the name of a job's folder
 # Keys that decide where jobs are and how they are ranked.
-SHARED = ("run.name", "run.dir", "train.best", "train.best_mode")
+SHARED = ("run.name", "run.dir", "train.best")
 LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun copies the first failing rank's there
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  # with their exit codes
 

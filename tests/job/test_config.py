@@ -25,6 +25,8 @@ from shardtrain.job.config import Digits, Images
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.read import from_hydra
+from shardtrain.job.record import brought_up_to_date
+from shardtrain.job.saved import changed_keys
 from shardtrain.job.schema import chosen, typed
 from shardtrain.train import sweep
 from shardtrain.train.sweep import Outcome
@@ -263,6 +265,28 @@ def test_an_older_record_loses_keys_that_have_gone_and_gets_new_ones(
     assert found.train.tta == 0
 
 
+def test_an_older_record_says_in_words_of_today_what_keys_said_that_have_gone(tmp_path: Path) -> None:
+    before = asdict(composed("data=fake"))
+    before["data"] |= {"train_images": 60, "limit": None}
+    before["train"] |= {"best": "val/error", "best_mode": "min"}
+    before["monitor"] = {
+        "tensorboard": True,
+        "profile_at": None,
+        "scores": ["per_class", "my.error"],
+        "writers": ["my.W"],
+    }
+    before["ema"]["after_epochs"] = 2.0
+    before["parallel"]["sync_batchnorm"] = False
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(before))
+    found = from_hydra(compose([f"config={file}"]))
+    assert found.data.limit == 60
+    assert found.monitor.writers == ("tensorboard", "my.W")
+    error = {"_target_": "my.error", "higher_is_better": False}
+    assert found.monitor.scores == ("per_class", error)
+    assert changed_keys(brought_up_to_date(before), asdict(found)) == []
+
+
 UNREADABLE = {
     "train:\n\tepochs: 3": "found character '\\t' that cannot start any token in",
     "train: {epochs: 3}\ntrain: {epochs: 4}": "found duplicate key train",
@@ -285,7 +309,7 @@ def test_a_recipe_that_cannot_be_read_is_named(own: Path) -> None:
         require_told(f"--config-dir {own} {'+recipe=mine' if text else '--help'} | {told}", compose)
 
 
-TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.tensorboard=false")
+TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.writers=[]")
 
 
 def jobs(*arguments: str) -> list[str]:
