@@ -20,6 +20,7 @@ import torchvision
 import yaml
 from PIL import Image
 
+import shardtrain
 from shardtrain.job.data import load
 from shardtrain.job.schema import flat
 from shardtrain.recipes import api, why_shard
@@ -273,7 +274,12 @@ def test_the_pictures_of_why_shard_are_those_of_its_command() -> None:
 def test_what_is_cited_is_what_is_built() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'name = "{cited["title"]}"\nversion = "{cited["version"]}"' in project
+    assert f'name = "{cited["title"]}"\ndynamic = ["version"]' in project
+    assert 'version = {attr = "shardtrain.__version__"}' in project
+    assert cited["version"] == shardtrain.__version__
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == shardtrain.__version__
     assert f'license = "{cited["license"]}"' in project
 
 

@@ -20,7 +20,7 @@ from shardtrain.job import launch
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import compose, key_of
+from shardtrain.job.hydra_app import DESCRIBING, compose, key_of
 from shardtrain.job.launch import Context
 from shardtrain.job.read import read_config
 from shardtrain.job.record import require_record
@@ -50,7 +50,7 @@ class Evaluation:
 
 def read(arguments: Sequence[str], speak: bool) -> Evaluation | None:
     """Return what the command scores; None if a flag asks for output."""
-    own = [text for text in arguments if key_of(text) == "run" or text in ("--help", "-h")]
+    own = [text for text in arguments if key_of(text) == "run" or text in DESCRIBING]
     keys = compose(own, speak=speak, folder=Path(__file__).parent / "configs")
     if keys is None:
         return None

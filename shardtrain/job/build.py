@@ -52,6 +52,7 @@ class Job(NamedTuple):
     device: torch.device  # of computation and batches; shards may lie in host memory
     inference: Inference
     class_counts: Mapping[str, Mapping[str, int]]  # images by part (train, val, test) and class, where known
+    labels_digest: str
     steps: int
     first_step: int  # steps that earlier processes have done
     steps_per_epoch: int
@@ -118,13 +119,14 @@ def build(
         device=device,
         inference=inference,
         class_counts=images.counts,
+        labels_digest=images.labels_digest,
         steps=steps,
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
         + (f" + {len(images.test):,} to test" if images.test else ""),
         forward_flops=flops,
-        notes=notes,
+        notes=[*images.notes, *notes],
     )
     return job, config
 

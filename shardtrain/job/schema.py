@@ -194,7 +194,8 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     for key, entry in entries.items():
         value = raw.get(key, entry.default)
         if value is MISSING or value == "???":
-            raise UserError(f"{prefix}{key} is missing: add {prefix}{key}=VALUE")
+            value = "PACKAGE.NAME" if key == "_target_" else "VALUE"
+            raise UserError(f"{prefix}{key} is missing: add {prefix}{key}={value}")
         values[entry.name] = typed(hints[entry.name], value, prefix + key, entry.metadata)
     return cls(**values)
 

@@ -27,6 +27,7 @@ from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
+from shardtrain.job.signals import Stopped
 from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
@@ -151,17 +152,20 @@ def open_monitor(
         monitor.write(table, lambda: table.write_text(files, encoding="utf-8", errors="surrogateescape"))
     monitor.facts(facts)
     status = "failed"
+    ending: list[str] = []
     try:
         yield monitor
         status = "finished"
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         status = "interrupted"
+        if isinstance(interrupt, Stopped) and interrupt.ending:
+            ending.append(f"{interrupt} {interrupt.ending}")
         raise
     finally:
         spent = judge(metrics.spent) if metrics.spent.steps else {}
         monitor.facts({"status": status, "step": monitor.latest, **spent})
         if status != "failed":  # after a failure only the exception is reported
-            monitor.say("\n".join([*monitor.texts.values(), end_table(result.result)]))
+            monitor.say("\n".join([*monitor.texts.values(), end_table(result.result), *ending]))
 
 
 def facts_of(

@@ -144,8 +144,9 @@ class ResultFile(Writer):
 
 EVENTS = "events.out.tfevents."
 METRICS = (tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams, after the best score
-# First columns of HParams; others follow in order of names.
-FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")
+# TensorBoard shows five hyperparameters, then the scores. If fewer come first, it adds others by name, like
+# `augment`, whose text is so wide that no score is in sight.
+FIRST_COLUMNS = ("model", "optim.lr", "seed", "train.batch_size", "train.epochs")
 # Custom Scalars: charts of several tags each, by their regular expressions.
 TOGETHER = {
     "validation and training": {

@@ -109,7 +109,13 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
         (["--help"], r"\n  resnet18_cifar10 +93\.02 % published  ResNet(.|\n)*Choose from the groups"),
+        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*\n--help GROUP "),
+        (
+            ["--help", "all", "optim=muon"],
+            r"lr: 0.002 +# of all parameters(.|\n)*\n  batch_size: 96 +# images of one",
+        ),
         (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
+        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*--help GROUP"),
         (["--help", "train"], r"batch_size: 96 +# images of one optimizer step"),
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
         (["+recipe=resnet", "--help", "optim"], r"lr: 0.03 +# learning rate after"),
@@ -120,6 +126,11 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         said = capsys.readouterr().out
         assert re.search(words, said), said
         assert ("epochs" in said) == ("optim" not in flags)
+
+
+def test_help_fits_one_screen(capsys: Any) -> None:
+    assert compose(["--help"]) is None
+    assert len(capsys.readouterr().out.splitlines()) <= 32
 
 
 def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
@@ -143,15 +154,13 @@ def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     groups = {"data": "train", "optim": "optim", "sched": "sched"} if program == "train" else {}
     choices = [f"{group}={file.stem}" for group in groups for file in Path("configs", group).glob("*.yaml")]
     for choice in ["", *choices]:
-        section = [choice.partition("=")[0], choice] if choice else []
+        section = [choice.partition("=")[0], choice] if choice else ["all"] * (program == "train")
         compose(["--help", *section, "--config-dir", str(own)], folder=folder)
         said = capsys.readouterr().out
-        keys = re.findall(
-            r"^ *(\w+): (?!\n).*", said.partition("change any key with key=value.")[2] or said, re.M
-        )
-        assert keys
-        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said.rpartition("key=value.\n")[2], re.M)
+        assert re.findall(r"^ *(\w+): (?!\n).*", said, re.M)
+        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said, re.M)
         assert bare == [], choice
+        assert max(map(len, said.splitlines())) <= 120
         assert re.findall(r"^ *- .*#.*", said, re.M) == []  # a list's comment stands at its key
 
 

@@ -452,7 +452,8 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
     assert "batch_size: 12" in text
     assert {*events.Tags()["images"]} == {"samples/as_trained", "val/confusion"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
-    assert first == {"model", "optim.lr", "train.batch_size"}
+    # As many as TensorBoard shows, and the scores follow: another one by name would be `augment`.
+    assert first == {"model", "optim.lr", "seed", "train.batch_size", "train.epochs"}
 
 
 def test_hyperparameters_have_the_same_keys_for_every_run() -> None:

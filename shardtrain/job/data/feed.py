@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ class DataSet(NamedTuple):
     preprocessing: Preprocessing
     test: Batches | None = None
     train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
+    notes: tuple[str, ...] = ()  # lines that a run prints at its start
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -79,6 +81,12 @@ class DataSet(NamedTuple):
                 by_label = part.labels.bincount(minlength=len(self.classes)).tolist()
                 counts[name] = dict(zip(self.classes, by_label, strict=True))
         return counts
+
+    @property
+    def labels_digest(self) -> str:
+        """A digest of the labels of the training images in their order; empty where they are not known."""
+        labels = self.train.labels
+        return "" if labels is None else hashlib.sha256(labels.numpy().tobytes()).hexdigest()[:16]
 
 
 class Arrays(Batches):

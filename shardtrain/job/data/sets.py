@@ -7,7 +7,10 @@ import dataclasses
 import importlib.resources
 import inspect
 import io
+import re
+import unicodedata
 from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
 from typing import IO, Any
 
 import numpy as np
@@ -21,10 +24,12 @@ from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, path_of, plain_file, reading
+from shardtrain.job.format import first_of
 from shardtrain.job.preprocessing import Preprocessing, as_configured, numbered
 from shardtrain.job.target import find_target, instantiate
 
 FAKE_CLASSES = 10  # of random labels
+NO_NUMBER = "nan"
 SAMPLE = 256  # images of a user's data set that give mean and standard deviation
 # Mean and standard deviation of the training images, per channel.
 STATISTICS = {
@@ -47,6 +52,7 @@ def load(config: Data, allow: Sequence[str] = (), *, all_held_out: bool = False)
     data = data._replace(preprocessing=as_configured(own, config, data.name))
     if config.validation and not all_held_out:
         data = with_validation(data, config.validation, config.split)
+    data = data._replace(notes=(*data.notes, *class_notes(data)))
     if limit is None:
         return data
     names = ("val", "test") if all_held_out else ("train", "train_as_val", "val", "test")
@@ -55,6 +61,39 @@ def load(config: Data, allow: Sequence[str] = (), *, all_held_out: bool = False)
         name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
     }
     return data._replace(**some)
+
+
+def class_notes(data: DataSet) -> list[str]:
+    """Return warnings of classes that have no image to train on, and of names that may mean one class."""
+    notes = []
+    by_meaning: dict[object, list[str]] = {}
+    for name in data.classes:
+        by_meaning.setdefault(_meaning(name), []).append(name)
+    doubtful = [" and ".join(map(_shown, names)) for names in by_meaning.values() if len(names) > 1]
+    if len(by_meaning.get(NO_NUMBER, ())) == 1:
+        doubtful += [f"{by_meaning[NO_NUMBER][0]} (a label that is missing?)"]
+    if doubtful:
+        notes.append(f"warning: classes of their own, perhaps by mistake: {first_of(doubtful)}")
+    counts = data.counts.get("train", {})
+    absent = [name for name, count in counts.items() if not count]
+    if len(data.train) and absent:
+        notes.append(f"warning: no training image of {first_of(absent)}")
+    return notes
+
+
+def _meaning(name: str) -> object:
+    """Return what names share that differ in case, in what is between words, or as numbers are written."""
+    plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+    try:
+        number = Decimal(plain)
+    except InvalidOperation:
+        return re.sub(r"(?<=[^\W_])[ _-]+(?=[^\W_])", " ", plain)
+    return NO_NUMBER if number.is_nan() else number
+
+
+def _shown(name: str) -> str:
+    """Return a name such that others that look like it differ from it."""
+    return name if name.isascii() and name == " ".join(name.split()) else ascii(name)
 
 
 def stratified(labels: Tensor, split: int) -> Tensor:
@@ -149,6 +188,9 @@ def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
     if classes is None:
         classes = numbered(1 + int(labels.max()))
         train = Items(parts[0], names[0], side, expected._replace(classes=len(classes)))
+        known = labels if len(some) == len(train) else train.labels
+        with reading(names[0], "an attribute `classes` of it names all", ValueError):
+            _require_all(known, len(classes))
     mean, std = statistics(images)
     return DataSet(
         train=train,
@@ -225,6 +267,7 @@ def _arrays(config: Digits | Npz, file: IO[bytes], title: str) -> DataSet:
             raise ValueError(f"{name}_labels are from {low} to {high}, not 0 to {bound - 1}")
         if part.images.shape[1:] != train.images.shape[1:]:
             raise ValueError(f"{name}_images have another size or other channels than train_images")
+    _require_all(train.labels, classes)
     mean, std = statistics(train.images[:: 1 + len(train) // 2048])
     return DataSet(
         train=train,
@@ -233,6 +276,18 @@ def _arrays(config: Digits | Npz, file: IO[bytes], title: str) -> DataSet:
         preprocessing=_preprocessing(config, numbered(classes), mean, std),
         test=parts["test"] if len(held_out) > 1 else None,
     )
+
+
+def _require_all(labels: Tensor | None, classes: int) -> None:
+    """Raise ValueError if no training image has one of the ``labels``, numbers from 0."""
+    if labels is None:
+        return
+    absent = (labels.bincount(minlength=classes) == 0).nonzero().flatten().tolist()
+    if absent:
+        raise ValueError(
+            f"no training image of class {first_of([*map(str, absent)])} of 0 to {classes - 1}; "
+            "each needs some"
+        )
 
 
 def _part(archive: NpzFile, part: str) -> Arrays:
