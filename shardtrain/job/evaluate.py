@@ -147,8 +147,13 @@ def _sums_by_batch(
 
 
 def _in_parts(sums: Sequence[Tensor], parts: int) -> Tensor:
-    """Return the totals of the consecutive ``parts`` into which batches fall: [parts, 5]."""
-    return torch.stack([*sums]).unflatten(0, (parts, -1)).sum(1)
+    """Return the totals of the consecutive ``parts`` into which batches fall: [parts, 5].
+
+    Each part is summed by itself, so that its bits do not depend on how many there are.
+    """
+    each = len(sums) // parts
+    totals = [torch.stack([*sums[at : at + each]]).sum(0) for at in range(0, len(sums), each)]
+    return torch.stack(totals)
 
 
 def _scores_of(loss: float, weight: float, first: float, fifth: float, images: float) -> Scores:
