@@ -313,9 +313,16 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
+    TENSORBOARD: ClassVar[str] = "tensorboard"  # the program's own writer
+
     profile_at: int | None = at_least(2)
     scores: tuple[str | dict[str, Any], ...]
     writers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for path in self.writers:
+            if path != self.TENSORBOARD and "." not in path:
+                raise not_valid(f"monitor.writers=[{path}]: expected PACKAGE.CLASS", path, [self.TENSORBOARD])
 
 
 @dataclass(frozen=True, kw_only=True)

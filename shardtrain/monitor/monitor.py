@@ -32,7 +32,6 @@ from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
-TENSORBOARD = "tensorboard"  # among `monitor.writers`
 SAMPLES = 16  # images of a batch in the picture
 MOST_CLASSES = 6  # whose images are counted one by one in the first lines
 
@@ -138,7 +137,7 @@ def open_monitor(
     writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
     given = (context.run_dir, dataclasses.asdict(config))
     for path in config.monitor.writers:
-        if path == TENSORBOARD:
+        if path == config.monitor.TENSORBOARD:
             writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
             continue
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))

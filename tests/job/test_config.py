@@ -407,6 +407,17 @@ while True:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.parametrize("words", [["--nnodes", "2"], ["--nnodes=1:4", "--nproc-per-node", "2"]])
+def test_a_sweep_on_several_hosts_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        sweep.run(words, ["+recipe=resnet", "seed=0,1"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --nnodes {words[-1] if len(words[0]) == 8 else '1:4'}: a sweep starts")
+    assert message.count("\n") == 1
+    sweep.require_one_host(["--nnodes=1", "--standalone"])
+
+
 def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     command = r"python -m shardtrain.train.sweep --nproc-per-node 2 -- \+recipe=resnet 'seed=range\(2\)'$"

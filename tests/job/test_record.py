@@ -56,6 +56,7 @@ def ran(folder: Path, *words: str) -> dict[str, Any]:
     """Train in ``folder``, and return result.json."""
     with contextlib.redirect_stdout(io.StringIO()):
         train(command(f"run.dir={folder}", *words), context(folder))
+    comm.barrier()
     return result_of(folder)
 
 
@@ -113,13 +114,25 @@ def require_agreement(folder: Path, words: list[str]) -> None:
     found = scored(command("eval_only=true", f"run.dir={run}"))
     assert {name: found[name] for name in names} == numbers, "eval_only by run.dir"
 
-    exported(run, folder / "out.pth")
+    if comm.world_size() == 1:
+        require_equal_export(run, folder / "out.pth", result)
+    require_equal_continuations(run, folder, result, numbers)
+
+
+def require_equal_export(run: Path, out: Path, result: dict[str, Any]) -> None:
+    """Export the run, and score the file in plain PyTorch."""
+    exported(run, out)
     config = command(f"config={run}/config.yaml")
     if config.train.tta == 0 and config.ema.decay is None and config.parallel.precision == "fp32":
-        assert accuracy_of_plain_model(folder / "out.pth", config) == pytest.approx(result["val/acc1"])
+        assert accuracy_of_plain_model(out, config) == pytest.approx(result["val/acc1"])
 
+
+def require_equal_continuations(
+    run: Path, folder: Path, result: dict[str, Any], numbers: dict[str, Any]
+) -> None:
+    """Resume the run, start from it, and run its record again."""
     again = ran(run)  # no word but the directory
-    assert {name: again[name] for name in names} == numbers, "resume"
+    assert {name: again[name] for name in numbers} == numbers, "resume"
     assert again["step"] == result["step"]
 
     start = folder / "start"
@@ -129,7 +142,7 @@ def require_agreement(folder: Path, words: list[str]) -> None:
     assert not others, f"resume=PATH: {others}"
 
     repeated = ran(folder / "repeated", f"config={run}/config.yaml")
-    assert {name: repeated[name] for name in names} == numbers, "config=FILE"
+    assert {name: repeated[name] for name in numbers} == numbers, "config=FILE"
     others = differences(run, folder / "repeated") - {"run.dir"}
     assert not others, f"config=FILE: {others}"
 
@@ -166,6 +179,30 @@ def test_what_follows_a_run_agrees_with_it_for_every_key(part: int, tmp_path: Pa
             except (AssertionError, UserError) as error:
                 wrong.append(f"{' '.join(words)}: {type(error).__name__} {str(error)[:300]}")
     assert not wrong, "\n".join(wrong)
+
+
+# What only several ranks divide, copy or send.
+OF_RANKS = (
+    *(
+        "parallel.replicate=2 parallel.transport=process_group",
+        "parallel.virtual_ranks=2 train.replay_every=1",
+    ),
+    *("train.accumulate=2 train.class_weights=balanced", "parallel.reduce=bf16 ema.decay=0.5"),
+    *("parallel.layout=whole parallel.reshard_after_forward=false", "data.validation=0.25 train.mixup=1"),
+)
+
+
+@each_rank(2, transport="auto")
+def test_what_follows_a_run_of_two_ranks_agrees_with_it(tmp_path: Path) -> None:
+    for number, words in enumerate(OF_RANKS[:2]):
+        require_agreement(tmp_path / str(number), words.split())
+
+
+@pytest.mark.long
+@each_rank(2, transport="auto")
+def test_what_follows_a_run_of_two_ranks_agrees_with_it_for_every_key(tmp_path: Path) -> None:
+    for number, words in enumerate(OF_RANKS[2:]):
+        require_agreement(tmp_path / str(number), words.split())
 
 
 def photo_run(folder: Path, *words: str) -> Path:

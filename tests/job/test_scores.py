@@ -270,6 +270,25 @@ def test_a_score_takes_keywords_and_says_what_is_better() -> None:
     assert job.scoring.is_better(1.0, 2.0)
 
 
+def test_functions_of_torchmetrics_are_scores_with_keywords() -> None:
+    pytest.importorskip("torchmetrics", reason='pip install -e ".[wild]": torchmetrics is missing')
+    text = (
+        "monitor.scores=[{_target_: torchmetrics.functional.classification.multiclass_f1_score},"
+        "{_target_: torchmetrics.functional.accuracy, task: multiclass, top_k: 2, average: macro},"
+        "{_target_: torchmetrics.functional.calibration_error, task: multiclass, higher_is_better: false}]"
+    )
+    allow = ("torchmetrics",)
+    entries = composed(text, "allow=[torchmetrics]").monitor.scores
+    results = scores.rehearse(scores.chosen_scores(entries, len(NAMES), allow), NAMES)
+    assert results.numbers.keys() == {"multiclass_f1_score", "accuracy", "calibration_error"}
+    assert results.higher_is_better == {"calibration_error": False}
+    logits = torch.eye(5)[[0, 1, 2, 0]]
+    labels = torch.tensor([0, 1, 2, 1])
+    functions = scores.chosen_scores(entries, 5, allow)
+    found = scores.results_of(functions, logits, labels, NAMES).numbers
+    assert found["multiclass_f1_score"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
+
+
 def test_metrics_of_each_image_have_gone() -> None:
     with pytest.raises(UserError, match=r"^monitor.metrics has gone: monitor.scores=\[PACKAGE"):
         composed("monitor.metrics=[mine.seven]")
