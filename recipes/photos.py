@@ -196,9 +196,9 @@ class Files(NamedTuple):
 NO_FILES = Files((), ())
 
 
-def image_folder(config: ImageFolder) -> DataSet:
-    """Open the images of `root/train` and `root/val`."""
-    if config.all_held_out:
+def image_folder(config: ImageFolder, *, all_held_out: bool = False) -> DataSet:
+    """Open the images of `root/train` and `root/val`, or all to score, of the classes of a run."""
+    if all_held_out:
         to_score = _to_score(config)
         held_out = photographs(config, config.classes or (), NO_FILES, to_score.files)
         return held_out._replace(notes=(*held_out.notes, *to_score.notes))

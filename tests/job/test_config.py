@@ -26,6 +26,8 @@ from shardtrain.job.config import Digits, Images
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.read import from_hydra
+from shardtrain.job.record import brought_up_to_date
+from shardtrain.job.saved import changed_keys
 from shardtrain.job.schema import chosen, typed
 from shardtrain.train import sweep
 from shardtrain.train.sweep import Outcome
@@ -273,6 +275,28 @@ def test_an_older_record_loses_keys_that_have_gone_and_gets_new_ones(
     assert found.train.tta == 0
 
 
+def test_an_older_record_says_in_words_of_today_what_keys_said_that_have_gone(tmp_path: Path) -> None:
+    before = asdict(composed("data=fake"))
+    before["data"] |= {"train_images": 60, "limit": None}
+    before["train"] |= {"best": "val/error", "best_mode": "min"}
+    before["monitor"] = {
+        "tensorboard": True,
+        "profile_at": None,
+        "scores": ["per_class", "my.error"],
+        "writers": ["my.W"],
+    }
+    before["ema"]["after_epochs"] = 2.0
+    before["parallel"]["sync_batchnorm"] = False
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(before))
+    found = from_hydra(compose([f"config={file}"]))
+    assert found.data.limit == 60
+    assert found.monitor.writers == ("tensorboard", "my.W")
+    error = {"_target_": "my.error", "higher_is_better": False}
+    assert found.monitor.scores == ("per_class", error)
+    assert changed_keys(brought_up_to_date(before), asdict(found)) == []
+
+
 UNREADABLE = {
     "train:\n\tepochs: 3": "found character '\\t' that cannot start any token in",
     "train: {epochs: 3}\ntrain: {epochs: 4}": "found duplicate key train",
@@ -393,7 +417,7 @@ def test_what_the_environment_says_is_a_number_where_a_key_is(
         )
 
 
-TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.tensorboard=false")
+TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.writers=[]")
 
 
 def jobs(*arguments: str) -> list[str]:
@@ -480,6 +504,17 @@ while True:
         outcome_of(program)
     assert left.value.code == code
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("words", [["--nnodes", "2"], ["--nnodes=1:4", "--nproc-per-node", "2"]])
+def test_a_sweep_on_several_hosts_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        sweep.run(words, ["+recipe=resnet", "seed=0,1"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --nnodes {words[-1] if len(words[0]) == 8 else '1:4'}: a sweep starts")
+    assert message.count("\n") == 1
+    sweep.require_one_host(["--nnodes=1", "--standalone"])
 
 
 def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_a_run_names_the_files_that_it_holds_out(tmp_path: Path) -> None:
     config = composed(
         *("data=csv", f"data.root={tmp_path}", f"data.table={keys.table}", "data.image_size=8"),
         *("data.validation=0.25", "model=resnet20", "train.batch_size=5", "train.max_steps=1"),
-        *("checkpoint.keep=0", "monitor.tensorboard=false", "data.workers=0"),
+        *("checkpoint.keep=0", "monitor.writers=[]", "data.workers=0"),
     )
     train(config, context(tmp_path / "run"))
     lines = (tmp_path / "run/held_out.csv").read_text().splitlines()
