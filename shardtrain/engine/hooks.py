@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, changes, initialize, pieces, user_code, virtual
+from shardtrain.engine import casts, changes, closed, initialize, pieces, user_code, virtual
 from shardtrain.engine.changes import Changes, Flattens
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import Addition, add
@@ -93,6 +93,7 @@ class Engine:
             for addition in initialize.additions(module):
                 self._add_to_class(module, addition)
         self._handles += casts.attach(self.units)
+        self._handles += closed.attach(self.module, self.units, self.driver.closed)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._mark(self.module, _ENGINE, self)
