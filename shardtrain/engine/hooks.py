@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, pieces, user_code, virtual
+from shardtrain.engine import casts, closed, pieces, user_code, virtual
 from shardtrain.engine.changes import Changes
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.initialize import Initialization
@@ -92,6 +92,7 @@ class Engine:
         for module, lent in methods.items():  # none to modules without sharded parameters
             self._marks += [(module, name) for name in lend(module, lent)]
         self._handles += casts.attach(self.units)
+        self._handles += closed.attach(self.module, self.units, self.driver.closed)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._mark(self.module, _ENGINE, self)

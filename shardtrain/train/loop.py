@@ -202,7 +202,7 @@ def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Conf
         return build(config, *place, first_step, all_held_out=context.all_held_out)
     except WorkerError:
         if config.dry_run:
-            images = data.load(config.data, config.allow)
+            images = data.load(config.data, config.allow, all_held_out=context.all_held_out)
             parts = {"train": images.train_as_val or images.train, "val": images.val, "test": images.test}
             require_readable(parts, config.data, print if ranks.rank == 0 else lambda text: None)
         raise
