@@ -6,11 +6,11 @@ Three subclasses stand for a part of a tensor: a piece of a gradient, its norm b
 A function is right on a piece if it treats each element by itself, whatever its neighbours are. A shape does
 not tell: ``g - g.mean(dim=1, keepdim=True)``, ``softmax`` and ``cumsum`` keep it, and compute something else
 on a piece than on the whole gradient. So functions are listed by name, without the marks of their variants:
-``add`` stands for ``add_``, ``_foreach_add_``, ``__radd__``, ``__iadd__`` and the operator ``aten::add``. Random
-numbers are not listed: ranks with one seed would draw the same numbers for different elements.
+``add`` stands for ``add_``, ``_foreach_add_``, ``__radd__``, ``__iadd__`` and the operator ``aten::add``.
+Random numbers are not listed: ranks with one seed would draw the same numbers for different elements.
 
-Sizes of a piece are told, to print, to compare and to make tensors of: what computes with them is refused. What
-no class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises this list, and a test compares both.
+Sizes of a piece are told, to print, to compare and to make tensors of; computing with them is refused. What
+no class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises both, and a test compares the two.
 
 This is a file of its own since it is a table, which people search for a function.
 """
@@ -30,9 +30,9 @@ ARITHMETIC = """
     bitwise_xor ceil celu clamp clamp_max clamp_min clip complex conj conj_physical copysign cos cosh deg2rad
     digamma div divide elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod
     frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0
-    igamma igammac imag invert isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less
-    less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or
-    logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul multiply nan_to_num ne neg
+    igamma igammac imag invert isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le
+    leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2
+    logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul multiply nan_to_num ne neg
     negative nextafter not_equal polar positive pow rad2deg real reciprocal relu relu6 remainder resolve_conj
     resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign
     sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy
@@ -108,7 +108,7 @@ def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:
         return _selects_by_element(args)
     if name in _JOINING:
         return all(isinstance(tensor, kind) for tensor in args[0])
-    return describes(func) or changes_no_shape(func) or _plain_name(name) in _OTHERS
+    return describes(func) or changes_no_shape(func) or _plain_name(name) in _OTHERS or tells_sizes(func)
 
 
 def name_of(func: Any) -> str:
@@ -133,7 +133,7 @@ def changes_no_shape(func: Any) -> bool:
 
 def tells_sizes(func: Any) -> bool:
     """Return whether ``func`` returns sizes of a tensor."""
-    return name_of(func) in SIZES
+    return func.__name__ == "__len__" or name_of(func) in SIZES
 
 
 def reshapes(func: Any) -> bool:
@@ -142,7 +142,7 @@ def reshapes(func: Any) -> bool:
 
 
 def counts_elements(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether the result of ``func``, which `is_element_wise`, has as many elements as a mask is true."""
+    """Return whether the result of the element-wise ``func`` has those elements that a mask selects."""
     if func.__name__ not in _READING:
         return False
     index = args[1] if isinstance(args[1], tuple | list) else [args[1]]

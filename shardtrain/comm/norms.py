@@ -3,8 +3,8 @@
 `element_wise.py` lists what is right on a piece. All else is refused by name, alike on all ranks.
 
 A mark is a tensor on the memory of a plain one, which does the work. Python's calls ask for the class first
-(``__torch_function__``). Code in C++, such as vmap, TorchScript, ``torch.tensor`` and process groups, asks as it
-calls an operator (``__torch_dispatch__``). Both ask the same list.
+(``__torch_function__``). Code in C++, such as vmap, TorchScript, ``torch.tensor`` and process groups, asks
+when it calls an operator (``__torch_dispatch__``). Both ask the same list.
 
 ``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import ReferenceType
 
 import torch
@@ -49,6 +49,8 @@ from shardtrain.comm.element_wise import (
     tells_sizes,
 )
 from shardtrain.comm.trace import ALL_REDUCE, waiting
+
+M = TypeVar("M", bound="Mark")
 
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
@@ -120,8 +122,8 @@ class Mark(Tensor):
     owners: Owners
 
     @classmethod
-    def on(cls, plain: Tensor, owners: Owners) -> Self:
-        mark = plain.as_subclass(cls)
+    def on(cls: type[M], plain: Tensor, owners: Owners) -> M:
+        mark: M = plain.as_subclass(cls)
         mark.plain = plain
         mark.owners = owners
         return mark
@@ -136,8 +138,11 @@ class Mark(Tensor):
         return format(self.plain, spec)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls.__torch_function__(getattr(func, "overloadpacket", func), types, args, kwargs)
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        asked: Any = cls.__torch_function__
+        return asked(getattr(func, "overloadpacket", func), types, args, kwargs)
 
 
 def plain(value: Any) -> Any:
@@ -328,7 +333,7 @@ def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
         owners = owners._replace(elements=tuple([piece.owners.elements for piece in pieces]), parts=())
     elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0].plain):
         _refuse(func, "a gradient and a tensor of another shape")
-    elif reshapes(func) and sorted(_sizes(result)) not in (sorted(_sizes(pieces[0].plain)), [result.numel()]):
+    elif reshapes(func) and isinstance(result, Tensor) and not _is_reshaped(result, pieces[0].plain):
         _refuse(func, "a gradient into rows")
     elif counts_elements(func, args):
         owners = owners._replace(parts=(), selected=True)
@@ -340,7 +345,8 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
 
     Raises ValueError if a number would leave that only the owner has.
     """
-    if func.__name__ in UNMARKED or (describes(func) and not isinstance(result, Tensor)):
+    tells = describes(func) or tells_sizes(func)
+    if func.__name__ in UNMARKED or (tells and not isinstance(result, Tensor)):
         return result
     pieces = _pieces(args)
     if func.__name__.startswith("_foreach_"):
@@ -364,10 +370,18 @@ def _marked(result: Any, owners: Owners, args: Sequence[Any] = ()) -> Any:
     return GradientPiece.on(result, owners)
 
 
+def _is_reshaped(result: Tensor, piece: Tensor) -> bool:
+    """Return whether ``result`` is flat, or has the dimensions of ``piece``. Rows would be of this rank's."""
+    sizes = _sizes(result)
+    return len(sizes) < 2 or sorted(sizes) == sorted(_sizes(piece))
+
+
 def _told(func: Any, result: Any, owners: Owners) -> Any:
     """Return the sizes that ``func`` returns, so that nothing computes with them."""
     if owners.selected:
         _refuse(func, "elements of a gradient that a mask selects")
+    if func.__name__ == "__len__":  # Python wants a number
+        _refuse(func)
     return PieceSize(result) if isinstance(result, int) else tuple(map(PieceSize, result))
 
 
