@@ -9,8 +9,8 @@ on a piece than on the whole gradient. So functions are listed by name, without 
 ``add`` stands for ``add_``, ``_foreach_add_``, ``__radd__``, ``__iadd__`` and the operator ``aten::add``.
 Random numbers are not listed: ranks with one seed would draw the same numbers for different elements.
 
-Sizes of a piece are told, to print, to compare and to make tensors of; computing with them is refused. What
-no class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises both, and a test compares the two.
+A piece tells its sizes, to print, to compare and to make tensors of; computing with them is refused. What no
+class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises both, and a test compares the two.
 
 This is a file of its own since it is a table, which people search for a function.
 """
@@ -27,15 +27,16 @@ from torch import Tensor
 ARITHMETIC = """
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh
     asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
-    bitwise_xor ceil celu clamp clamp_max clamp_min clip complex conj conj_physical copysign cos cosh deg2rad
-    digamma div divide elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod
-    frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0
-    igamma igammac imag invert isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le
-    leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2
-    logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul multiply nan_to_num ne neg
-    negative nextafter not_equal polar positive pow rad2deg real reciprocal relu relu6 remainder resolve_conj
-    resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign
-    sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy
+    bitwise_xor ceil celu clamp clamp_max clamp_min clip complex conj conj_physical copysign cos cosh
+    deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide
+    fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh
+    heaviside hypot i0 igamma igammac imag invert isclose isfinite isinf isnan isneginf isposinf isreal
+    lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp
+    logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum
+    minimum mish mod mul multiply nan_to_num ne neg negative nextafter not_equal polar positive pow
+    rad2deg real reciprocal relu relu6 remainder resolve_conj resolve_neg round rsqrt rsub selu sgn
+    sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
+    tanhshrink threshold true_divide trunc where xlogy
     """
 OPERATORS = "add and div eq floordiv ge gt le lshift lt mod mul ne or pow rshift sub truediv xor"
 SPECIAL = """
