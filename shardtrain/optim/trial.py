@@ -355,7 +355,7 @@ class _Trial:
         grad = scale * value.square() + 0.1
         if self._owners is None:
             return grad
-        return GradientPiece.of(grad, self._owners._replace(elements=number))
+        return GradientPiece.on(grad, self._owners._replace(elements=number))
 
 
 def _values_of(groups: Sequence[Group]) -> list[Tensor]:
