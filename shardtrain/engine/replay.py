@@ -104,7 +104,7 @@ def recording(
     """
     names = units
     if names is None:
-        names = [name for unit in engine_of(module).units for name in unit.modules]
+        names = [*itertools.chain.from_iterable([unit.modules for unit in engine_of(module).units])]
     record = Record(introspect(module).unit_of_parameter if units is None else {})
 
     def add(values: dict[str, Tensor], name: str, tensor: Tensor) -> None:

@@ -168,9 +168,7 @@ def most_bytes(unit_bytes: int | None, units: UnitChoice, devices: Iterable[torc
         chooses = units is None or units == "blocks"
         return max([unit_bytes_on(device) for device in devices], default=0) if chooses else 0
     if not isinstance(unit_bytes, int) or unit_bytes < 0:
-        raise ValueError(
-            f"unit_bytes={unit_bytes!r}: expected a number of bytes, 0 to join none, or None"
-        )
+        raise ValueError(f"unit_bytes={unit_bytes!r}: expected a number of bytes, 0 to join none, or None")
     return unit_bytes
 
 
