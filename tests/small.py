@@ -80,8 +80,8 @@ def images(
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
-    """`shardtrain.shard` over the transport that the test runs with; small models have several units."""
-    usual = {"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], "units": "blocks"}
+    """`shardtrain.shard` over the transport that the test runs with; small models have a unit per block."""
+    usual = {"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], "units": "blocks", "unit_bytes": 0}
     return shardtrain.shard(module, **{**usual, **options})
 
 
