@@ -75,7 +75,9 @@ class Engine:
         methods = {module: initialization.methods(module) for module in self.module.modules()}
         for unit in self.units:
             # A call of one of these gathers the unit.
-            entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
+            entrances = dict.fromkeys(unit.modules.values())
+            if unit is self.units[0]:
+                entrances.update(dict.fromkeys(unit.holders))
             for module in entrances:
                 # A unit of which the root has a tied parameter enters the root's gather, and then its own.
                 outer = module.__dict__.get(_CALLS, ())

@@ -416,7 +416,9 @@ def _counts_of(*numbers: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
     counts = []
     for position, latest in enumerate(numbers[-1]):
         for name in latest:
-            values = [of_places[position].get(name, math.nan) for of_places in numbers if position < len(of_places)]
+            values = [
+                of_places[position].get(name, math.nan) for of_places in numbers if position < len(of_places)
+            ]
             if len(values) == len(numbers) and all(b - a == 1 for a, b in itertools.pairwise(values)):
                 counts.append((position, name))
     return counts
