@@ -77,9 +77,9 @@ def images(step: int, rank: int | None = None, n: int = 6, size: int = 5) -> tup
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
-    """`shardtrain.shard` over the transport that the test runs with; small models have several units."""
-    transport = os.environ["SHARDTRAIN_TEST_TRANSPORT"]
-    return shardtrain.shard(module, **{"transport": transport, "units": "blocks", **options})
+    """`shardtrain.shard` over the transport that the test runs with; small models have a unit per block."""
+    usual = {"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], "units": "blocks", "unit_bytes": 0}
+    return shardtrain.shard(module, **{**usual, **options})
 
 
 def sharded_and_replica(

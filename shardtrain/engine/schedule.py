@@ -172,6 +172,11 @@ class Schedule(Generic[U]):
         self._expected_ends: list[U] = []  # `_ends` of the last forward that announced any
         self._awaiting: dict[U, int] = {}  # when a unit's first call began whose backward has not come
 
+    @property
+    def order(self) -> Sequence[U]:
+        """The units that the latest forward of the root has called, in order."""
+        return self._order
+
     # what users change between steps
 
     def keep_after_forward(self, unit: U, keeps: bool) -> None:
@@ -272,7 +277,7 @@ class Schedule(Generic[U]):
             self.unannounced[unit] = None
         if not (self.calls or self.in_forward):
             self.recorded = self.forward
-        if unit in self.unannounced or self._is_called_next(unit):
+        if unit in self.unannounced or self.is_called_next(unit):
             return
         if learns and (unit in self.keeps or self._begins_backward(call)):
             self._hide(unit)
@@ -286,11 +291,13 @@ class Schedule(Generic[U]):
         if self.in_forward and call.unit is not self.root:
             self._compare(self._ends, self._expected_ends, call.unit)
 
-    def _is_called_next(self, unit: U) -> bool:
+    def is_called_next(self, unit: U) -> bool:
         """Return whether the next call is expected to be ``unit``'s again, so that it stays shown."""
         position = len(self._order)
         following = self._expected[position : position + 1]
-        return self.in_forward and self._alike and following == [unit] and len(self._in_advance()) <= 2
+        if not (self.in_forward and self._alike and following == [unit]):
+            return False
+        return len(self._in_advance() | {unit}) <= 2
 
     def _begins_backward(self, call: Call[U]) -> bool:
         """Return whether ``call``, which has ended, is one of the last two before the root's."""
