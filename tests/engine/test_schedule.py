@@ -66,10 +66,8 @@ class Frame:
     events: "list[tuple[bool, Facts]]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.around: list[Frame] = [
-            self,
-            *(self.outer.around if self.outer else ()),
-        ]  # it, and calls around it
+        # This call and those around it.
+        self.around: list[Frame] = [self, *(self.outer.around if self.outer else ())]
 
 
 @dataclass(eq=False)
