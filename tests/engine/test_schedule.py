@@ -207,6 +207,7 @@ class Recorder:
         schedule = self.schedule
         if unit not in schedule.calls and not (schedule.backward or schedule.in_forward):
             schedule.refresh(unit, self.trains)
+            assert unit not in self.full  # its values may be from before an update
         schedule.enter(unit)
         self._note_computing(unit)
         self.stack.append(Frame(unit, self.stack[-1] if self.stack else None, unit in self.hiding))
@@ -290,6 +291,7 @@ class Recorder:
         before = len(self.nodes)
         self.learns = learns
         schedule.begin_forward(self.trains)
+        assert not self.full  # values may be from before an update
         self.enter(self.units[0])
         events = self.events(program)
         if 0 <= fails_at < len(events):
@@ -563,6 +565,15 @@ def step(recorder: Recorder, program: Program) -> None:
     assert recorder.most <= 2
 
 
+def step_alone(recorder: Recorder, program: Program) -> None:
+    """P3 of units that are called by themselves, and make their own outputs."""
+    outermost = {call[0][1] for call in recorder.own_calls(recorder.events(program))}
+    recorder.silent -= outermost
+    recorder.call(program)
+    recorder.backward()
+    assert recorder.reductions() == recorder.expected(program) - Counter(["root"])
+
+
 def last_two(events: list[tuple[bool, Facts]]) -> list[Facts]:
     """Return the units of the last two calls that are not inside another one of their own unit."""
     depths = Counter[Facts]()
@@ -660,7 +671,10 @@ def evaluations(program: Program) -> None:
 
 
 def frozen(program: Program) -> None:
-    """Each set of frozen units, perhaps the root, too: these are not reduced."""
+    """Each set of frozen units, perhaps the root, too: these are not reduced until they train again.
+
+    Then other nodes make their outputs on this rank (P2).
+    """
     count = unit_count(program)
     trained = Recorder(count)
     step(trained, program)
@@ -678,6 +692,14 @@ def frozen(program: Program) -> None:
             if numbers == (0,):  # the root stays gathered from forward to backward, so this changes nothing
                 gathers = [entry for entry in recorder.log if entry.verb == "gather"]
                 assert gathers == [entry for entry in trained.log if entry.verb == "gather"]
+            frozen_ones = {recorder.units[number] for number in numbers}
+            for step_again in (step, step_alone):
+                recorder.trains = {*recorder.units} - frozen_ones
+                step(recorder, program)
+                recorder.trains = {*recorder.units}
+                recorder.silent = frozen_ones - {recorder.units[0]}
+                step_again(recorder, program)
+                recorder.silent.clear()
 
 
 def absent_gradients(program: Program) -> None:
