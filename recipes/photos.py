@@ -150,7 +150,8 @@ class Sieve:
 
     def notes(self, beside: int = 0) -> list[str]:
         """Return a line about the files that are no images, and images ``beside`` the folders of classes."""
-        said = [f"{count} {kind}" for kind, count in self.others.most_common(MOST_KINDS)]
+        kinds = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))
+        said = [f"{count} {kind}" for kind, count in kinds[:MOST_KINDS]]
         if len(self.others) > MOST_KINDS:
             said.append("…")
         parts = []
@@ -195,9 +196,9 @@ class Files(NamedTuple):
 NO_FILES = Files((), ())
 
 
-def image_folder(config: ImageFolder) -> DataSet:
-    """Open the images of `root/train` and `root/val`."""
-    if config.all_held_out:
+def image_folder(config: ImageFolder, *, all_held_out: bool = False) -> DataSet:
+    """Open the images of `root/train` and `root/val`, or all to score, of the classes of a run."""
+    if all_held_out:
         to_score = _to_score(config)
         held_out = photographs(config, config.classes or (), NO_FILES, to_score.files)
         return held_out._replace(notes=(*held_out.notes, *to_score.notes))

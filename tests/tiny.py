@@ -29,7 +29,7 @@ from shardtrain.train.loop import train
 CPU = torch.device("cpu")
 ALONE = RankInfo(0, 1, 0, 1)
 SHORT = (
-    *("data=fake", "data.train_images=60", "data.channels=1", "data.image_size=8"),
+    *("data=fake", "data.limit=60", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
 )
 # 6,362 parameters for images of three channels. Neither BatchNorm nor dropout.
@@ -105,7 +105,7 @@ TEN_STEPS = (
     *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=4"),
 )
-QUIET = "monitor.tensorboard=false"
+QUIET = "monitor.writers=[]"
 # Groups of tags that no run repeats: a process's first step gathers more; a repeated epoch has two points.
 MEASURED = ("perf", "time", "memory", "comm")
 
@@ -124,7 +124,7 @@ def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -
         (at or {}).get(step, lambda: None)()
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60"]
+    sizes = [] if "data=imagefolder" in arguments else ["data.limit=60"]
     try:
         with patch.object(Monitor, "step", step_and_more), patch.object(models, "_build", small_model):
             train(configure(*TEN_STEPS, *sizes, *arguments), context(folder))

@@ -62,16 +62,25 @@ class Job(NamedTuple):
 
 
 def build(
-    config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
+    config: Config,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    first_step: int = 0,
+    *,
+    all_held_out: bool = False,
 ) -> tuple[Job, Config]:
-    """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
+    """Build the job after ``first_step`` steps; return it with the configuration completed from its data.
+
+    all_held_out: all images are to be scored, none is to train on.
+    """
     if config.eval_only:
         config = for_evaluation(config)
     share = share_of(config, rank, world_size)
     if share.virtual and devices.is_accelerator(device):
         devices.choose_deterministic_kernels()
     # Data may be missing on one host only.
-    images = together(lambda: data.load(config.data, config.allow))
+    images = together(lambda: data.load(config.data, config.allow, all_held_out=all_held_out))
     preprocessing, notes = as_on_card(config, images.preprocessing, images.name)
     images = images._replace(preprocessing=preprocessing)
     config = completed(config, images)
@@ -102,7 +111,7 @@ def build(
         optimizer=optimizer,
         schedule=LambdaLR(optimizer, factor, last_epoch=first_step - 1),
         scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
-        ema=ema_of(model, config, steps_per_epoch),
+        ema=ema_of(model, config, warmup_of(config.sched, steps, steps_per_epoch)),
         scoring=scoring_of(config, images, loss),
         train=train,
         val=val,
@@ -217,7 +226,7 @@ def completed(config: Config, images: data.DataSet) -> Config:
         "in_channels": preprocessing.channels,
         "image_size": config.data.image_size,
     }
-    model = {"in_channels": None, "image_size": None, **config.model}
+    model = {"num_classes": None, "in_channels": None, "image_size": None, **config.model}
     for key, found in decided.items():
         if key not in model:
             continue
@@ -299,8 +308,7 @@ def loss_of(train: Train, allow: Sequence[str] = (), class_weights: Tensor | Non
 def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
     """Return what an evaluation computes. Collective.
 
-    Raises UserError if it has no score that `train.best` names, if a function of `monitor.scores` fails, or
-    if `train.best_mode` contradicts the score.
+    Raises UserError if it has no score that `train.best` names, or if a function of `monitor.scores` fails.
     """
     train = config.train
     classes = images.classes
@@ -313,22 +321,7 @@ def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
         raise not_valid(f"train.best={train.best}: no such score", train.best, known)
     directions = {tags.VAL_LOSS: False, tags.VAL_ACC1: True, tags.VAL_ACC5: True}
     directions |= {tags.score("val", name): higher for name, higher in results.higher_is_better.items()}
-    return Scoring(loss, mixed, functions, classes, is_minimised(train, directions.get(train.best)))
-
-
-def is_minimised(train: Train, higher_is_better: bool | None) -> bool:
-    """Return whether the smallest value of `train.best` is the best one; by default it is the largest.
-
-    ``higher_is_better``: what the score itself says. Raises UserError if `train.best_mode` contradicts it.
-    """
-    if higher_is_better is None:
-        return train.best_mode == "min"
-    mode = "max" if higher_is_better else "min"
-    if train.best_mode not in (None, mode):
-        raise UserError(
-            f"train.best_mode={train.best_mode}: {train.best} itself says {mode}; leave train.best_mode=null"
-        )
-    return mode == "min"
+    return Scoring(loss, mixed, functions, classes, is_minimised=directions.get(train.best) is False)
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:

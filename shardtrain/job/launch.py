@@ -53,6 +53,7 @@ class Context:
     device: torch.device
     run_dir: Path
     overrides: Sequence[str] = ()  # the command line's settings
+    all_held_out: bool = False  # all images of the data set are to be scored, none is to train on
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:

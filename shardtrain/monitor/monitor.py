@@ -135,10 +135,11 @@ def open_monitor(
     facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
     writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
-    if config.monitor.tensorboard:
-        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+    given = (context.run_dir, dataclasses.asdict(config))
     for path in config.monitor.writers:
-        given = (context.run_dir, dataclasses.asdict(config))
+        if path == config.monitor.TENSORBOARD:
+            writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+            continue
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
     monitor = Monitor(*writers, first_step=job.first_step)
     file = context.run_dir / "config.yaml"

@@ -92,7 +92,8 @@ class LogFile(Writer):
         self.say(f"step {step}  " + "  ".join(f"{tag} {value:.5g}" for tag, value in scalars.items()))
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        self.say("  ".join(f"{key} {value}" for key, value in facts.items()))
+        if "status" in facts:  # how the run ended; what it knows at its start is in result.json
+            self.say("  ".join(f"{key} {value}" for key, value in facts.items()))
 
 
 RESULT_EVERY_S = 10.0  # seconds from one writing of result.json to the next, while nothing special happens

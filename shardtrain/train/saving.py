@@ -31,6 +31,7 @@ from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, evaluate
 from shardtrain.job.format import MIB
+from shardtrain.job.losses import given_weights
 from shardtrain.job.signals import Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
@@ -276,6 +277,7 @@ class Saver:
                 "labels": job.labels_digest,
             },
             "inference": asdict(job.inference),
+            "class_weights": given_weights(job.loss),  # as numbers, if `train.class_weights` has any
             "machine": machine(job.device),
             "config": asdict(self._config),
             "best": best,

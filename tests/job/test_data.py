@@ -111,7 +111,7 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
 
 @pytest.mark.smoke
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
-    sizes = ("train_images=300", "channels=2", "image_size=5")
+    sizes = ("limit=300", "channels=2", "image_size=5")
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
     first = data.load(config)
     second = data.load(config)

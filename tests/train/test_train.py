@@ -27,8 +27,8 @@ from small import Parts
 from tiny import CPU, prepared
 
 TWO_STEPS = (
-    *("data.train_images=48", "train.max_steps=2", "train.log_every=1"),
-    *("monitor.tensorboard=false", "checkpoint.keep=0"),
+    *("data.limit=48", "train.max_steps=2", "train.log_every=1"),
+    *("monitor.writers=[]", "checkpoint.keep=0"),
 )
 
 

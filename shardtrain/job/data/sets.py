@@ -38,20 +38,24 @@ STATISTICS = {
 }
 
 
-def load(config: Data, allow: Sequence[str] = ()) -> DataSet:
-    """Return the data set that the configuration names. ``allow``: packages of `data._target_`."""
-    data = _read(config, allow)
+def load(config: Data, allow: Sequence[str] = (), *, all_held_out: bool = False) -> DataSet:
+    """Return the data set that the configuration names. ``allow``: packages of `data._target_`.
+
+    With ``all_held_out`` all images are to be scored: `data.validation` divides none of them, and files need
+    no part to train on.
+    """
+    data = _read(config, allow, all_held_out)
     limit = config.limit
     own = data.preprocessing
     if own.image_size == 0:
         own = dataclasses.replace(own, image_size=data.side)
     data = data._replace(preprocessing=as_configured(own, config, data.name))
-    if config.validation and not config.all_held_out:
+    if config.validation and not all_held_out:
         data = with_validation(data, config.validation, config.split)
     data = data._replace(notes=(*data.notes, *class_notes(data)))
     if limit is None:
         return data
-    names = ("val", "test") if config.all_held_out else ("train", "train_as_val", "val", "test")
+    names = ("val", "test") if all_held_out else ("train", "train_as_val", "val", "test")
     parts = {name: getattr(data, name) for name in names}
     some: dict[str, Any] = {
         name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
@@ -134,7 +138,7 @@ def with_validation(data: DataSet, amount: float, split: int | None = 0) -> Data
     return data._replace(train=train, val=val, test=test, train_as_val=Chosen(as_val, rest))
 
 
-def _read(config: Data, allow: Sequence[str]) -> DataSet:
+def _read(config: Data, allow: Sequence[str], all_held_out: bool) -> DataSet:
     match config:
         case OwnData():
             return _own(config, allow)
@@ -151,7 +155,8 @@ def _read(config: Data, allow: Sequence[str]) -> DataSet:
         case Fake():
             return _fake(config)
         case _:
-            opened: DataSet = find_target(config._target_, "data", DataSet, allow)(config)
+            how = {"all_held_out": True} if all_held_out else {}
+            opened: DataSet = find_target(config._target_, "data", DataSet, allow)(config, **how)
             return opened
 
 
@@ -336,14 +341,14 @@ def _cifar(config: Cifar) -> DataSet:
 
 def _fake(config: Fake) -> DataSet:
     """Return random images with random labels, a few of them repeated, to measure speed and memory."""
-    few = min(256, config.train_images)
+    few = min(256, config.limit)
     shape = (few, config.channels, config.image_size, config.image_size)
     with reading("data=fake", "expected images of a size that fits into memory"):
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
     labels = torch.randint(0, FAKE_CLASSES, (few,), generator=generator("fake labels"))
     pool = Arrays(images, labels)
-    train = of_length(pool, config.train_images)
-    val = of_length(pool, max(1, config.train_images // 4))
+    train = of_length(pool, config.limit)
+    val = of_length(pool, max(1, config.limit // 4))
     mean = (0.5,) * config.channels
     std = (73.9 / 255,) * config.channels
     return DataSet(train, val, "fake", _preprocessing(config, numbered(FAKE_CLASSES), mean, std))
