@@ -150,7 +150,8 @@ class Sieve:
 
     def notes(self, beside: int = 0) -> list[str]:
         """Return a line about the files that are no images, and images ``beside`` the folders of classes."""
-        said = [f"{count} {kind}" for kind, count in self.others.most_common(MOST_KINDS)]
+        kinds = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))
+        said = [f"{count} {kind}" for kind, count in kinds[:MOST_KINDS]]
         if len(self.others) > MOST_KINDS:
             said.append("…")
         parts = []

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, pieces, user_code, virtual
+from shardtrain.engine import casts, closed, pieces, user_code, virtual
 from shardtrain.engine.changes import Changes
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.initialize import Initialization
@@ -75,7 +75,9 @@ class Engine:
         methods = {module: initialization.methods(module) for module in self.module.modules()}
         for unit in self.units:
             # A call of one of these gathers the unit.
-            entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
+            entrances = dict.fromkeys(unit.modules.values())
+            if unit is self.units[0]:
+                entrances.update(dict.fromkeys(unit.holders))
             for module in entrances:
                 # A unit of which the root has a tied parameter enters the root's gather, and then its own.
                 outer = module.__dict__.get(_CALLS, ())
@@ -92,6 +94,7 @@ class Engine:
         for module, lent in methods.items():  # none to modules without sharded parameters
             self._marks += [(module, name) for name in lend(module, lent)]
         self._handles += casts.attach(self.units)
+        self._handles += closed.attach(self.module, self.units, self.driver.closed)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._mark(self.module, _ENGINE, self)

@@ -226,7 +226,7 @@ def completed(config: Config, images: data.DataSet) -> Config:
         "in_channels": preprocessing.channels,
         "image_size": config.data.image_size,
     }
-    model = {"in_channels": None, "image_size": None, **config.model}
+    model = {"num_classes": None, "in_channels": None, "image_size": None, **config.model}
     for key, found in decided.items():
         if key not in model:
             continue

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from shardtrain.job.errors import not_valid, plain_file, reading
+from shardtrain.job.errors import UserError, not_valid, plain_file, reading
 
 WIDTH = 120  # columns
 COMMENTS_AT = 40
@@ -95,7 +95,11 @@ def choice_table(folders: Iterable[Path], group: str) -> str:
     lines: dict[str, str] = {}
     for folder in folders:
         for file in sorted((folder / group).glob("*.yaml")):
-            reference = OmegaConf.select(load_yaml(file), "reference")
+            try:
+                reference = OmegaConf.select(load_yaml(file), "reference")
+            except UserError as error:
+                lines.setdefault(file.stem, str(error))
+                continue
             claim = "" if reference is None else f"{reference.accuracy:.2f} % {reference.kind:<9}  "
             comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
             title = next((text for text in comments if text and not text.startswith("@package")), "")

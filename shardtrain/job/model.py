@@ -23,7 +23,7 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Channel
-from shardtrain.device import is_accelerator
+from shardtrain.device import is_accelerator, unit_bytes_on
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks
 from shardtrain.job.config import Config, Optim
 from shardtrain.job.dist_env import together
@@ -143,9 +143,12 @@ def shard_with_optimizer(
         compile_blocks(model, device or torch.device("cpu"))
     if parallel.activation_checkpoint:
         checkpoint_blocks(model)
+    # A plan shards on the CPU, as a run would on the configuration's device.
+    planned = torch.device("cpu" if config.device == "auto" else config.device)
     shardtrain.shard(
         model,
         units="blocks" if inside else None,
+        unit_bytes=unit_bytes_on(device or planned),
         layout=layout,
         precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,

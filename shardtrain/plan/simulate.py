@@ -117,7 +117,7 @@ def plan_of(config: Config, job: Job) -> Plan:
         in_place=in_place,
         inbox=not (in_place or device.is_accelerator(job.device)),
     )
-    return simulate(config, question)
+    return simulate(replace(config, device=job.device.type), question)
 
 
 def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -145,7 +145,7 @@ SHORT = {
     ONE: {"bf16", "offload, no_sync, clip", "offload, checkpoint"},
     EIGHT: {
         *("whole", "kept, no_sync", "fp16 scaled", "virtual ranks", "replicas, bf16"),
-        *("offload, replicas, bf16", "EMA"),
+        *("offload, replicas, bf16", "EMA", "joined, bf16"),
     },
 }
 # Ranks that do not exist cannot agree on what is in a checkpoint; `play` copies it.
@@ -178,7 +178,7 @@ def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
 
 
 # Gloo moves tensors of a device in equal intervals.
-REFUSED = "whole", "whole, bf16", *(name for name, way in WAYS.items() if way.virtual)
+REFUSED = "whole", "whole, bf16", "joined, whole", *(name for name, way in WAYS.items() if way.virtual)
 SHORT_OVER_GLOO = "even", "whole", "offload, no_sync, clip", "replicas"
 
 

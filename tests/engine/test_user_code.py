@@ -489,8 +489,26 @@ def test_edits_inside_forward_are_refused(replaced: bool) -> None:
                     param.mul_(0.9).add_(other, alpha=0.1)
         return self.head(self.blocks[0](x) + target)
 
-    with refused(r"^forward changed blocks\.2\..* of blocks\.2, .* change or move parameters between"):
+    use = "data" if replaced else "mul_"
+    with refused(rf"^blocks\.2\.\S+ was used \({use}\) in forward outside of .* change it, between steps"):
         shard(Net(root=run_then_update), units=[Unit])(batch(0))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@each_rank(2)
+def test_edits_of_shards_through_views_inside_forward_are_refused(after: bool) -> None:
+    """Those that were made before the forward."""
+
+    def update(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.stem(x)) if after else self.stem(x)
+        for view in self.views:
+            view.mul_(2)
+        return self.head(x if after else self.blocks[1](x))
+
+    model = shard(Net(root=update), units=[Unit])
+    model.views = [param.detach() for param in model.blocks[1].parameters()]
+    with refused(r"^forward changed blocks\.1\..* of blocks\.1, .* change or move parameters between"):
+        model(batch(0))
 
 
 class Buffered(nn.LSTM):
@@ -542,7 +560,7 @@ def test_weights_that_move_inside_forward_are_unchanged(units: Any, forward: Any
     """Those of a unit that a parent moves are local shards: only flatten_parameters() leaves them alone."""
     closed = nn.Conv2d in units if forward is reorder_inside else bool(units)
     if closed and forward is not flatten_inside:
-        with refused("^forward changed .* change or move parameters between steps"):
+        with refused(r"\((data|to)\) in forward outside of a call of (lstm|conv), .* it, between steps"):
             on_sequences(shard(recurrent(forward), units=units), 0)
         return
     model = like_a_replica(lambda: recurrent(forward), on_sequences, units=units)

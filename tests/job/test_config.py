@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from torch import nn
 from torchvision import models
 from torchvision.models import list_models
 
@@ -312,10 +313,108 @@ UNREADABLE = {
 def test_a_recipe_that_cannot_be_read_is_named(own: Path) -> None:
     for text, told in UNREADABLE.items():
         (own / "recipe/mine.yaml").write_bytes(f"# @package _global_\n{text}\n".encode("latin1"))
-        if not text:
-            (own / "recipe/mine.yaml").unlink()
-            os.mkfifo(own / "recipe/mine.yaml")  # which Hydra does not take for a file; --help reads them all
-        require_told(f"--config-dir {own} {'+recipe=mine' if text else '--help'} | {told}", compose)
+        require_told(f"--config-dir {own} +recipe=mine | {told}", compose)
+        # A command that has not chosen it does not read it.
+        others = from_hydra(compose(["--config-dir", str(own), "+recipe=resnet"]))
+        assert others == composed("+recipe=resnet")
+
+
+def test_help_says_which_files_it_cannot_read(own: Path, capsys: Any) -> None:
+    (own / "recipe/mine.yaml").unlink()
+    os.mkfifo(own / "recipe/mine.yaml")
+    (own / "recipe/latin.yaml").write_bytes(b"# caf\xe9\nseed: 1\n")
+    assert compose(["--help", "--config-dir", str(own)]) is None
+    said = capsys.readouterr().out
+    assert re.search(r"\n  mine  .*mine.yaml is not a regular file; expected a YAML file of keys\n", said)
+    assert re.search(r"\n  latin .*latin.yaml: 'utf-8' codec can't decode byte 0xe9", said)
+
+
+FILES = {
+    "recipe/by_list.yaml": "# @package _global_\ndefaults: [worse]",
+    "recipe/by_group.yaml": "# @package _global_\ndefaults: [{override /model: worse}]",
+    "recipe/by_place.yaml": "# @package _global_\ndefaults: [/recipe/worse@_here_]",
+    "recipe/worse.yaml": "\tseed: 1",
+    "model/worse.yaml": "width: ${hydra:job.num}",
+    "data/mixed.yaml": "defaults: [digits]",
+    "augment/mixed.yaml": "pad: 'a",
+    "recipe/sweeps.yaml": "# @package _global_\nhydra: {sweeper: {params: {optim.lr: '0.1,0.2'}}}",
+    "recipe/elsewhere.yaml": "# @package _global_\nhydra: {run: {dir: /tmp}}",
+    "recipe/launches.yaml": "# @package _global_\ndefaults: [{override /hydra/launcher: basic}]",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("recipe=by_list", "recipe/worse.yaml: while scanning for the next token found character"),
+        ("recipe=by_place", "recipe/worse.yaml: while scanning for the next token found character"),
+        (
+            "+recipe=by_group",
+            "model/worse.yaml: width=${hydra:job.num} reads something else than keys; set width",
+        ),
+        ("model=worse", "model/worse.yaml: width=${hydra:job.num} reads something else than keys; set width"),
+        ("data=mixed", "augment/mixed.yaml: while scanning a quoted scalar"),
+        (
+            "recipe=sweeps",
+            "sweeps.yaml: hydra.sweeper.params.optim.lr: Hydra only composes here; -m optim.lr=0.1",
+        ),
+        (
+            "recipe=elsewhere",
+            "elsewhere.yaml: hydra.run.dir=/tmp: Hydra only composes here; run.name and run.d",
+        ),
+        (
+            "recipe=launches",
+            "launches.yaml: its defaults list has hydra/launcher: basic: Hydra only composes",
+        ),
+    ],
+)
+def test_a_file_of_ones_own_that_a_choice_leads_to_is_named(tmp_path: Path, words: str, told: str) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    require_told(f"--config-dir {tmp_path} {words} | {told}", compose)
+    require_told(
+        f"--config-dir {tmp_path} -m seed=1,2 {words} | {told}", lambda line: sweep.read(line, False)
+    )
+    assert sweep.read(["--config-dir", str(tmp_path), "-m", "seed=1,2"], False) is not None
+
+
+def test_a_model_file_may_have_its_function_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tiny.yaml").write_text("_target_: test_config.one_layer\n")
+    words = ("--config-dir", str(tmp_path), "model=tiny", "allow=[test_config]")
+    job, config = build(composed(*words), 0, 1, CPU)
+    assert (config.model["num_classes"], sum(p.numel() for p in job.model.parameters())) == (10, 650)
+
+
+def one_layer() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optim.lr", "0.05", 0.05),
+        ("optim.lr", "1e-3", 0.001),
+        ("train.epochs", "3", 3),
+        ("optim.nesterov", "false", False),
+        ("train.max_steps", "null", None),
+        ("data.mean", "[0.5,0.25]", (0.5, 0.25)),
+        ("run.name", "1e3", "1e3"),
+    ],
+)
+def test_what_the_environment_says_is_a_number_where_a_key_is(
+    monkeypatch: Any, key: str, text: str, value: Any
+) -> None:
+    monkeypatch.setenv("TEXT", text)
+    config = from_hydra(compose([f"{key}=${{oc.env:TEXT}}"]))
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
+    monkeypatch.setenv("TEXT", "a: b, c[")
+    if key != "run.name":
+        require_told(
+            f"{key}=${{oc.env:TEXT}} | {key}=a: b, c[: expected ", lambda words: from_hydra(compose(words))
+        )
 
 
 TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.writers=[]")

@@ -102,6 +102,8 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
         ),
         (["image,label", "0.png,a,b"], "line 2 has more cells than the first line; a text with a comma goes"),
         (["image,label", "0.png,a", "0.png,b"], "0.png is in 2 lines; expected each image once"),
+        (["image,label", "0.png,a", "./0.png,b"], "0.png and ./0.png is in 2 lines; expected each image"),
+        (["image,label", "x/../0.png,a", "{root}/0.png,b"], "x/../0.png and {root}/0.png is in 2 lines; ex"),
         (
             ["image,label", "0.png,a", "x.png,b", "y.png,b"],
             "2 of 3 images are not in data.root={root}: x.png;",
@@ -116,11 +118,20 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
     ],
 )
 def test_mistakes_in_a_table_are_named(tmp_path: Path, rows: list[str], message: str) -> None:
-    config = write_table(tmp_path, "\n".join(rows), images=2)
+    config = write_table(tmp_path, "\n".join(rows).format(root=tmp_path), images=2)
+    (tmp_path / "x").mkdir()
     with pytest.raises(UserError) as caught:
         data.load(config)
     assert str(caught.value).startswith(f"data.table={tmp_path}/labels.csv: ")
     assert message.format(root=tmp_path) in str(caught.value)
+
+
+def test_labels_that_are_nan_come_after_numbers(tmp_path: Path) -> None:
+    rows = [f"{number}.png,{label}" for number, label in enumerate(["10", "nan", "9", "1.0", "1"])]
+    found = data.load(write_table(tmp_path, "\n".join(["image,label", *rows]), validation=1))
+    assert found.classes == ("1", "1.0", "9", "10", "nan")
+    doubtful = "warning: classes of their own, perhaps by mistake: 1 and 1.0; nan (a label that is missing?)"
+    assert found.notes[0] == doubtful
 
 
 def test_class_names_are_given_where_a_data_set_has_none(tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ class Batches(Protocol):
     labels: Tensor | None = None
     """int64 [count], where labels are known before images are loaded."""
 
+    in_memory: bool = False
+    """Whether images are there already, so that none can turn out to be unreadable."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
@@ -92,6 +95,8 @@ class DataSet(NamedTuple):
 class Arrays(Batches):
     """Hold images in memory."""
 
+    in_memory = True
+
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
         self.images = images
@@ -111,6 +116,7 @@ class Chosen(Batches):
         self.source = source
         self.indices = indices
         self.random = source.random
+        self.in_memory = source.in_memory
         self.labels = None if source.labels is None else source.labels[indices]
 
     def __len__(self) -> int:
@@ -287,6 +293,7 @@ class TrainFeed:
         mix: Mix | None = None,
     ) -> None:
         self.share = share
+        self.images = data.train_as_val or data.train
         self.classes = data.classes
         self.augment = augment
         self.mix = mix
@@ -296,7 +303,7 @@ class TrainFeed:
         self.prepare = Prepare(data.preprocessing, keys.image_size, device)
         self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
-        self.loader = _loader(images, self.sampler, share.rank, keys.workers, device, seed)
+        self.loader = loader_of(images, self.sampler, share.rank, keys.workers, device, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         size = self.share.micro_batch
@@ -351,7 +358,7 @@ class EvalFeed:
         self.images = images
         self.prepare = prepare
         self.sampler = EvalSampler(len(images), batch_size or EVAL_BATCH, share)
-        self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
+        self.loader = loader_of(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:
         for index, (images, labels) in enumerate(arriving(self.loader)):
@@ -359,7 +366,7 @@ class EvalFeed:
             yield Batch(self.prepare(images), labels, self.sampler.valid[index])
 
 
-def _loader(
+def loader_of(
     batches: Any, sampler: Any, rank: int, workers: int, device: torch.device, seed: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return a loader in the order of ``sampler``, whose lists of indices a data set loads at once."""
