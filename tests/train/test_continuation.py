@@ -12,7 +12,7 @@ from shardtrain.job.errors import UserError
 from shardtrain.train.loop import train
 
 from pool import each_rank
-from tiny import QUIET, VIT, composed, context, write_folders
+from tiny import QUIET, VIT, composed, context, result_of, write_folders
 
 SHORT = (
     *("data=imagefolder", "data.image_size=8", "data.resize=8", "data.workers=0", "train.batch_size=4"),
@@ -127,5 +127,6 @@ def test_a_length_that_makes_the_learning_rate_jump_is_named(
     advice = re.search(r"; resume=(\S+) run.name=NEW (.*) goes on at the last rate", said)
     assert advice is not None
     before = advice[1].replace("/again/", "/run/")
-    said = ending(root, "new", then, *advice[2].split(), f"resume={before}")
-    assert f"  lr {advice[2].rpartition('=')[2]}  " in said
+    ending(root, "new", then, *advice[2].split(), f"resume={before}")
+    result = result_of(tmp_path / "new")
+    assert (result["status"], result["lr/group0"]) == ("finished", float(advice[2].rpartition("=")[2]))
