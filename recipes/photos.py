@@ -26,9 +26,10 @@ from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.errors import UserError, WorkerError, not_valid, path_of, plain_file, reading
 from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, mode_of, transform_of
+from shardtrain.job.preprocessing import Preprocessing
 
-IMAGENET_MEAN = (123.7, 116.3, 103.5)
-IMAGENET_STD = (58.4, 57.1, 57.4)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 MOST_KINDS = 5  # kinds of files in a message
 LOOKED_AT = 16  # images whose grey values are looked at before training
 USUAL_BITS = 15  # of the largest value among some 16-bit grey images
@@ -195,9 +196,9 @@ class Files(NamedTuple):
 NO_FILES = Files((), ())
 
 
-def image_folder(config: ImageFolder) -> DataSet:
-    """Open the images of `root/train` and `root/val`."""
-    if config.all_held_out:
+def image_folder(config: ImageFolder, *, all_held_out: bool = False) -> DataSet:
+    """Open the images of `root/train` and `root/val`, or all to score, of the classes of a run."""
+    if all_held_out:
         to_score = _to_score(config)
         held_out = photographs(config, config.classes or (), NO_FILES, to_score.files)
         return held_out._replace(notes=(*held_out.notes, *to_score.notes))
@@ -277,10 +278,14 @@ def photographs(
         train_as_val=as_val,
         name=f"{config.name} {config.root}",
         test=None if test is None else Pictures(test, centre),
-        classes=tuple(classes),
-        channels=3,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        resize=resize,
+        preprocessing=Preprocessing(
+            classes=tuple(classes),
+            channels=3,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            image_size=config.side_in_eval,
+            resize=resize,
+            interpolation=config.interpolation,
+        ),
         notes=tuple(warnings_of_grey(train if train.paths or val is None else val)),
     )

@@ -29,8 +29,8 @@ class Row(NamedTuple):
     split: str
 
 
-def image_table(config: Csv) -> DataSet:
-    """Open the images of a folder that a table names.
+def image_table(config: Csv, *, all_held_out: bool = False) -> DataSet:
+    """Open the images of a folder that a table names, or all of them to score, of the classes of a run.
 
     Without a column `split` all are training images, of which `data.validation` holds some out.
     """
@@ -42,7 +42,7 @@ def image_table(config: Csv) -> DataSet:
         raise UserError(
             f"{where}: {len(missing)} of {len(rows)} images are not in data.root={root}: {first_of(missing)}"
         )
-    if config.all_held_out:
+    if all_held_out:
         return photographs(config, config.classes or (), NO_FILES, *_to_score(config, rows, root, where))
     classes = _in_order({row.label for row in rows})
     labels = {label: number for number, label in enumerate(classes)}

@@ -1,7 +1,7 @@
 """Compose the configuration of a command line by Hydra, with this program's own messages.
 
 Hydra only composes: it makes no directory, configures no logging and starts no job. The few flags are read
-here. Only rank 0 prints the output of `--help` and `--cfg job`.
+here. Only rank 0 prints the output of `--help`, `--version` and `--cfg job`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
+from shardtrain import __version__
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import write_any_text
 from shardtrain.job.help import choice_table, described, load_yaml
@@ -31,6 +32,8 @@ from shardtrain.job.schema import flat
 
 # Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
 CHOSEN = ("data", "optim", "sched")
+DESCRIBING = ("--help", "-h", "--version")  # flags that a program with keys of its own answers by itself
+OWN = "own"  # the file of a group of which the command line sets `_target_`
 # Keys whose values are texts, also where Hydra would read a number: 1e3, 1_000, true.
 TEXTS = ("run.name", "run.dir", "resume", "data.root", "data.table", "model.weights")
 NUMBER_LIKE = re.compile(r"[\w.+-]+")
@@ -56,6 +59,10 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     configuration is that of the run which the command continues, scores or starts from, if there is one.
     Returns None if a flag asks for output, which is printed if ``speak``. Raises UserError for mistakes.
     """
+    if split(arguments)[0].version:
+        if speak:
+            print(f"shardtrain {__version__}")
+        return None
     if folder is not None:
         return _compose(arguments, speak, folder, record=None)
     with program_configs() as own:
@@ -126,7 +133,7 @@ def _composed(sources: Sources, words: Sequence[str], name: str = "config") -> C
         texts.insert(0, "++train.loss={}")  # in place of a name
     for group in ("model", "data", "optim"):
         if f"{group}._target_" in keys and group not in keys and name == "config":
-            texts.append(f"{group}=own")
+            texts.append(f"{group}={OWN}")
     with hydra.initialize_config_dir(str(sources.folders[0]), version_base="1.3"):
         config = hydra.compose(name, [*texts, sources.search_path], return_hydra_config=True)
     if config.get("allow"):
@@ -343,16 +350,17 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", "-c", nargs="?", const="job", choices=["job"])
     parser.add_argument("--config-dir", "-cd", nargs="?", const="", action="append", default=[])
     with reading("the flags", "see --help", argparse.ArgumentError):
         flags, overrides = parser.parse_known_args(arguments)
-    flags.printing = flags.help or flags.cfg is not None
+    flags.printing = flags.help or flags.version or flags.cfg is not None
     flags.groups = [text for text in overrides if flags.help and re.fullmatch(r"\w[\w.]*", text)]
     overrides = [text for text in overrides if text not in flags.groups]
     for text in overrides:
         if text.startswith("-"):
-            valid = "--help, -h, --cfg, -c, --config-dir, -cd, -m"
+            valid = "--help, -h, --version, --cfg, -c, --config-dir, -cd, -m"
             require_current(text)
             key = text.lstrip("-").partition("=")[0]
             raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
@@ -391,7 +399,9 @@ def _explain(error: Exception) -> UserError:
         if meant is not None:
             return UserError(f"unknown {group} {choice!r}: {meant}")
     if isinstance(error, MissingConfigException) and error.options is not None:
-        return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
+        files = sorted(option for option in error.options if option != OWN)
+        own = [f"{group}._target_=PACKAGE.NAME"] if OWN in error.options else []
+        return not_valid(f"unknown {group} {choice!r}", choice, files + own)
     hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")
     causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]
     causes = [causes[0].rstrip("."), hint] if hint else causes

@@ -105,8 +105,10 @@ def flat(values: Any, key: str = "") -> dict[str, Any]:
     """Return the values of nested groups by full key, as JSON holds them."""
     if not isinstance(values, Mapping):
         return {key: list(values) if isinstance(values, tuple) else values}
-    parts = (flat(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
-    return {name: value for part in parts for name, value in part.items()}
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        result |= flat(value, f"{key}.{name}".lstrip("."))
+    return result
 
 
 def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
@@ -211,7 +213,8 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     for key, entry in entries.items():
         value = raw.get(key, entry.default)
         if value is MISSING or value == "???":
-            raise UserError(f"{prefix}{key} is missing: add {prefix}{key}=VALUE")
+            value = "PACKAGE.NAME" if key == "_target_" else "VALUE"
+            raise UserError(f"{prefix}{key} is missing: add {prefix}{key}={value}")
         values[entry.name] = typed(hints[entry.name], value, prefix + key, entry.metadata)
     return cls(**values)
 

@@ -16,6 +16,7 @@ from shardtrain.job.build import Job, lr_factor
 from shardtrain.job.config import Config, Sched
 from shardtrain.job.errors import UserError, reading
 from shardtrain.job.format import first_of
+from shardtrain.job.record import brought_up_to_date
 from shardtrain.job.saved import Change, changed_keys
 from shardtrain.job.schema import Mark, typed
 
@@ -35,13 +36,13 @@ def require_same_run(opened: Opened, config: Config, job: Job) -> None:
     facts = opened.manifest.facts
     with reading("resume: no run has saved this", "resume=none starts anew"):
         images = facts["position"]["images"]
-        saved = facts["config"]
+        saved = brought_up_to_date(facts["config"])
     if step > job.steps:
         raise UserError(
             f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
             "train.epochs or train.max_steps, choose another run.name, or resume=none starts anew"
         )
-    changes = [*changed_keys(saved, asdict(config))]
+    changes = changed_keys(saved, asdict(config))
     if images != job.train.sampler.images:
         changes.append(Change("images", images, job.train.sampler.images, Mark.IMAGES))
     changes += _moved_images(facts["position"], job)

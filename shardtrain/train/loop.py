@@ -45,6 +45,7 @@ from shardtrain.train.resume import (
     restore,
     run_directory,
     start_messages,
+    weighted_as_saved,
 )
 from shardtrain.train.saving import Saver, Training
 
@@ -196,11 +197,12 @@ def write_outcome(score: float | None, is_minimised: bool) -> None:
 def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Config]:
     """Build the job. If an image stops that in a dry run, list all that cannot be read."""
     ranks = context.rank_info
+    place = (ranks.rank, ranks.world_size, context.device)
     try:
-        return build(config, ranks.rank, ranks.world_size, context.device, first_step)
+        return build(config, *place, first_step, all_held_out=context.all_held_out)
     except WorkerError:
         if config.dry_run:
-            images = data.load(config.data, config.allow)
+            images = data.load(config.data, config.allow, all_held_out=context.all_held_out)
             parts = {"train": images.train_as_val or images.train, "val": images.val, "test": images.test}
             require_readable(parts, config.data, print if ranks.rank == 0 else lambda text: None)
         raise
@@ -212,6 +214,7 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, identity, memory)
+    config = weighted_as_saved(config, start)
     job, config = _built(config, context, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)

@@ -12,6 +12,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +101,20 @@ def _messages_of_checkpoint(
     elif is_path(config.resume):
         note = f"; resume={config.resume} is only for a run without checkpoints of its own"
     return [*warnings, f"{where} ({opened.path}){note}"]
+
+
+def weighted_as_saved(config: Config, start: Newest) -> Config:
+    """Return the configuration of an evaluation with balanced weights of classes as the run has counted them.
+
+    The images that are scored may be others, and none may be there to train on.
+    """
+    if not config.eval_only or config.train.class_weights != "balanced" or start.opened is None:
+        return config
+    facts = start.opened.manifest.facts
+    weights = facts.get("class_weights")  # which checkpoints up to 0.2.0 do not have
+    if weights is None or facts["config"]["train"]["class_weights"] != "balanced":
+        return config
+    return replace(config, train=replace(config.train, class_weights=tuple(weights)))
 
 
 def is_elsewhere(store: Store, start: Newest) -> bool:

@@ -26,6 +26,8 @@ from shardtrain.job.config import Digits, Images
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.read import from_hydra
+from shardtrain.job.record import brought_up_to_date
+from shardtrain.job.saved import changed_keys
 from shardtrain.job.schema import chosen, typed
 from shardtrain.train import sweep
 from shardtrain.train.sweep import Outcome
@@ -108,7 +110,13 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
         (["--help"], r"\n  resnet18_cifar10 +93\.02 % published  ResNet(.|\n)*Choose from the groups"),
+        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*\n--help GROUP "),
+        (
+            ["--help", "all", "optim=muon"],
+            r"lr: 0.002 +# of all parameters(.|\n)*\n  batch_size: 96 +# images of one",
+        ),
         (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
+        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*--help GROUP"),
         (["--help", "train"], r"batch_size: 96 +# images of one optimizer step"),
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
         (["+recipe=resnet", "--help", "optim"], r"lr: 0.03 +# learning rate after"),
@@ -119,6 +127,11 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         said = capsys.readouterr().out
         assert re.search(words, said), said
         assert ("epochs" in said) == ("optim" not in flags)
+
+
+def test_help_fits_one_screen(capsys: Any) -> None:
+    assert compose(["--help"]) is None
+    assert len(capsys.readouterr().out.splitlines()) <= 32
 
 
 def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
@@ -142,15 +155,13 @@ def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     groups = {"data": "train", "optim": "optim", "sched": "sched"} if program == "train" else {}
     choices = [f"{group}={file.stem}" for group in groups for file in Path("configs", group).glob("*.yaml")]
     for choice in ["", *choices]:
-        section = [choice.partition("=")[0], choice] if choice else []
+        section = [choice.partition("=")[0], choice] if choice else ["all"] * (program == "train")
         compose(["--help", *section, "--config-dir", str(own)], folder=folder)
         said = capsys.readouterr().out
-        keys = re.findall(
-            r"^ *(\w+): (?!\n).*", said.partition("change any key with key=value.")[2] or said, re.M
-        )
-        assert keys
-        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said.rpartition("key=value.\n")[2], re.M)
+        assert re.findall(r"^ *(\w+): (?!\n).*", said, re.M)
+        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said, re.M)
         assert bare == [], choice
+        assert max(map(len, said.splitlines())) <= 120
         assert re.findall(r"^ *- .*#.*", said, re.M) == []  # a list's comment stands at its key
 
 
@@ -262,6 +273,28 @@ def test_an_older_record_loses_keys_that_have_gone_and_gets_new_ones(
         None,
     )
     assert found.train.tta == 0
+
+
+def test_an_older_record_says_in_words_of_today_what_keys_said_that_have_gone(tmp_path: Path) -> None:
+    before = asdict(composed("data=fake"))
+    before["data"] |= {"train_images": 60, "limit": None}
+    before["train"] |= {"best": "val/error", "best_mode": "min"}
+    before["monitor"] = {
+        "tensorboard": True,
+        "profile_at": None,
+        "scores": ["per_class", "my.error"],
+        "writers": ["my.W"],
+    }
+    before["ema"]["after_epochs"] = 2.0
+    before["parallel"]["sync_batchnorm"] = False
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(before))
+    found = from_hydra(compose([f"config={file}"]))
+    assert found.data.limit == 60
+    assert found.monitor.writers == ("tensorboard", "my.W")
+    error = {"_target_": "my.error", "higher_is_better": False}
+    assert found.monitor.scores == ("per_class", error)
+    assert changed_keys(brought_up_to_date(before), asdict(found)) == []
 
 
 UNREADABLE = {
@@ -383,7 +416,7 @@ def test_what_the_environment_says_is_a_number_where_a_key_is(
         )
 
 
-TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.tensorboard=false")
+TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.writers=[]")
 
 
 def jobs(*arguments: str) -> list[str]:
@@ -470,6 +503,17 @@ while True:
         outcome_of(program)
     assert left.value.code == code
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("words", [["--nnodes", "2"], ["--nnodes=1:4", "--nproc-per-node", "2"]])
+def test_a_sweep_on_several_hosts_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        sweep.run(words, ["+recipe=resnet", "seed=0,1"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --nnodes {words[-1] if len(words[0]) == 8 else '1:4'}: a sweep starts")
+    assert message.count("\n") == 1
+    sweep.require_one_host(["--nnodes=1", "--standalone"])
 
 
 def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

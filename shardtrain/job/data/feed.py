@@ -24,6 +24,8 @@ from shardtrain.device import is_accelerator
 from shardtrain.job.config import Images
 from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
 from shardtrain.job.data.workers import PATIENCE_S, arriving, context
+from shardtrain.job.errors import UserError
+from shardtrain.job.preprocessing import Preprocessing
 from shardtrain.job.signals import end_with_parent
 
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -54,15 +56,23 @@ class DataSet(NamedTuple):
     train: Batches
     val: Batches
     name: str
-    classes: tuple[str, ...]  # names, by label
-    channels: int
-    mean: tuple[float, ...]  # per channel, in stored pixel values
-    std: tuple[float, ...]
+    preprocessing: Preprocessing
     test: Batches | None = None
     train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
-    # Pixels of the shorter side before a centre crop; None: squares of whole images.
-    resize: int | None = None
     notes: tuple[str, ...] = ()  # lines that a run prints at its start
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, by label."""
+        return self.preprocessing.classes
+
+    @property
+    def side(self) -> int:
+        """Pixels per side of the images as they are. Raises UserError if they are not square."""
+        height, width = self.train[[0]][0].shape[2:]
+        if height != width:
+            raise UserError(f"{self.name}: {height}×{width} pixels; data.image_size=N makes them squares")
+        return int(width)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -80,11 +90,6 @@ class DataSet(NamedTuple):
         """A digest of the labels of the training images in their order; empty where they are not known."""
         labels = self.train.labels
         return "" if labels is None else hashlib.sha256(labels.numpy().tobytes()).hexdigest()[:16]
-
-
-def numbered(count: int) -> tuple[str, ...]:
-    """Return names for classes that have none: their labels."""
-    return tuple(map(str, range(count)))
 
 
 class Arrays(Batches):
@@ -153,11 +158,12 @@ class Batch(NamedTuple):
 class Prepare:
     """Turn uint8 batches into normalised float32 batches on ``device``, resized there to ``side`` pixels."""
 
-    def __init__(self, data: DataSet, side: int, device: torch.device) -> None:
+    def __init__(self, preprocessing: Preprocessing, side: int, device: torch.device) -> None:
         self.side = side
         self.device = device
-        self.mean = torch.tensor(data.mean, device=device)[:, None, None]
-        self.std = torch.tensor(data.std, device=device)[:, None, None]
+        # Of stored pixels, 0 to 255: to divide each image by 255 would be one more pass over it.
+        self.mean = torch.tensor([255 * value for value in preprocessing.mean], device=device)[:, None, None]
+        self.std = torch.tensor([255 * value for value in preprocessing.std], device=device)[:, None, None]
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return normalised images."""
@@ -294,7 +300,7 @@ class TrainFeed:
         self.seed = seed
         self._data = data
         self._keys = keys
-        self.prepare = Prepare(data, keys.image_size, device)
+        self.prepare = Prepare(data.preprocessing, keys.image_size, device)
         self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
         self.loader = loader_of(images, self.sampler, share.rank, keys.workers, device, seed)
