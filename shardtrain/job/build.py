@@ -123,12 +123,16 @@ def build(
         steps=steps,
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
-        data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
-        + (f" + {len(images.test):,} to test" if images.test else ""),
+        data_name=_name_and_sizes(images),
         forward_flops=flops,
         notes=[*images.notes, *notes],
     )
     return job, config
+
+
+def _name_and_sizes(images: data.DataSet) -> str:
+    to_test = f" + {len(images.test):,} to test" if images.test else ""
+    return f"{images.name}, {len(images.train):,} + {len(images.val):,} held out{to_test}"
 
 
 def for_evaluation(config: Config) -> Config:
