@@ -20,6 +20,7 @@ from shardtrain.comm.trace import ENTER, LEAVE, STEP, TRAIN, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
 from shardtrain.engine.changes import Changes, frozen, trained_in_words
+from shardtrain.engine.closed import Closed
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
@@ -38,6 +39,7 @@ class Driver:
         self.units = tuple(units)
         self.root = units[0]
         self.changes = changes
+        self.closed = Closed(units)
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
@@ -98,6 +100,7 @@ class Driver:
         unit.gather()
 
     def show(self, unit: Unit) -> None:
+        self.closed.open([unit])
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -106,6 +109,8 @@ class Driver:
 
     def hide(self, unit: Unit) -> None:
         unit.hide()
+        if self.schedule.in_forward and not self.schedule.backward:
+            self.closed.close(unit)
 
     def release(self, unit: Unit) -> None:
         unit.release()
@@ -137,6 +142,13 @@ class Driver:
         self._agree_on_frozen()
         self._fence(ENTER)
         self.forget_nodes()
+        self._close()
+
+    def _close(self) -> None:
+        """Refuse to compute with parameters that show shards, until their units are called."""
+        for unit in self.units:
+            if unit.shown is Shown.SHARD:
+                self.closed.close(unit)
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
@@ -158,7 +170,7 @@ class Driver:
 
     def refresh(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.refresh(unit, unit.trains)
+        self.schedule.refresh(unit, self._training())
         unit.refresh()
         self.changes.note(unit)
         self._agree_on_frozen()
@@ -169,6 +181,7 @@ class Driver:
 
         Raises ValueError if a local shard was changed that other ranks may still read.
         """
+        self.closed.open(self.units)
         if self.schedule.backward:
             return
         try:
@@ -192,6 +205,7 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
+                self.closed.open([unit])
                 self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
                 self.refresh(unit)
@@ -294,6 +308,7 @@ class Driver:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
+        self.closed.open(self.units)  # a backward inside forward
         self.refuse_edits()
         self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
@@ -343,6 +358,8 @@ class Driver:
         if self.schedule.unreduced and self.root.channel.uploads:
             finish_downloads(self.device)
         call_postponed(params)
+        if self.schedule.in_forward:
+            self._close()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []

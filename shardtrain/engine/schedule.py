@@ -164,18 +164,13 @@ class Schedule(Generic[U]):
         self.recorded: Forward[U] = self.forward  # has the calls under way: this, or one called by itself
         self.in_forward = False
         self.backward: Backward[U] | None = None
-        self._moment = 0
+        self.moment = 0  # the latest at which a call began or ended
         self._order: list[U] = []  # units in the order in which this forward has called them
         self._expected: list[U] = []  # `_order` of the last forward
         self._alike = False  # whether this forward is like the last one until now
         self._ends: list[U] = []  # units of this forward's announced calls, in the order in which they ended
         self._expected_ends: list[U] = []  # `_ends` of the last forward that announced any
         self._awaiting: dict[U, int] = {}  # when a unit's first call began whose backward has not come
-
-    @property
-    def moment(self) -> int:
-        """The latest moment at which a call began or ended."""
-        return self._moment
 
     @property
     def order(self) -> Sequence[U]:
@@ -186,22 +181,16 @@ class Schedule(Generic[U]):
 
     def keep_after_forward(self, unit: U, keeps: bool) -> None:
         """Let ``unit`` stay gathered from forward to backward, or not."""
-        if keeps:
-            self.keeps.add(unit)
-        else:
-            self.keeps.discard(unit)
+        self.keeps = self.keeps | {unit} if keeps else self.keeps - {unit}
 
     def accumulate(self, units: Iterable[U]) -> None:
         """Let the next backwards reduce no gradients of ``units``, and those of all others."""
         self.accumulates = frozenset(units)
 
-    def refresh(self, unit: U, trains: bool) -> None:
-        """Release ``unit``, which is called by itself; ``trains``: a parameter of it requires a gradient."""
+    def refresh(self, unit: U, trains: set[U]) -> None:
+        """Release ``unit``, which is called by itself."""
+        self.trains = trains
         self.release(unit)
-        if trains:
-            self.trains.add(unit)
-        else:
-            self.trains.discard(unit)
 
     # forward
 
@@ -228,8 +217,8 @@ class Schedule(Generic[U]):
             return
         if not (self.calls or self.in_forward or self.backward):  # called by itself: a forward of its own
             self.recorded = Forward()
-        self._moment += 1
-        self.calls[unit] = Call(unit, self._moment)
+        self.moment += 1
+        self.calls[unit] = Call(unit, self.moment)
         if self.backward is not None:  # which computes something again
             self._open(self.backward, unit)
             return
@@ -255,11 +244,7 @@ class Schedule(Generic[U]):
             for unit in self._expected[1:]:
                 self._gather(unit)
             return
-        for position in range(len(self._order), len(self._expected)):
-            unit = self._expected[position]
-            if unit is not self._order[-1]:
-                self._gather(unit)
-                return
+        self._gather_next(self._expected[len(self._order) :], self._order[-1])
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""
@@ -282,8 +267,8 @@ class Schedule(Generic[U]):
         if call.depth:
             return
         del self.calls[unit]
-        self._moment += 1
-        call.ended = self._moment
+        self.moment += 1
+        call.ended = self.moment
         if self.backward is not None:
             return
         if call.announced:
@@ -327,6 +312,7 @@ class Schedule(Generic[U]):
             self.calls.clear()
             self._order = self._expected  # the next forward is compared with the last complete one
             self._ends = self._expected_ends
+            self._awaiting = {}  # no backward of what it has recorded comes
         for unit in self.units:
             if unit in self.unannounced and not failed:  # of an earlier forward
                 self._show(unit)
@@ -337,7 +323,7 @@ class Schedule(Generic[U]):
         """Gather and show ``unit``, until the next backward ends: code outside of its calls uses it."""
         self.unannounced[unit] = None
         self._show(unit)
-        self._awaiting.setdefault(unit, self._moment)
+        self._awaiting.setdefault(unit, self.moment)
 
     def hide_unannounced(self) -> None:
         """Let the parameters of units that stay gathered until backward show local shards."""
@@ -358,6 +344,8 @@ class Schedule(Generic[U]):
         """
         self.trains = trains
         self.backward = Backward(room, self.accumulates)
+        for unit in [*self.prefetched]:  # by a forward, inside which this backward runs
+            self.release(unit)
         for unit in self.unannounced:  # hidden since, or released
             self._show(unit)
         self._descend_into(self.backward, forward)
@@ -389,7 +377,7 @@ class Schedule(Generic[U]):
         for unit in reversed(self.units):
             if unit in self.opened:
                 self._complete(backward, unit, awaits=False)
-        self.unreduced.update(unit for unit in backward.entered if unit in self.trains)
+        self.unreduced |= self.trains & backward.entered.keys()
         ready = [u for u in reversed(self.units) if u in self.unreduced and u not in backward.accumulates]
         for unit in ready:
             if unit not in backward.reduced:
@@ -424,9 +412,7 @@ class Schedule(Generic[U]):
         ends = [Edge(call.ended, call, True) for call in forward.calls]
         begins = [Edge(call.began, call, False) for call in forward.calls]
         backward.edges = sorted(ends + begins)
-        backward.first = {}
-        for edge in begins:
-            backward.first[edge.call.unit] = min(edge.moment, backward.first.get(edge.call.unit, edge.moment))
+        backward.first = {call.unit: call.began for call in reversed(forward.calls)}
         backward.forward = forward
         backward.moment = sys.maxsize
 
@@ -438,9 +424,7 @@ class Schedule(Generic[U]):
             unit = edge.call.unit
             if edge.is_end:
                 self._gather(unit)
-                following = next((other for other in _ended(edges) if other is not unit), None)
-                if following is not None:
-                    self._gather(following)
+                self._gather_next(_ended(edges), unit)
                 self._open(backward, unit)
             elif unit in self.opened:
                 if edge.moment == backward.first[unit]:
@@ -506,6 +490,10 @@ class Schedule(Generic[U]):
             self.gathered.add(unit)
             self.prefetched[unit] = None
             self.act.gather(unit)
+
+    def _gather_next(self, following: Iterable[U], unit: U) -> None:
+        """Gather the first of the ``following`` units that is not ``unit``, which is gathered."""
+        self._gather(next((other for other in following if other is not unit), unit))
 
     def _show(self, unit: U) -> None:
         if unit not in self.shown:

@@ -450,7 +450,7 @@ def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """
     waits: list[list[str]] = []
     lengths = ("train.max_steps=8", "train.log_every=100", "train.eval_every=100", "checkpoint.keep=0")
-    keys = "train.mixup=0", "train.cutmix=0", "monitor.tensorboard=false", f"parallel.virtual_ranks={virtual}"
+    keys = "train.mixup=0", "train.cutmix=0", "monitor.writers=[]", f"parallel.virtual_ranks={virtual}"
     config = configure(*TINY, *lengths, *keys)
     with SimulatedDevice()(monkeypatch) as device:
 

@@ -38,7 +38,7 @@ from tiny import ALONE, CPU, VIT, composed, configure
 MIB = 2**20
 RESNET = ["model=resnet18", "data.image_size=16"]
 DEEPER = ["model=vit_cifar", "model.layers=4", "model.width=96"]
-FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size=16"]
+FAKE = ["+recipe=resnet", "data=fake", "data.limit=96", "train.batch_size=16"]
 
 
 def settings(*arguments: str) -> PlanSettings:
