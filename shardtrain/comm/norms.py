@@ -162,8 +162,6 @@ class GradientPiece(Mark):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            raise ValueError("the compiler leaves functions of pieces to eager code, which asks this class")
         kwargs = kwargs or {}
         if PieceNorm in types:
             return NotImplemented  # so that `PieceNorm` decides
