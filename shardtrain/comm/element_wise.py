@@ -70,7 +70,7 @@ UNSEEN = ("to_dlpack", "data_ptr", "untyped_storage", "pickle", "size", "add_", 
 # Steps of torch's fused optimizers, and their loss scaling.
 FUSED = """
     _amp_foreach_non_finite_check_and_unscale_ _amp_non_finite_check_and_unscale_ _fused_adagrad_ _fused_adam_
-    _fused_adamw_ _fused_sgd_ _group_tensors_by_device_and_dtype
+    _fused_adamw_ _fused_sgd_
     """
 _DESCRIBING = frozenset((*DESCRIPTIONS.split(), *FUSED.split()))
 _COMBINING = frozenset(ARITHMETIC.split())

@@ -45,7 +45,7 @@ def with_gradients(**options: Any) -> nn.Module:
     return model
 
 
-def quietly(call: Callable[[], object]) -> object:
+def quietly(call: Callable[[], Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return call()
@@ -113,7 +113,7 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "a new tensor": ("to_copy", lambda g: quietly(lambda: torch.tensor(g, dtype=torch.double))),
     "a new one of a norm": ("detach", lambda g: quietly(lambda: torch.tensor(g.norm()))),
     "torch.Tensor": ("sum", lambda g: torch.Tensor(g).sum()),
-    "new_tensor": ("sum", lambda g: g.new_tensor(g).sum()),
+    "new_tensor": ("sum", lambda g: quietly(lambda: g.new_tensor(g)).sum()),
     "copy.copy": ("sum", lambda g: copy.copy(g).sum()),
     "a parameter": ("sum", lambda g: nn.Parameter(g).sum()),
     "another's memory": ("set", lambda g: torch.empty(0).set_(g)),
@@ -199,6 +199,7 @@ SIZE_LOOKS: dict[str, Callable[[Tensor], object]] = {
     "the longest": lambda g: max(g.size(0), 1),
     "a number": lambda g: int(g.numel()),
     "columns": lambda g: g.stride(0) % 2,
+    "many": lambda g: g.numel() > 1,
     "half": lambda g: g.numel() // 2,
     "negative": lambda g: -g.numel(),
 }
@@ -216,7 +217,7 @@ def test_sizes_of_a_piece_are_told_and_not_computed_with() -> None:
         assert (grad.size(0), grad.stride()) == (param.size(0), param.stride())
         assert grad.numel() == grad.nelement() == torch.numel(grad) == param.numel()
         assert f"{grad.shape} {grad.numel():3d}" == f"{tuple(param.shape)} {param.numel():3d}"
-        assert bool(grad.numel()) == bool(param.numel())
+        assert bool(grad.numel()) == (grad.numel() > 0) == bool(param.numel())
         assert torch.zeros(grad.shape).shape == torch.zeros(grad.size(0), 2)[:, :1].view(grad.shape).shape
         assert grad.nbytes == param.nbytes
         for name, look in SIZE_LOOKS.items():
