@@ -338,6 +338,7 @@ class Recorder:
         self.leave()
         schedule.end_forward(failed=False)
         assert all(self.full[unit] == "shown" for unit in schedule.unannounced)  # a loss may use them
+        self._require_nothing_recorded()
 
     def own_calls(self, events: Sequence[tuple[bool, Facts]]) -> Iterator[Sequence[tuple[bool, Facts]]]:
         """Cut ``events`` into those of each outermost call."""
@@ -354,11 +355,15 @@ class Recorder:
         self.forward(program, learns=False)
         self.require_rest()
 
-    def call(self, program: Program) -> None:
-        """Call units by themselves, outside of the root's forward."""
+    def call(self, program: Program, backward_at: int = 0) -> None:
+        """Call units by themselves, outside of the root's forward. ``backward_at``: as in `forward`."""
         self.learns = True
         of_root = len(self.schedule.forward.calls)
-        self.replay(self.events(program))
+        events = self.events(program)
+        self.replay(events[:backward_at])
+        if backward_at:
+            self.backward()
+        self.replay(events[backward_at:])
         assert "gathering" not in self.full.values()
         assert len(self.schedule.forward.calls) == of_root
         self._require_nothing_recorded()
@@ -401,9 +406,9 @@ class Recorder:
         self.nodes = [node for node in self.nodes if node.frame in self.stack and not node.marked]
         self.again.clear()
         self.awaited.clear()
-        if not schedule.in_forward:
+        if not self.stack:
             self.began.clear()
-        if began and not schedule.in_forward:
+        if began and not self.stack:
             self.require_rest()
             assert not schedule.forward.calls
 
@@ -798,6 +803,11 @@ def objects(program: Program) -> None:
                 if any(node.marked for node in recorder.nodes):
                     recorder.backward()
                     assert recorder.reductions() == recorder.expected(program)
+            recorder.forward(program)
+            recorder.forward(first_call(program))
+            if any(node.marked for node in recorder.nodes):
+                recorder.backward()
+                assert recorder.reductions() == recorder.expected(program)
             assert recorder.most <= 2
 
 
@@ -999,6 +1009,9 @@ def backward_inside(program: Program) -> None:
             recorder.take_started()
             recorder.backward()
             assert recorder.reductions() == recorder.expected(program)
+        recorder.call(program, backward_at=event)
+        recorder.backward()
+        assert recorder.reductions().keys() == recorder.expected(program).keys() - {"root"}
         assert recorder.most <= 2
 
 
