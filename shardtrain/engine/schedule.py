@@ -134,7 +134,6 @@ class Backward(Generic[U]):
     first: dict[U, int] = field(default_factory=dict)
     entered: dict[U, None] = field(default_factory=dict)  # units that have been opened, in order
     reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
-    late: dict[U, None] = field(default_factory=dict)  # units completed again after that
     under_way: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
     bytes_under_way: int = 0  # of their full gradients
 
@@ -233,7 +232,7 @@ class Schedule(Generic[U]):
         """Append ``unit`` to ``units``. If ``expected`` has another one there, release what waits for it."""
         position = len(units)
         units.append(unit)
-        if self._alike and expected[position : position + 1] != [unit]:
+        if expected[position : position + 1] != [unit]:
             self._alike = False
             for other in self._in_advance() - {unit}:
                 self.release(other)
@@ -367,7 +366,7 @@ class Schedule(Generic[U]):
     def end_backward(self) -> None:
         """Complete all units, start and finish all reductions.
 
-        A unit that got gradients again after its reduction had started is reduced twice.
+        A unit that got gradients again after its reduction had started is reduced again.
         """
         backward = self.backward
         assert backward is not None
@@ -380,8 +379,6 @@ class Schedule(Generic[U]):
         for unit in ready:
             if unit not in backward.reduced:
                 self._reduce(backward, unit)
-        for unit in backward.late:
-            self._reduce(backward, unit)
         while backward.under_way:
             self._finish_oldest(backward)
         self.unreduced.difference_update(ready)
@@ -449,16 +446,12 @@ class Schedule(Generic[U]):
         """
         self.opened.discard(unit)
         reduces = unit in self.trains and unit not in backward.accumulates and not awaits
-        if reduces and unit not in backward.reduced:
+        if reduces:
             self._make_room(backward, unit)  # before `take` allocates another full gradient
         self.act.take(unit)
         if unit not in self.calls and not (awaits and unit in self.unannounced):
             self.release(unit)
-        if not reduces:
-            return
-        if unit in backward.reduced:
-            backward.late[unit] = None
-        else:
+        if reduces:
             self._reduce(backward, unit)
 
     def _make_room(self, backward: Backward[U], unit: U) -> None:

@@ -132,6 +132,7 @@ class Recorder:
         self.stack: list[Frame] = []
         self.began: dict[Facts, int] = {}  # when the first call of each unit began whose backward is to come
         self.learns = True  # whether calls make nodes
+        self.reaching = False  # whether backward descends to a node
 
     # verbs
 
@@ -145,6 +146,9 @@ class Recorder:
 
     def show(self, unit: Facts) -> None:
         assert self.full[unit] in ("gathering", "gathered")
+        if self.reaching:
+            later = [*self.full][[*self.full].index(unit) :]
+            assert all(state != "gathering" or other in later for other, state in self.full.items()), "P8"
         self.full[unit] = "shown"
         self.log.append(Started("show", unit.name))
 
@@ -165,6 +169,9 @@ class Recorder:
         self.untaken.discard(unit)
         late = [n for n in self.to_run if n.unit is unit and n.forward is backward.forward]
         assert not late, f"P7: {unit.name} is taken before {late}"
+        awaits = self.began.get(unit, 0) < backward.first.get(unit, 0)
+        if unit in self.trains - backward.accumulates and not awaits:
+            assert not self.reducing or self._bytes_under_way() + unit.gradient_bytes <= ROOM, "P5"
 
     def reduce(self, unit: Facts) -> None:
         assert unit not in self.reducing
@@ -330,6 +337,8 @@ class Recorder:
                 self.replay(call)
         self.leave()
         schedule.end_forward(failed=False)
+        assert all(self.full[unit] == "shown" for unit in schedule.unannounced)  # a loss may use them
+        self._require_nothing_recorded()
 
     def own_calls(self, events: Sequence[tuple[bool, Facts]]) -> Iterator[Sequence[tuple[bool, Facts]]]:
         """Cut ``events`` into those of each outermost call."""
@@ -346,11 +355,16 @@ class Recorder:
         self.forward(program, learns=False)
         self.require_rest()
 
-    def call(self, program: Program) -> None:
-        """Call units by themselves, outside of the root's forward."""
+    def call(self, program: Program, backward_at: int = 0) -> None:
+        """Call units by themselves, outside of the root's forward. ``backward_at``: as in `forward`."""
         self.learns = True
         of_root = len(self.schedule.forward.calls)
-        self.replay(self.events(program))
+        events = self.events(program)
+        self.replay(events[:backward_at])
+        if backward_at:
+            self.backward()
+        self.replay(events[backward_at:])
+        assert "gathering" not in self.full.values()
         assert len(self.schedule.forward.calls) == of_root
         self._require_nothing_recorded()
 
@@ -392,10 +406,11 @@ class Recorder:
         self.nodes = [node for node in self.nodes if node.frame in self.stack and not node.marked]
         self.again.clear()
         self.awaited.clear()
-        if not schedule.in_forward:
+        if not self.stack:
             self.began.clear()
-        if began and not schedule.in_forward:
+        if began and not self.stack:
             self.require_rest()
+            assert not schedule.forward.calls
 
     def _needed(self, outputs: Collection[Node]) -> Iterator[Node]:
         """Return what autograd runs, the last node first: ``outputs``, and what their calls need for them."""
@@ -412,9 +427,10 @@ class Recorder:
         unit = node.unit
         if node.marked:
             self._require_begun(node.forward)
-            schedule.reach(node.forward, node.moment)
-            for forward, moment in node.passed:
+            self.reaching = True
+            for forward, moment in ((node.forward, node.moment), *node.passed):
                 schedule.reach(forward, moment)
+            self.reaching = False
             self._require_reduced(node)
         if self.log and node.frame not in self.ran:
             self.ran.add(node.frame)
@@ -686,16 +702,17 @@ def other_order(program: Program) -> None:
 
 def evaluations(program: Program) -> None:
     """Evaluations between steps, after which training prefetches as before."""
-    recorder = Recorder(unit_count(program))
-    for number in range(3):
-        recorder.log.clear()
-        step(recorder, program)
-        if number:
-            recorder.require_overlap()
-        recorder.evaluate(program)
-        recorder.evaluate(first_call(program))
-        recorder.evaluate(program)
-        recorder.take_started()
+    for keeps in (False, True):
+        recorder = Recorder(unit_count(program), keeps)
+        for number in range(3):
+            recorder.log.clear()
+            step(recorder, program)
+            if number:
+                recorder.require_overlap()
+            recorder.evaluate(program)
+            recorder.evaluate(first_call(program))
+            recorder.evaluate(program)
+            recorder.take_started()
 
 
 def frozen(program: Program) -> None:
@@ -786,6 +803,11 @@ def objects(program: Program) -> None:
                 if any(node.marked for node in recorder.nodes):
                     recorder.backward()
                     assert recorder.reductions() == recorder.expected(program)
+            recorder.forward(program)
+            recorder.forward(first_call(program))
+            if any(node.marked for node in recorder.nodes):
+                recorder.backward()
+                assert recorder.reductions() == recorder.expected(program)
             assert recorder.most <= 2
 
 
@@ -902,8 +924,15 @@ def called_alone(program: Program) -> None:
             recorder.backward()
             recorder.take_started()
             recorder.log.clear()
-            step(recorder, program)  # prefetches what the last forward of the root has called
+            recorder.forward(program)  # as the last forward of the root
+            assert {*recorder.full} == {recorder.units[0], *last_two(recorder.events(program))}
+            recorder.backward()
             recorder.require_overlap()
+            assert recorder.reductions() == ran
+            step(recorder, first_call(program))
+            recorder.call(program)
+            recorder.backward()
+            recorder.take_started()
         assert recorder.most <= 2
 
 
@@ -980,6 +1009,9 @@ def backward_inside(program: Program) -> None:
             recorder.take_started()
             recorder.backward()
             assert recorder.reductions() == recorder.expected(program)
+        recorder.call(program, backward_at=event)
+        recorder.backward()
+        assert recorder.reductions().keys() == recorder.expected(program).keys() - {"root"}
         assert recorder.most <= 2
 
 
