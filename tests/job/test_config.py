@@ -309,7 +309,6 @@ UNREADABLE = {
     "defaults: [mine]": ": a defaults list contains its own file",
     "caf\xe9: 1": "codec can't decode byte 0xe9",
     "run: {name: 'of ${oc.env:HOME}'}": "run.name=of ${oc.env:HOME} reads something else than keys",
-    "": "mine.yaml is not a regular file; expected a YAML file of keys",
 }
 
 
