@@ -21,7 +21,7 @@ from shardtrain.recipes.photos import images_in, opened_image
 from shardtrain.train.loop import train
 
 from pool import each_rank
-from tiny import QUIET, VIT, composed, context, run_to_end, write_folders
+from tiny import QUIET, VIT, composed, context, prepared, run_to_end, write_folders
 
 PHOTOS: dict[str, Any] = {"image_size": 8, "resize": 8, "workers": 0}
 
@@ -93,7 +93,7 @@ def named(*names: str) -> data.DataSet:
     """Return a data set with one training image of each class."""
     images = torch.zeros(len(names), 1, 2, 2, dtype=torch.uint8)
     arrays = data.sets.Arrays(images, torch.arange(len(names)))
-    return data.DataSet(arrays, arrays, "some", names, 1, (0.0,), (1.0,))
+    return data.DataSet(arrays, arrays, "some", prepared(names))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,7 @@ def test_a_dry_run_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Pa
     parts = {"train": found.train_as_val, "val": found.val, "test": None}
     with (
         patch.object(check, "CHUNK", 3),
+        patch.object(check, "REPORTS", 2),
         pytest.raises(UserError, match=r"^data=imagefolder: 5 of 40 images cannot be read; they are listed"),
     ):
         require_readable(parts, config, said.append)
@@ -189,7 +190,7 @@ def test_a_dry_run_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Pa
     assert bad == sorted(str(path) for path in root.glob("*/*/*") if path.stat().st_size <= 40)
     progress = [line for line in lines if line.endswith(" images read")]
     assert progress[-1] == "val: 20 of 20 images read"
-    assert progress[0] == f"train: {3 * comm.world_size()} of 20 images read"
+    assert progress[0] == "train: 12 of 20 images read"
     ending = run_to_end(str(tmp_path / "run"), *ON_FOLDERS, f"data.root={root}", QUIET)
     assert ending.startswith("UserError data=imagefolder: 5 of 40 images cannot be read")
 
