@@ -83,7 +83,7 @@ class Closed:
 
     def _closed_class(self, kind: type) -> type:
         """Return the class of closed parameters of the class ``kind``, a user's own perhaps."""
-        closed_class = kind
+        closed_class: type = kind
         if issubclass(kind, nn.Parameter) and not issubclass(kind, ClosedParameter):
             described = {
                 "__module__": kind.__module__,
@@ -125,7 +125,7 @@ def attach(module: nn.Module, units: Sequence[Unit], closed: Closed) -> list[Rem
     for encoder in module.modules():
         if isinstance(encoder, nn.TransformerEncoder):
             below = set(encoder.modules())
-            layers = [unit for unit in units if unit.module in below]
+            layers = [unit for unit in units if not below.isdisjoint(unit.modules.values())]
             handles.append(encoder.register_forward_pre_hook(partial(before, layers)))
     return handles
 

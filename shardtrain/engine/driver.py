@@ -26,6 +26,7 @@ from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
+from shardtrain.engine.units import warn_of_scattered
 from shardtrain.engine.users_hooks import call_postponed, postpone
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
@@ -45,6 +46,7 @@ class Driver:
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.steps = Steps()  # of optimizers since the last forward
+        self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
         self._frozen = frozen(units)  # the names of parameters, which ranks agree in
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
@@ -168,7 +170,7 @@ class Driver:
 
     def refresh(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.refresh(unit, unit.trains)
+        self.schedule.refresh(unit, self._training())
         unit.refresh()
         self.changes.note(unit)
         self._agree_on_frozen()
@@ -182,9 +184,16 @@ class Driver:
         self.closed.open(self.units)
         if self.schedule.backward:
             return
-        self.schedule.end_forward(failed)
+        try:
+            if not failed:
+                self._refuse_edits_between(None)
+        finally:
+            self.schedule.end_forward(failed)
         if failed:  # an exception must not wait for other ranks
             return
+        if self._looks_for_scattered:
+            self._looks_for_scattered = False
+            warn_of_scattered(self.schedule.order)
         for unit in self.units:
             self.changes.require_same_shards(unit)
         self.forget_nodes()
@@ -200,9 +209,20 @@ class Driver:
                 self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
                 self.refresh(unit)
+            self._refuse_edits_between(unit)
         schedule.enter(unit)
         if is_outermost:
             trace.begin("forward", unit.title)
+
+    def _refuse_edits_between(self, unit: Unit | None) -> None:
+        """Raise ValueError if a unit was changed that stayed whole for a call that does not come.
+
+        ``unit``: the one that is called instead.
+        """
+        schedule = self.schedule
+        for other in schedule.shown:
+            if other is not unit and other not in schedule.calls and other not in schedule.unannounced:
+                self.changes.require_same_values(other)
 
     def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Have autograd tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
@@ -240,7 +260,8 @@ class Driver:
             if not (failed or schedule.backward):
                 if not schedule.in_forward:
                     self._fence(LEAVE)
-                self.changes.require_same_values(unit)
+                if not schedule.is_called_next(unit):  # else after its last call in a row
+                    self.changes.require_same_values(unit)
         schedule.leave(unit, learns, unannounced)
 
     @contextmanager

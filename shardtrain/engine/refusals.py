@@ -37,6 +37,10 @@ class Uncopied(Addition):
         )
 
 
+# Of modules that keep their class.
+UNCOPIED = {name: getattr(Uncopied, name) for name in ("__deepcopy__", "__reduce_ex__")}
+
+
 class Unwrapped(Addition):
     """Refuse to be inside of torch's data parallel wrappers."""
 

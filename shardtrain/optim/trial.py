@@ -355,7 +355,7 @@ class _Trial:
         grad = scale * value.square() + 0.1
         if self._owners is None:
             return grad
-        return GradientPiece.of(grad, self._owners._replace(elements=number))
+        return GradientPiece.on(grad, self._owners._replace(elements=number))
 
 
 def _values_of(groups: Sequence[Group]) -> list[Tensor]:
@@ -416,7 +416,9 @@ def _counts_of(*numbers: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
     counts = []
     for position, latest in enumerate(numbers[-1]):
         for name in latest:
-            values = [of_places[position].get(name, math.nan) for of_places in numbers if position < len(of_places)]
+            values = [
+                of_places[position].get(name, math.nan) for of_places in numbers if position < len(of_places)
+            ]
             if len(values) == len(numbers) and all(b - a == 1 for a, b in itertools.pairwise(values)):
                 counts.append((position, name))
     return counts

@@ -1,7 +1,9 @@
 """The rows that shardtrain refuses, and what its messages say: regular expressions."""
 
 CANNOT = r"cannot step on a sharded model: .*use shard\(..., layout='whole'\)"
-CLOSED = r"blocks.1\.\S+ was used \({}\) in forward outside of a call of blocks.1, .* change it, between steps"
+CLOSED = (
+    r"blocks.1\.\S+ was used \({}\) in forward outside of a call of blocks.1, .* change it, between steps"
+)
 REFUSED = {
     "SAM: cannot be built from its groups alone": "Sam cannot be tried",
     "Adafactor": f"Adafactor {CANNOT}",

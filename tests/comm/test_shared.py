@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardtrain
-from pool import each_rank
 from shardtrain.comm.shared import map_shared
 from shardtrain.engine.hooks import engine_of
+
+from pool import each_rank
 from small import assert_same_parameters, classify, sgd, sharded_and_replica, train
 
 

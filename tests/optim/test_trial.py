@@ -264,7 +264,9 @@ def test_an_optimizer_whose_later_steps_cannot_be_imitated_is_said_to_be_tried_i
     def reads_a_table(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
         return grad * [1.0] * 100 if state["step"] > 100 else grad
 
-    with pytest.warns(UserWarning, match=r"^Own was tried on .* in its first steps only: .* \(TypeError: .*\)\. "):
+    with pytest.warns(
+        UserWarning, match=r"^Own was tried on .* in its first steps only: .* \(TypeError: .*\)\. "
+    ):
         Own(model().parameters(), reads_a_table).step()
 
 
