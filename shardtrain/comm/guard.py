@@ -42,8 +42,8 @@ _STEP_HINT = (
 )
 _UNITS_HINT = (
     ". Modules that only some ranks call (experts, heads for some images) belong into shard(..., "
-    "conditional=[module]); forwards of which ranks make different numbers (generate() to other lengths) into "
-    "shardtrain.unsharded(model)"
+    "conditional=[module]); forwards of which ranks make different numbers (generate() to other lengths) "
+    "into shardtrain.unsharded(model)"
 )
 _OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE)}
 _OPTIONS_HINT = (

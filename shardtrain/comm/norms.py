@@ -295,8 +295,8 @@ def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
     """Return the norm of each of ``grads``, as ``func`` does: one, or a list. ``order``: above 0."""
     if not order > 0:  # the norm of an empty piece would count
         raise ValueError(
-            f"a norm of order {order} of a gradient cannot be added up over ranks: call clip_grad_norm_ with a "
-            "positive norm_type"
+            f"a norm of order {order} of a gradient cannot be added up over ranks: call clip_grad_norm_ with "
+            "a positive norm_type"
         )
     piece = _first(GradientPiece, grads)
     table: Sequence[Tensor | None] = [None] * len(grads)

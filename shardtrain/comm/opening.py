@@ -33,8 +33,8 @@ from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.signals import connect
 from shardtrain.comm.transport import Alone, Transport
-from shardtrain.errors import PeerLost
 from shardtrain.comm.wrappers import Replicated
+from shardtrain.errors import PeerLost
 
 
 class Opening:

@@ -52,7 +52,7 @@ def require_apart(module: nn.Module, left_alone: set[nn.Parameter]) -> None:
 
 
 def require_dense_buffers(module: nn.Module, ranks: int) -> None:
-    """Raise ValueError if one of several ``ranks``, real or virtual, has a buffer that cannot be overwritten."""
+    """Raise ValueError if a buffer cannot get the values of another of the ``ranks``, real or virtual."""
     if ranks <= 1:
         return
     for name, buffer in module.named_buffers():
@@ -64,6 +64,6 @@ def require_dense_buffers(module: nn.Module, ranks: int) -> None:
         if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
             raise ValueError(
                 f"buffer {name} is expanded: several of its elements are one in memory, which cannot get "
-                f"another rank's values. Register {name}.contiguous(), or what was expanded, and expand that in "
-                "forward"
+                f"another rank's values. Register {name}.contiguous(), or what was expanded, and expand that "
+                "in forward"
             )

@@ -106,8 +106,8 @@ class Optimizers:
         for member, grad in grads.items():
             if grad is not None and grad.shape != member.part.local_shape:
                 raise ValueError(
-                    f"the gradient of {member.name} was set while it was whole, between forward and backward: "
-                    "step after backward. torch's get_optimizer_state_dict sets such gradients for an "
+                    f"the gradient of {member.name} was set while it was whole, between forward and "
+                    "backward: step after backward. torch's get_optimizer_state_dict sets such gradients for an "
                     "optimizer without state: call it before forward, or after the first step"
                 )
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet

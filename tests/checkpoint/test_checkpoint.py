@@ -74,7 +74,12 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
     model, optimizer = fresh(kind, make=late_layer)
     train(model, optimizer, 2)
     steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5])  # a Counter of integers
-    extra = {"rank": dist.get_rank(), "at": (2, torch.arange(3)), "steps": steps.state_dict(), "of": {1: [{2: 3}]}}
+    extra = {
+        "rank": dist.get_rank(),
+        "at": (2, torch.arange(3)),
+        "steps": steps.state_dict(),
+        "of": {1: [{2: 3}]},
+    }
     checkpoint.save(path, model, optimizer, extra=extra)
     other, its_optimizer = fresh(kind, seed=1, make=late_layer)
     train(other, its_optimizer, 0 if kind == "asgd" else 1)  # its first step may come after the load
@@ -304,7 +309,11 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, reason: str)
     ("how", "path", "text"),
     [
         ("extra", "one", "rank 1: extra['a'][1] is a set, expected tensors, numbers, texts, None, lists and"),
-        ("key", "one", "rank 1: extra has the key 1.5, expected integers, and texts other than '__tensor__', '__"),
+        (
+            "key",
+            "one",
+            "rank 1: extra has the key 1.5, expected integers, and texts other than '__tensor__', '__",
+        ),
         ("piece", "one", "rank 1: extra[0] is a rank's piece of fc.bias, which only its model can load"),
         ("long", "one", "rank 1: rank-00001.safetensors: ValueError names and texts take 1000"),
         ("deep", "one", "rank 1: maximum recursion depth exceeded"),

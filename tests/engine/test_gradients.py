@@ -484,7 +484,7 @@ def test_compiled_functions_of_gradients_are_pieces_or_refused() -> None:
     doubled = torch.compile(lambda g: g * 2 + 1, backend="eager")(grad)
     assert type(doubled) is GradientPiece
     assert torch.equal(doubled.as_subclass(Tensor), grad.as_subclass(Tensor) * 2 + 1)
-    with pytest.raises(ValueError, match="^mean of a gradient would see"):
+    with pytest.raises(ValueError, match=r"^mean of a gradient would see"):
         torch.compile(lambda g: g.mean(), backend="eager")(grad)
 
 
@@ -493,7 +493,9 @@ def test_compiled_functions_of_gradients_are_pieces_or_refused() -> None:
 def test_norms_of_orders_that_are_not_positive_are_refused(order: float) -> None:
     model, _ = sharded_and_replica()
     classify(model, 0).backward()
-    with pytest.raises(ValueError, match="^a norm of order .* cannot be added up over ranks: .* positive norm_type"):
+    with pytest.raises(
+        ValueError, match=r"^a norm of order .* cannot be added up over ranks: .* positive norm_type"
+    ):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order)
-    with pytest.raises(ValueError, match="^norm_type must be positive"):
+    with pytest.raises(ValueError, match=r"^norm_type must be positive"):
         shardtrain.clip_grad_norm_(model, 1.0, norm_type=order)

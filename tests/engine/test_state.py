@@ -632,7 +632,9 @@ def test_optimizer_state_of_another_rank_is_refused(steps_first: bool, layout: A
     ):
         load_and_step()
     if steps_first:
-        with pytest.raises(ValueError, match=r"^load_state_dict\(\) was given optimizer state of elements 0:"):
+        with pytest.raises(
+            ValueError, match=r"^load_state_dict\(\) was given optimizer state of elements 0:"
+        ):
             other.load_state_dict(state)
     for member in engine_of(model).members:
         assert torch.equal(member.piece_of_whole(before[member.name]), member.param)
@@ -644,9 +646,13 @@ def test_optimizer_state_dict_of_an_optimizer_without_state_between_forward_and_
     model, plain = sharded_and_replica()
     optimizer = torch.optim.AdamW(model.parameters())
     loss = classify(model, 0)
-    with pytest.raises(ValueError, match=r"^optimizer_state_dict\(\) of an optimizer without state makes a step"):
+    with pytest.raises(
+        ValueError, match=r"^optimizer_state_dict\(\) of an optimizer without state makes a step"
+    ):
         shardtrain.optimizer_state_dict(model, optimizer)
-    with pytest.raises(ValueError, match=r"^the gradient of scale was set while it was whole, .* call it before"):
+    with pytest.raises(
+        ValueError, match=r"^the gradient of scale was set while it was whole, .* call it before"
+    ):
         dcp_state.get_optimizer_state_dict(model, optimizer)
     optimizer.zero_grad()
     loss.backward()

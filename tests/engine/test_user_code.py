@@ -1006,7 +1006,9 @@ def test_an_expanded_buffer_is_named(options: Any) -> None:
     if dist.get_world_size() == 1 and not options:  # nothing is written to it
         shard(model, **options)
         return
-    with pytest.raises(ValueError, match=r"^buffer 0.own is expanded: .*\. Register 0.own.contiguous\(\), or"):
+    with pytest.raises(
+        ValueError, match=r"^buffer 0.own is expanded: .*\. Register 0.own.contiguous\(\), or"
+    ):
         shard(model, **options)
 
 
