@@ -328,7 +328,8 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], 
         if type(key) not in (str, int) or key in (_TENSOR, _COUNTER, _PAIRS):
             raise ValueError(
                 f"{where} has the key {key!r}, expected integers, and texts other than {_TENSOR!r}, "
-                f"{_PAIRS!r} and {_COUNTER!r}: store pairs, [*values.items()], and make a dict of them after load"
+                f"{_PAIRS!r} and {_COUNTER!r}: store pairs, [*values.items()], and make a dict of them after "
+                "load"
             )
         items[key] = encode_extra(item, tensors, f"{where}[{key!r}]")
     if isinstance(value, Counter):

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
+from shardtrain import torch_private
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.element_wise import (
     NORMS,
@@ -99,6 +100,9 @@ class PieceSize:
     def __bool__(self) -> bool:
         return self._size != 0
 
+    def __gt__(self, other: object) -> bool:
+        return bool(self) if other == 0 else self._compute()
+
     def __repr__(self) -> str:
         return repr(self._size)
 
@@ -112,7 +116,7 @@ class PieceSize:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = (
         _compute
     )
-    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __round__ = __ceil__ = __floor__ = _compute
+    __lt__ = __le__ = __ge__ = __float__ = __int__ = __round__ = __ceil__ = __floor__ = _compute
 
 
 class Mark(Tensor):
@@ -149,9 +153,7 @@ def plain(value: Any) -> Any:
     """Return ``value`` with the plain tensor of each mark in it, lists included."""
     if isinstance(value, Mark):
         return value.plain
-    if isinstance(value, list | tuple) and any(isinstance(item, Mark | list | tuple) for item in value):
-        return type(value)(map(plain, value))
-    return value
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 class GradientPiece(Mark):
@@ -162,8 +164,6 @@ class GradientPiece(Mark):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            raise ValueError("the compiler leaves functions of pieces to eager code, which asks this class")
         kwargs = kwargs or {}
         if PieceNorm in types:
             return NotImplemented  # so that `PieceNorm` decides
@@ -182,6 +182,9 @@ class GradientPiece(Mark):
         if not (owners.whole and free):
             _require_same_elements(func, arguments)
         result = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
+        if func.__name__ == "__set__":  # `Module.to` sets a gradient's data
+            with torch_private.DisableTorchFunctionSubclass():
+                func(args[0], plain(args[1]))
         if owners.whole:
             return result if free else _of_an_owner(func, result, arguments)
         return _element_by_element(func, result, arguments)
@@ -367,13 +370,13 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
     return _marked(result, pieces[0].owners, args)
 
 
-def _marked(result: Any, owners: Owners, args: Sequence[Any] = ()) -> Any:
+def _marked(result: Any, owners: Owners, args: Any) -> Any:
     """Return ``result`` with new tensors in it marked as pieces: not those of ``args``, changed in place."""
     if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
         return type(result)([_marked(item, owners, args) for item in result])
     if type(result) is not Tensor:
         return result
-    for leaf in _leaves(args):
+    for leaf in _leaves(args if isinstance(args, list | tuple) else [args]):
         if result is leaf or (isinstance(leaf, Mark) and result is leaf.plain):
             return leaf
     return GradientPiece.on(result, owners)
@@ -399,7 +402,7 @@ def _marked_by_position(result: Any, first: Sequence[Tensor], piece: GradientPie
     if result is None:
         return None
     owners = [tensor.owners if isinstance(tensor, GradientPiece) else piece.owners for tensor in first]
-    return type(result)([_marked(*row, first) for row in zip(result, owners, strict=True)])
+    return type(result)([_marked(*row) for row in zip(result, owners, first, strict=True)])
 
 
 def _sizes(tensor: Tensor) -> list[int]:

@@ -104,11 +104,11 @@ class Optimizers:
                 stacklevel=5,
             )
         for member, grad in grads.items():
-            if grad is not None and grad.shape != member.part.local_shape:
+            if grad is not None and grad.as_subclass(torch.Tensor).shape != member.part.local_shape:
                 raise ValueError(
                     f"the gradient of {member.name} was set while it was whole, between forward and "
-                    "backward: step after backward. torch's get_optimizer_state_dict sets such gradients for an "
-                    "optimizer without state: call it before forward, or after the first step"
+                    "backward: step after backward. torch's get_optimizer_state_dict sets such gradients for "
+                    "an optimizer without state: call it before forward, or after the first step"
                 )
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:

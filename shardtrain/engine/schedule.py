@@ -243,7 +243,6 @@ class Schedule(Generic[U]):
         if len(self._order) == 1 and self.keeps.issuperset(self.units[1:]):
             for unit in self._expected[1:]:
                 self._gather(unit)
-            return
         self._gather_next(self._expected[len(self._order) :], self._order[-1])
 
     def _in_advance(self) -> set[U]:
@@ -252,8 +251,7 @@ class Schedule(Generic[U]):
 
     def announce(self, unit: U) -> None:
         """Note that autograd may run a node that made an output of ``unit``'s call under way."""
-        if unit in self.calls:
-            self.calls[unit].announced = True
+        self.calls[unit].announced = True
 
     def leave(self, unit: U, learns: bool, unannounced: bool = False) -> None:
         """Release ``unit`` as a call of it ends, if it is the outermost one.
@@ -414,7 +412,6 @@ class Schedule(Generic[U]):
         backward.edges = sorted(ends + begins)
         backward.first = {call.unit: call.began for call in reversed(forward.calls)}
         backward.forward = forward
-        backward.moment = sys.maxsize
 
     def _descend(self, backward: Backward[U], moment: int) -> None:
         """Open units where a call of theirs ended after ``moment``, and close them where it began."""

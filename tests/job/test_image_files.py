@@ -181,7 +181,7 @@ def test_a_dry_run_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Pa
     parts = {"train": found.train_as_val, "val": found.val, "test": None}
     with (
         patch.object(check, "CHUNK", 3),
-        pytest.raises(UserError, match="^data=imagefolder: 5 of 40 images cannot be read; they are listed"),
+        pytest.raises(UserError, match=r"^data=imagefolder: 5 of 40 images cannot be read; they are listed"),
     ):
         require_readable(parts, config, said.append)
     lines = [line for text in said for line in text.splitlines()]
@@ -208,7 +208,7 @@ def test_a_dry_run_lists_all_images_where_the_first_one_stops_it_before(tmp_path
     with pytest.raises(UserError, match="5 of 40 images cannot be read"):
         train(composed(*keys), context(tmp_path / "run"))
     assert capsys.readouterr().out.count("cannot read the image") == 5
-    with pytest.raises(UserError, match="^cannot read the image"):
+    with pytest.raises(UserError, match=r"^cannot read the image"):
         train(composed(*keys, "dry_run=false"), context(tmp_path / "run"))
 
 
@@ -231,7 +231,7 @@ def test_a_data_set_of_ones_own_is_read_too() -> None:
     config = composed("data._target_=test_image_files.failing", "allow=[test_image_files]")
     found = data.load(config.data, config.allow)
     said: list[str] = []
-    with pytest.raises(UserError, match="^data=own: 1 of 600 images cannot be read"):
+    with pytest.raises(UserError, match=r"^data=own: 1 of 600 images cannot be read"):
         require_readable({"train": found.train}, config.data, said.append)
     assert said[0].startswith("image 3 of train: OSError: no such (")
     require_readable({"train": named("a").train}, config.data, said.append)  # in memory
