@@ -366,7 +366,7 @@ class Driver:
             raise ValueError(
                 f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
                 "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks. "
-                "torch.cuda.make_graphed_callables calls it: graph an unsharded model"
+                "make_graphed_callables calls it, too: graph an unsharded model"
             )
 
     def require_reduced(self, what: str) -> None:
