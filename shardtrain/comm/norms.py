@@ -199,6 +199,10 @@ class GradientPiece(Mark):
         return memo.setdefault(id(self), self.clone())
 
 
+# ``torch.compile`` breaks the graph there, and does not look inside: it would call itself without end.
+GradientPiece.__torch_function__.__func__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 class PieceNorm(Mark):
     """Mark norms of order ``order`` of this rank's pieces of gradients.
 
@@ -291,7 +295,12 @@ def _leaves(args: Sequence[Any]) -> list[Any]:
 
 
 def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
-    """Return the norm of each of ``grads``, as ``func`` does: one, or a list."""
+    """Return the norm of each of ``grads``, as ``func`` does: one, or a list. ``order``: above 0."""
+    if not order > 0:  # the norm of an empty piece would count
+        raise ValueError(
+            f"a norm of order {order} of a gradient cannot be added up over ranks: call clip_grad_norm_ with "
+            "a positive norm_type"
+        )
     piece = _first(GradientPiece, grads)
     table: Sequence[Tensor | None] = [None] * len(grads)
     if piece.owners.virtual:

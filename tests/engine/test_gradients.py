@@ -29,7 +29,7 @@ from shardtrain.comm.norms import GradientPiece
 from shardtrain.recipes.muon import Muon
 
 from pool import Ranks, each_rank
-from small import Block, OddNet, classify, images, raised_soon, shard
+from small import Block, OddNet, classify, images, raised_soon, shard, sharded_and_replica
 
 SEES = "would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ for the norm of all "
 
@@ -664,3 +664,29 @@ def test_optimizers_of_whole_parameters_with_virtual_ranks(ranks: Ranks, name: s
     torch.testing.assert_close(alone, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
     for other in ranks(2, with_virtual_ranks, name):
         torch.testing.assert_close(other, alone, rtol=0, atol=0)
+
+
+@each_rank(2)
+def test_compiled_functions_of_gradients_are_pieces_or_refused() -> None:
+    """torch.compile breaks the graph at them."""
+    model, _ = sharded_and_replica()
+    classify(model, 0).backward()
+    grad = model.fc.weight.grad
+    doubled = torch.compile(lambda g: g * 2 + 1, backend="eager")(grad)
+    assert type(doubled) is GradientPiece
+    assert torch.equal(doubled.as_subclass(Tensor), grad.as_subclass(Tensor) * 2 + 1)
+    with pytest.raises(ValueError, match=r"^mean of a gradient would see"):
+        torch.compile(lambda g: g.mean(), backend="eager")(grad)
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, math.nan])
+@each_rank(2)
+def test_norms_of_orders_that_are_not_positive_are_refused(order: float) -> None:
+    model, _ = sharded_and_replica()
+    classify(model, 0).backward()
+    with pytest.raises(
+        ValueError, match=r"^a norm of order .* cannot be added up over ranks: .* positive norm_type"
+    ):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order)
+    with pytest.raises(ValueError, match=r"^norm_type must be positive"):
+        shardtrain.clip_grad_norm_(model, 1.0, norm_type=order)
