@@ -31,7 +31,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
+from shardtrain.job.dist_env import (
+    START_UP,
+    RankInfo,
+    Result,
+    choose_device,
+    cpu_threads,
+    meet,
+    wait_for_name,
+)
 from shardtrain.job.errors import UserError, not_valid, path_of
 from shardtrain.job.format import write_any_text
 from shardtrain.job.read import read_config
@@ -53,6 +61,7 @@ class Context:
     device: torch.device
     run_dir: Path
     overrides: Sequence[str] = ()  # the command line's settings
+    all_held_out: bool = False  # all images of the data set are to be scored, none is to train on
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:
@@ -93,7 +102,10 @@ def start(
     devices.keep_freed_memory()
     rank_info = RankInfo(0, 1, 0, 1)  # until the environment has been read
     try:
-        rank_info = RankInfo.from_environment(os.environ)
+        launched = RankInfo.from_environment(os.environ)
+        if launched.world_size > 1:
+            wait_for_name(os.environ["MASTER_ADDR"])
+        rank_info = launched
         config: Any = read(sys.argv[1:], rank_info.rank == 0)
         if config is None:
             return None
@@ -110,10 +122,12 @@ def start(
     except UserError as error:
         _exit_with(error, rank_info)
     except KeyboardInterrupt as interrupt:
-        if rank_info.rank == 0:
+        stopped = interrupt if isinstance(interrupt, Stopped) else None
+        is_reported = stopped is not None and stopped.ending
+        if rank_info.rank == 0 and not is_reported:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 print("interrupted", file=sys.stderr)
-        sys.exit(interrupt.exit_code if isinstance(interrupt, Stopped) else INTERRUPTED)
+        sys.exit(INTERRUPTED if stopped is None else stopped.exit_code)
 
 
 @contextlib.contextmanager
