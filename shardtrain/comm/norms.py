@@ -53,6 +53,11 @@ from shardtrain.comm.trace import ALL_REDUCE, waiting
 
 M = TypeVar("M", bound="Mark")
 
+# What `PieceSize` refuses, without underscores.
+_COMPUTING = """
+    abs add ceil divmod float floor floordiv ge int le lt mod mul neg pow radd rdivmod rfloordiv rmod rmul
+    round rpow rsub rtruediv sub truediv
+    """
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
 
@@ -101,7 +106,7 @@ class PieceSize:
         return self._size != 0
 
     def __gt__(self, other: object) -> bool:
-        return bool(self) if other == 0 else self._compute()
+        return bool(self) if other == 0 else self.compute()
 
     def __repr__(self) -> str:
         return repr(self._size)
@@ -109,14 +114,12 @@ class PieceSize:
     def __format__(self, spec: str) -> str:
         return format(self._size, spec)
 
-    def _compute(self, *_: Any) -> NoReturn:
+    def compute(self, *_: Any) -> NoReturn:
         _refuse_text("arithmetic with a size of a gradient")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _compute
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = (
-        _compute
-    )
-    __lt__ = __le__ = __ge__ = __float__ = __int__ = __round__ = __ceil__ = __floor__ = _compute
+
+for _name in _COMPUTING.split():
+    setattr(PieceSize, f"__{_name}__", PieceSize.compute)
 
 
 class Mark(Tensor):
