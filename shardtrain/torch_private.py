@@ -157,6 +157,15 @@ IN_PLACE = {
         "to call users' hooks once gradients are reduced",
         "test_user_code.py::test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece",
     ),
+    "torch:Tensor._backward_hooks": Row(
+        "to notice hooks that a captured step lacks", "test_capture.py::test_a_change_records_again"
+    ),
+    **{
+        f"torch.nn:Module().{name}": Row(
+            "to notice hooks that a captured step lacks", "test_capture.py::test_a_change_records_again"
+        )
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks")
+    },
     "torch.optim:SGD([{'params': []}])._optimizer_step_pre_hooks": Row(
         "to begin a step after users' hooks",
         "test_gradients.py::test_users_code_in_a_step_sees_pieces",
