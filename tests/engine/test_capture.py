@@ -1,8 +1,9 @@
 """Steps that are captured and replayed, on the simulated device with a recorder of graphs for it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.optim import Ema
 
 import ways
 from simulated_device import DEVICE, SimulatedDevice
@@ -187,3 +189,386 @@ def test_every_way_can_be_captured(name: str, size: int) -> None:
             assert same(eager.state(), captured.state()) == []
         assert captured.step.summary == "3 replayed, 2 not: 2 to warm up"
         assert list(device.findings) == []
+
+
+# What a graph has fixed, and what a user changes between two calls.
+
+
+def change_rate_by_number(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.03
+
+
+def change_rate_by_schedule(run: Run) -> None:
+    torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5).step()
+
+
+def load_into_memory(run: Run) -> None:
+    state = shardtrain.full_state_dict(run.model)
+    shardtrain.load_full_state_dict(run.model, {name: value * 1.5 for name, value in state.items()})
+
+
+def change_weights(run: Run) -> None:
+    with shardtrain.unsharded(run.model), torch.no_grad():
+        run.model.fc.weight.mul_(1.5)
+
+
+def evaluate(run: Run) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        run.model(batch(77)[0])
+    run.model.train()
+
+
+def train_without(run: Run) -> None:
+    """A forward that no backward follows leaves the root whole."""
+    run.model(batch(78)[0])
+
+
+ACTS = (
+    change_rate_by_number,
+    change_rate_by_schedule,
+    load_into_memory,
+    change_weights,
+    evaluate,
+    train_without,
+)
+
+
+@pytest.mark.parametrize("change", ACTS)
+def test_what_acts_without_another_recording(records: Recorder, change: Callable[[Run], None]) -> None:
+    runs = Run(False), Run(True, warmup=1)
+    losses = [run.losses(range(3)) for run in runs]
+    for run in runs:
+        change(run)
+    losses += [run.losses(range(3, 6)) for run in runs]
+    assert losses[0::2] == losses[1::2]
+    assert same(*(run.state() for run in runs)) == []
+    assert runs[1].step.eager == {"to warm up": 1}
+
+
+def freeze(run: Run) -> None:
+    run.model.blocks[0].requires_grad_(False)
+
+
+def unfreeze(run: Run) -> None:
+    run.model.stem.requires_grad_(True)
+
+
+def to_eval(run: Run) -> None:
+    run.model.blocks[1].eval()
+
+
+def set_attribute(run: Run) -> None:
+    run.model.blocks[1].norm.momentum = 0.5
+
+
+def hook_output(run: Run) -> None:
+    run.model.fc.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_input(run: Run) -> None:
+    run.model.fc.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def hook_gradient(run: Run) -> None:
+    run.model.fc.weight.register_hook(lambda grad: grad * 2)
+
+
+def hook_after_accumulation(run: Run) -> None:
+    run.model.fc.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+
+
+def replace_module(run: Run) -> None:
+    run.model.blocks[2].relu = nn.Tanh()
+
+
+def replace_buffer(run: Run) -> None:
+    norm = run.model.blocks[0].norm
+    norm.running_mean = norm.running_mean + 1
+
+
+def decay(run: Run) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def divide(run: Run) -> None:
+    engine = run.model._shardtrain_engine
+    engine.driver.reductions[engine.units[0]].divide_by = 2.0
+
+
+def keep(run: Run) -> None:
+    engine = run.model._shardtrain_engine
+    engine.driver.schedule.keep_after_forward(engine.units[1], True)
+
+
+def replace_state(run: Run) -> None:
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+def replace_memory(run: Run) -> None:
+    for param in run.model.parameters():
+        param.data = param.data.clone() * 1.5
+
+
+def add_group(run: Run) -> None:
+    weights = [run.optimizer.param_groups[0]["params"].pop()]
+    run.optimizer.add_param_group({"params": weights, "lr": 0.01})
+
+
+def leave_gradient(run: Run) -> None:
+    F.cross_entropy(run.model(batch(79)[0]), batch(79)[1]).backward()
+
+
+CHANGES = {
+    freeze: "requires_grad of blocks.0.conv.weight was True and is False",
+    unfreeze: "requires_grad of stem.weight was False and is True",
+    to_eval: "training of blocks.1 was True and is False",
+    set_attribute: "momentum of blocks.1.norm was 0.1 and is 0.5",
+    hook_output: "the hooks of fc changed",
+    hook_input: "the hooks of fc changed",
+    hook_gradient: "the hooks of fc.weight changed",
+    hook_after_accumulation: "the post-accumulate hooks of fc.weight changed",
+    replace_module: "the modules in blocks.2 changed",
+    replace_buffer: "the memory of buffers of blocks.0.norm changed",
+    decay: "weight_decay of group 0 of SGD was 0 and is 0.1",
+    divide: "divide_by of the root was None and is 2.0",
+    keep: "reshard_after_forward of blocks.0 was False and is True",
+    replace_state: "momentum_buffer of the state of SGD changed",
+    replace_memory: "the memory of scale was",
+    add_group: "the parameters of group 0 of SGD changed",
+    leave_gradient: "scale has a gradient before the step, unlike when recorded",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.LogCaptureFixture) -> None:
+    """In one line of the log, after one step as it is."""
+    with simulated(1):
+        runs = []
+        for captures in (False, True):
+            model = sharded(transport=comm.ProcessGroupTransport(dist.group.WORLD))
+            if change is unfreeze:
+                model.stem.requires_grad_(False)
+            runs.append(Run(captures, model=model, **({"warmup": 1} if captures else {})))
+        losses = [run.losses(range(3)) for run in runs]
+        for run in runs:
+            change(run)
+        losses += [run.losses(range(3, 6)) for run in runs]
+        assert losses[0::2] == losses[1::2]
+        assert same(*(run.state() for run in runs)) == []
+    captured = runs[1].step
+    # The gradient that was left there is not there before the step after: one more change.
+    again = 2 if change is leave_gradient else 1
+    assert captured.eager == {"to warm up": 1, "after a change": again}
+    assert captured.replayed == 5 - again
+    lines = [record.getMessage() for record in caplog.records if record.name == "shardtrain"]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"the captured step is recorded again: {CHANGES[change]}")
+
+
+@pytest.mark.parametrize(
+    ("context", "what"),
+    [
+        (lambda: torch.autocast("cuda", torch.bfloat16), "autocast was False and is True"),
+        (lambda: torch.no_grad(), "grad mode was True and is False"),
+    ],
+    ids=["autocast", "no_grad"],
+)
+def test_another_mode_of_torch_records_again(
+    records: Recorder, caplog: pytest.LogCaptureFixture, context: Callable[[], Any], what: str
+) -> None:
+    run = Run(True, warmup=1)
+    run.losses(range(2))
+    with context(), suppress(RuntimeError):  # no_grad: there is no backward
+        run.losses(range(2, 3))
+    assert what in caplog.text
+    assert run.step.eager["after a change"] == 1
+
+
+def test_deterministic_kernels_and_the_precision_of_products_record_again(
+    records: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(True, warmup=1)
+    run.losses(range(2))
+    try:
+        torch.use_deterministic_algorithms(True)
+        run.losses(range(2, 4))
+        torch.set_float32_matmul_precision("high")
+        run.losses(range(4, 6))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    assert "deterministic algorithms was False and is True" in caplog.text
+    assert "the precision of matrix products was highest and is high" in caplog.text
+    assert run.step.replayed == 3
+
+
+def test_a_step_that_changes_something_each_time_is_never_recorded(records: Recorder) -> None:
+    run = Run(True, warmup=1)
+    for number in range(4):
+        run.optimizer.param_groups[0]["momentum"] = 0.1 * number
+        run.losses(range(number, number + 1))
+    assert run.step.summary == "0 replayed, 4 not: 4 to warm up"
+    assert records.recordings == []
+
+
+def test_other_inputs_run_as_they_are(records: Recorder) -> None:
+    """Also the first one: the shapes that come as often as warm-up has steps are recorded."""
+    sizes = [3, 6, 6, 6, 3, 6, 3]
+    losses = []
+    for captures in (False, True):
+        run = Run(captures, **({"warmup": 2} if captures else {}))
+        losses.append([run.step(*batch(number, 0, n)).item() for number, n in enumerate(sizes)])
+    assert losses[0] == losses[1]
+    assert run.step.summary == "2 replayed, 5 not: 3 to warm up, 2 with other inputs"
+    assert run.step.summary.startswith(str(records.replays))
+
+
+def clears_first(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def never_clears(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def clears_by_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    return step
+
+
+def scales(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Gradients decay instead of being cleared, and are other tensors after each step."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = param.grad * 0.5
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("step", [clears_first, never_clears, clears_by_zeros, scales])
+@pytest.mark.parametrize("size", [0, 1])
+def test_gradients_are_what_a_step_leaves(step: Callable[..., Step], size: int) -> None:
+    """Also if users put other ones there, or a step of other inputs comes between."""
+    results = []
+    with simulated(size):
+        for captures in (False, True):
+            options = {"transport": comm.ProcessGroupTransport(dist.group.WORLD)} if size else {}
+            run = Run(captures, step=step, model=sharded(**options), **({"warmup": 2} if captures else {}))
+            losses = run.losses(range(5))
+            losses.append(run.step(*batch(90, 0, 3)).item())
+            for param in run.model.parameters():
+                param.grad = param.grad * 3
+            losses += run.losses(range(5, 7))
+            results.append((losses, run.state()))
+        assert results[0][0] == results[1][0]
+        assert same(results[0][1], results[1][1]) == []
+        assert run.step.replayed == 5
+
+
+def test_gradients_that_the_step_leaves_can_be_cleared_between_calls(records: Recorder) -> None:
+    losses = []
+    for captures in (False, True):
+        run = Run(captures, step=never_clears, **({"warmup": 1} if captures else {}))
+        losses.append([])
+        for number in range(5):
+            losses[-1] += run.losses(range(number, number + 1))
+            assert run.model.fc.weight.grad.abs().sum().item() > 0
+            run.optimizer.zero_grad()
+    assert losses[0] == losses[1]
+    assert run.step.replayed == 4
+
+
+def test_what_it_returns(records: Recorder) -> None:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        step = plain_step(model, optimizer)
+        return lambda batch, scale: {"loss": step(*batch) * scale, "text": ["as it is"]}
+
+    for copies in (True, False):
+        run = Run(True, step=make, warmup=1, copies=copies)
+        results = [run.step(batch(number), 2.0) for number in range(4)]
+        assert all(result["text"] == ["as it is"] for result in results)
+        assert not any(result["loss"].requires_grad for result in results)
+        pointers = {result["loss"].data_ptr() for result in results[1:]}
+        assert len(pointers) == (3 if copies else 1)
+        run.step(batch(4), 3.0)  # a number is no input of a graph
+        assert run.step.eager["with other inputs"] == 1
+
+
+def test_dropout_draws_as_in_other_steps(records: Recorder) -> None:
+    losses = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(75, 30), nn.Dropout(0.5), nn.Linear(30, 5)).to(DEVICE)
+        model = shardtrain.shard(net, units=[nn.Linear])
+        run = Run(captures, model=model, **({"warmup": 1} if captures else {}))
+        torch.manual_seed(1)
+        losses.append(run.losses(range(5)))
+        torch.manual_seed(2)  # as the program does in each step
+        losses[-1] += run.losses(range(5, 6))
+        losses[-1].append(torch.rand(1).item())
+    assert losses[0] == losses[1]
+    assert run.step.replayed == 5
+
+
+def test_counts_go_on_in_replays() -> None:
+    """Of the guard, the meter, and the peak of what is gathered."""
+    with simulated(8):
+        counts = []
+        for captures in (False, True):
+            run = Run(captures, model=sharded(), **({"warmup": 1} if captures else {}))
+            run.losses(range(3))
+            info = shardtrain.introspect(run.model)
+            info.take_gathered_peak()
+            with comm.meter() as meter:
+                run.step(*batch(3))
+            step = info.transport.guard.paths.step
+            exposed = dict(meter.exposed())
+            counts.append((meter.calls, meter.bytes, info.take_gathered_peak(), info.gathered, step))
+        assert counts[0] == counts[1]
+        assert counts[0][0]["all_gather"] > 0
+        assert exposed == {}
+
+
+def test_averages_and_checkpoints_between_replays(records: Recorder, tmp_path: Path) -> None:
+    results = []
+    for captures in (False, True):
+        run = Run(captures, make=adamw, **({"warmup": 1} if captures else {}))
+        ema = Ema(run.model, 0.5)
+        losses = []
+        for number in range(6):
+            losses += run.losses(range(number, number + 1))
+            ema.update(number + 1)
+            if number == 2:
+                shardtrain.checkpoint.save(tmp_path / str(captures), run.model, run.optimizer)
+            if number == 4:
+                shardtrain.checkpoint.load(tmp_path / str(captures), run.model, run.optimizer)
+        with ema.swapped():
+            results.append((losses, {**shardtrain.full_state_dict(run.model)}))
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1]) == []
+    assert run.step.eager == {"to warm up": 1, "after a change": 1}  # `load_state_dict` replaces tensors
