@@ -342,6 +342,9 @@ class Captured:
             paths.recording = False
             self._error = None
         assert self._fixed is not None
+        left = _gradients(engine)
+        for param, grad in before:  # nothing has run
+            param.grad = grad
         text = "\n".join([str(shapes), *self._watch.lines(self._fixed)])
         return Graph(
             shapes=shapes,
@@ -349,7 +352,7 @@ class Captured:
             outputs=outputs,
             launch=launch,
             before=before,
-            left=_gradients(engine),
+            left=left,
             sent=sent,
             forwards=forwards,
             peak=(own_peak[0], own_peak[1]),
