@@ -105,14 +105,12 @@ class Recording(TorchDispatchMode):
         is_launch = any(map(self.on_device, arguments)) and not (views or name in NO_KERNEL)
         if is_launch and name in WAITS:
             raise RuntimeError(NOT_PERMITTED)
-        if is_launch and name in ("copy_", "_to_copy") and not all(map(self.on_device, arguments)):
-            raise RuntimeError(f"{NOT_PERMITTED}: a copy between host and device")
         for tensor in arguments if is_launch else ():
             self._save(tensor)  # it may be written: the schema of a batch's norm does not say so
         result = func(*args, **kwargs)
         fresh = [t for t in tensors(result) if all(t is not other for other in arguments)]
-        if name == "_to_copy" and not arguments:
-            raise RuntimeError(NOT_PERMITTED)
+        if name in ("copy_", "_to_copy") and len({*map(self.on_device, [*arguments, *fresh])}) > 1:
+            raise RuntimeError(f"{NOT_PERMITTED} (a copy between host and device)")
         shared = {tensor.untyped_storage()._cdata for tensor in arguments}
         for tensor in fresh:
             if tensor.untyped_storage()._cdata not in shared:

@@ -1,5 +1,7 @@
 """Steps that are captured and replayed, on the simulated device with a recorder of graphs for it."""
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -15,12 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.comm import guard
 from shardtrain.optim import Ema
 
 import ways
 from simulated_device import DEVICE, SimulatedDevice
 from simulated_graph import Recorder, recorder
-from small import Block, OddNet, images, mesh
+from small import Block, OddNet, images, mesh, raised_soon
 from ways import WAYS, Way
 
 Step = Callable[..., Any]
@@ -580,3 +583,376 @@ def test_averages_and_checkpoints_between_replays(records: Recorder, tmp_path: P
     assert results[0][0] == results[1][0]
     assert same(results[0][1], results[1][1]) == []
     assert run.step.eager == {"to warm up": 1, "after a change": 1}  # `load_state_dict` replaces tensors
+
+
+# What cannot be captured.
+
+
+def refused_by_capture(text: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    with pytest.raises(ValueError, match=text):
+        shardtrain.capture(plain_step(model, optimizer), model, optimizer, **options)
+
+
+def test_refusals_before_the_first_step(records: Recorder) -> None:
+    model = sharded()
+    params = [*model.parameters()]
+    refused_by_capture(r"warmup=0\): expected at least 1", model, sgd(model), warmup=0)
+    slow = torch.optim.SGD(params, 0.1)
+    refused_by_capture(r"SGD reads its learning rate .*: SGD\(\.\.\., fused=True\)", model, slow)
+    adam = torch.optim.Adam(params, fused=True)
+    refused_by_capture(r"Adam decides on the host .*: Adam\(\.\.\., capturable=True\)", model, adam)
+    nadam = torch.optim.NAdam(params, capturable=True)
+    refused_by_capture("NAdam would keep its learning rate, a number, for ever", model, nadam)
+    assert nadam.param_groups[0]["lr"] == 2e-3
+    nadam.param_groups[0]["lr"] = torch.tensor(2e-3, device=DEVICE)
+    shardtrain.capture(plain_step(model, nadam), model, nadam)
+    with pytest.raises(ValueError, match="Linear is not sharded"):
+        shardtrain.capture(plain_step(model, adam), nn.Linear(2, 2), adam)
+    with shardtrain.unsharded(model):
+        refused_by_capture(r"capture\(\) cannot be called inside", model, sgd(model))
+    offloaded = sharded(offload=True)
+    refused_by_capture("offload has the host wait", offloaded, sgd(offloaded))
+    torch.use_deterministic_algorithms(True)
+    try:
+        virtual = sharded(virtual_ranks=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    refused_by_capture("virtual ranks compute and compare on the host", virtual, sgd(virtual))
+
+
+def test_steps_on_the_cpu_are_refused() -> None:
+    model = shardtrain.shard(OddNet(), units=[Block])
+    refused_by_capture("only steps on a CUDA device can be captured, .* on cpu", model, sgd(model))
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    scaler = shardtrain.GradScaler("cuda", init_scale=8.0)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def with_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+    another = adamw(model)
+
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        loss = step(x, y)
+        another.step()
+        return loss
+
+    return both
+
+
+def without(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    return lambda x, y: F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (scaled, "a GradScaler has the host decide whether to step"),
+        (with_another, r"AdamW steps the model, which capture\(\) was not given"),
+        (without, "the step did not step its SGD"),
+    ],
+)
+def test_refusals_after_warm_up(records: Recorder, step: Callable[..., Step], text: str) -> None:
+    """Before anything is recorded; later calls are steps as they are."""
+    run = Run(True, step=step, warmup=2)
+    run.losses(range(2))
+    with pytest.raises(ValueError, match=f"the step cannot be captured: {text}"):
+        run.losses(range(2, 3))
+    run.losses(range(3, 4))
+    assert run.step.eager == {"to warm up": 2, "since it cannot be captured": 1}
+    assert records.recordings == []
+
+
+def test_gradients_that_may_be_absent_are_refused() -> None:
+    with simulated(8) as (_, records):
+        torch.manual_seed(0)
+        net = OddNet().to(DEVICE)
+        net.blocks[0].unused = nn.Linear(30, 30).to(DEVICE)
+        run = Run(True, model=shardtrain.shard(net, units=[Block]), warmup=1)
+        run.losses(range(1))
+        with pytest.raises(ValueError, match=r"blocks\.0\.unused\.weight has no gradient on this rank, and"):
+            run.losses(range(1, 2))
+        assert records.recordings == []
+
+
+def reads_loss(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if loss.item() > 100:  # read on the host
+            return loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def reads_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        logits.register_hook(lambda grad: grad * float(grad.isfinite().all()))  # read on the host
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def moves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+    return lambda x, y: step(x + torch.ones(1).to(DEVICE), y)  # read on the host
+
+
+@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves])
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_a_step_that_waits_is_refused_by_its_line(
+    records: Recorder, step: Callable[..., Step], make: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """And trains on as it is; a recording leaves nothing."""
+    runs = Run(False, make, step), Run(True, make, step, warmup=1)
+    losses = [run.losses(range(2)) if run is runs[0] else run.losses(range(1)) for run in runs]
+    line = r"test_capture\.py:\d+, `.*# read on the host`: .*may not wait for the device"
+    with pytest.raises(ValueError, match=line):
+        runs[1].losses(range(1, 2))
+    losses[1] += runs[1].losses(range(1, 2))
+    losses = [losses[0] + runs[0].losses(range(2, 4)), losses[1] + runs[1].losses(range(2, 4))]
+    assert losses[0] == losses[1]
+    assert same(*(run.state() for run in runs)) == []
+    assert runs[1].step.eager == {"to warm up": 1, "since it cannot be captured": 3}
+
+
+class Planted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_an_error_of_the_user_s_passes_a_recording(records: Recorder, where: str) -> None:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        def fail(*_: object) -> None:
+            if records_now and where in records_now:
+                raise Planted(where)
+
+        model.blocks[1].register_forward_hook(lambda *_: fail() if where == "forward" else None)
+        optimizer.register_step_pre_hook(lambda *_: fail() if where == "step" else None)
+        step = clears_first(model, optimizer)
+
+        def hooked(x: Tensor, y: Tensor) -> Tensor:
+            if where == "backward":
+                x = x.clone().requires_grad_()
+                x.register_hook(lambda grad: fail())
+            return step(x, y)
+
+        return hooked
+
+    records_now: set[str] = set()
+    runs = Run(False, step=make), Run(True, step=make, warmup=1)
+    losses = [run.losses(range(1)) for run in runs]
+    records_now.add(where)
+    with pytest.raises(Planted, match=where):
+        runs[1].losses(range(1, 2))
+    records_now.clear()
+    losses += [run.losses(range(1, 4)) for run in runs]
+    assert losses[0::2] == losses[1::2]
+    assert same(*(run.state() for run in runs)) == []
+
+
+def schedules(run: Run, model: nn.Module) -> None:
+    run.schedule.step()
+
+
+def counts(run: Run, model: nn.Module) -> None:
+    model.count = getattr(model, "count", 0) + 1
+
+
+def freezes(run: Run, model: nn.Module) -> None:
+    model.stem.requires_grad_(not model.stem.weight.requires_grad)
+
+
+def grows(run: Run, model: nn.Module) -> None:
+    state = run.optimizer.state[model.fc.weight]
+    state["count"] = state.get("count", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (schedules, "the step changes its learning rate, .*: call the schedule after"),
+        (counts, "the step changes what a replay cannot: count of the model was 1 and is 2"),
+        (freezes, "the step changes what a replay cannot: requires_grad of stem.weight was"),
+        (grows, "the step changes what a replay cannot: count of the state of AdamW was 1 and is 2"),
+    ],
+)
+def test_what_the_step_itself_changes_is_refused(
+    records: Recorder, change: Callable[..., None], text: str
+) -> None:
+    run = Run(False, adamw)
+    step = run.step
+
+    def changing(*inputs: Tensor) -> Tensor:
+        loss: Tensor = step(*inputs)
+        change(run, run.model)
+        return loss
+
+    run.step = shardtrain.capture(changing, run.model, run.optimizer, warmup=1)
+    run.losses(range(1))
+    with pytest.raises(ValueError, match=text):
+        run.losses(range(1, 2))
+    run.losses(range(2, 3))
+    assert run.step.summary == "0 replayed, 2 not: 1 to warm up, 1 since it cannot be captured"
+
+
+def test_inputs_that_no_graph_can_have(records: Recorder) -> None:
+    run = Run(True)
+    x, y = batch(0)
+    with pytest.raises(ValueError, match="an input of a captured step is on cpu, the model on cuda:0"):
+        run.step(*images(0, 0))
+    with pytest.raises(ValueError, match="an input of a captured step requires a gradient"):
+        run.step(x.clone().requires_grad_(), y)
+    with pytest.raises(ValueError, match="an input of a captured step is a Run, in which tensors would go"):
+        run.step(run)
+    with shardtrain.no_sync(run.model):
+        F.cross_entropy(run.model(x), y).backward()
+    run.losses(range(1))  # a single rank has nothing to reduce
+    with shardtrain.unsharded(run.model), pytest.raises(ValueError, match="a captured step cannot be called"):
+        run.step(x, y)
+
+
+def test_gradients_that_wait_are_refused() -> None:
+    with simulated(8):
+        run = Run(True, warmup=1)
+        run.losses(range(1))
+        with shardtrain.no_sync(run.model):
+            F.cross_entropy(run.model(batch(0)[0]), batch(0)[1]).backward()
+        with pytest.raises(ValueError, match="a captured step while gradients wait under no_sync"):
+            run.losses(range(1, 2))
+
+
+# Two real ranks, each with a simulated device, whose values gloo moves through host memory.
+
+
+@contextmanager
+def simulated_rank() -> Iterator[tuple[SimulatedDevice, Recorder]]:
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
+        yield device, records
+
+
+@pytest.mark.parametrize("name", ["even", "kept, no_sync", "bf16", "frozen, no_sync, clip", "replicas"])
+@each_rank(2, transport="auto")
+def test_two_ranks_replay_what_they_would_compute(name: str) -> None:
+    way = WAYS[name]
+    options: dict[str, Any] = {"transport": "process_group"}
+    if way.replicas:
+        options["mesh"] = mesh(2, 1)
+    with simulated_rank() as (device, _):
+        rank = dist.get_rank()
+        expected, eager = train_in_way(way, False, rank, **options)
+        results, captured = train_in_way(way, True, rank, **options)
+        assert results == expected
+        assert same(eager.state(), captured.state()) == []
+        assert captured.step.summary == "3 replayed, 2 not: 2 to warm up"
+        assert list(device.findings) == []
+
+
+@each_rank(2, transport="auto")
+def test_a_rank_that_runs_what_another_replays_is_named() -> None:
+    """At the next comparison of paths, which both begin the step with."""
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        run = Run(True, model=sharded(transport="process_group"), warmup=2)
+        odd = 3 if dist.get_rank() == 1 else 6
+        run.losses(range(5))
+        with pytest.raises(comm.Diverged) as raised:
+            run.step(*batch(5, 0, odd))
+        text = str(raised.value)
+        assert text.startswith("step 6: ranks 0 and 1 take different paths: rank 0 is replaying a step, ")
+        assert "rank 1 is entering a step. A captured step must run on all ranks alike: inputs of" in text
+
+
+@each_rank(2, transport="auto")
+def test_ranks_that_replay_different_steps_are_named() -> None:
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        run = Run(True, model=sharded(transport="process_group"), warmup=2)
+        run.losses(range(3))
+        if dist.get_rank() == 1:
+            run.model.blocks[1].eval()
+        run.losses(range(3, 5))
+        with pytest.raises(comm.Diverged, match="steps 3 to 6: ranks 0 and 1 take different paths"):
+            run.losses(range(5, 6))
+
+
+@each_rank(2, transport="auto")
+def test_what_ranks_must_agree_on_before_a_step_is_recorded() -> None:
+    rank = dist.get_rank()
+    with simulated_rank() as (_, records):
+        model = sharded(transport="process_group")
+        with pytest.raises(ValueError, match="what is to be captured differs between ranks: .*warmup=2"):
+            Run(True, model=model, warmup=1 + rank)
+        run = Run(True, model=model, warmup=1)
+        run.losses(range(1))
+        with pytest.raises(ValueError, match="a captured step differs between ranks: .*recorded now: False"):
+            run.step(*batch(1, 0, 6 - rank))
+        if rank == 1:
+            run.model.eval()
+        run.step(*batch(1))
+        with pytest.raises(ValueError, match="differs between ranks: rank 1 has training=False of the model"):
+            run.step(*batch(1))
+        run.model.train()
+        run = Run(True, model=model, step=scaled if rank else plain_step, warmup=1)
+        with suppress(Exception):
+            run.losses(range(1))
+        assert records.recordings == []
+
+
+@each_rank(2, transport="auto")
+def test_a_reason_of_one_rank_is_every_rank_s() -> None:
+    rank = dist.get_rank()
+    with simulated_rank() as (_, records):
+        run = Run(True, model=sharded(transport="process_group"), warmup=1)
+        run.losses(range(1))
+        if rank == 1:
+            run.step._reason = "planted"
+        with pytest.raises(ValueError, match=r"the step cannot be captured: planted \(rank 1\)"):
+            run.losses(range(1, 2))
+        run.losses(range(2, 3))
+        assert records.recordings == []
+
+
+@each_rank(2, transport="auto")
+def test_gloo_is_refused_for_what_needs_no_host() -> None:
+    with simulated_rank() as (_, records):
+        records.only_capturable = True
+        model = sharded(transport="process_group")
+        refused_by_capture("collectives of BackendTransport need the host: .* NCCL", model, sgd(model))
+
+
+def replay_until_a_rank_ends(*_: object) -> None:
+    with simulated_rank():
+        run = Run(True, model=sharded(transport="process_group"), warmup=2)
+        run.losses(range(4))
+        if dist.get_rank() == 1:
+            os._exit(0)
+        text = raised_soon(comm.PeerLost, lambda: run.losses(range(4, 6)))
+        assert re.search(r"step 5, replaying a step .*rank 1 has ended", text) or "rank 1" in text, text
+        Path(_[0]).write_text(text)
+
+
+def test_a_rank_that_is_lost_ends_the_replays_of_others(tmp_path: Path) -> None:
+    with pytest.raises(LostRanks):
+        Pool(fresh=True).run("auto", 2, replay_until_a_rank_ends, tmp_path / "text")
+    assert "step 5" in (tmp_path / "text").read_text()
+    assert "rank 1 has ended" in (tmp_path / "text").read_text()
