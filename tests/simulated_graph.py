@@ -22,7 +22,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -89,6 +92,7 @@ class Recording(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.names: list[str] = []
         self._known: dict[int, Tensor] = {}  # storages, each by a view that holds it
+        self._groups: list[dist.ProcessGroup] = []
         self._before: list[tuple[Tensor, Tensor]] = []  # what was in storages, and a view of each
 
     def on_device(self, tensor: Tensor) -> bool:
@@ -107,7 +111,8 @@ class Recording(TorchDispatchMode):
             raise RuntimeError(NOT_PERMITTED)
         for tensor in arguments if is_launch else ():
             self._save(tensor)  # it may be written: the schema of a batch's norm does not say so
-        result = func(*args, **kwargs)
+        sends = func.namespace == "c10d" and self.sim.is_real
+        result = func(*self._sending_nothing(args) if sends else args, **kwargs)
         fresh = [t for t in tensors(result) if all(t is not other for other in arguments)]
         if name in ("copy_", "_to_copy") and len({*map(self.on_device, [*arguments, *fresh])}) > 1:
             raise RuntimeError(f"{NOT_PERMITTED} (a copy between host and device)")
@@ -120,6 +125,16 @@ class Recording(TorchDispatchMode):
             own_args, own_kwargs = tree_map(self._held, (tuple(args), kwargs))
             self.launches.append(partial(_launch, func, own_args, own_kwargs, [*map(_view, fresh)]))
         return result
+
+    def _sending_nothing(self, args: Sequence[Any]) -> list[Any]:
+        """Return arguments of a collective, with a group that moves nothing: other ranks may not record."""
+        groups = [arg for arg in args if "c10d.ProcessGroup" in str(getattr(arg, "_type", str)())]
+        real = dist.ProcessGroup.unbox(groups[0])
+        made = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)(real.rank(), real.size())
+        silent = dist.ProcessGroup(FakeStore(), real.rank(), real.size())
+        silent._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
+        self._groups.append(silent)
+        return [silent.boxed() if arg is groups[0] else arg for arg in args]
 
     def _held(self, value: Any) -> Any:
         """Return a view of a tensor on the device; a copy of one of the host, whose value is taken now."""
