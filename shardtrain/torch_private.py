@@ -87,6 +87,10 @@ NAMES = {
     ),
     "torch._subclasses:FakeTensor": Row("to shard the model of a plan, which has no memory", _PLAN),
     "torch._subclasses.fake_tensor:FakeTensorMode": Row("to plan a model that has no memory", _PLAN),
+    "torch.utils._python_dispatch:TorchDispatchMode": Row(
+        "to refuse collectives of the host in a captured step",
+        "test_capture.py::test_collectives_of_the_host_are_refused",
+    ),
     "torch.utils._python_dispatch:_disable_current_modes": Row(
         "to try an optimizer with values while a model is planned", _PLAN
     ),

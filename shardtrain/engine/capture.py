@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain import device as devices
 from shardtrain import torch_private
@@ -277,7 +278,7 @@ class Captured:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if optimizer is self._optimizer:
                 stepped.append(optimizer)
-                if _is_called_by("torch.amp.grad_scaler"):
+                if _is_scaled():
                     self._reason = "a GradScaler has the host decide whether to step: compute in bf16"
             elif not all(params.isdisjoint(group["params"]) for group in optimizer.param_groups):
                 self._reason = f"{type(optimizer).__name__} steps the model, which capture() was not given"
@@ -327,7 +328,7 @@ class Captured:
         account.peak = account.now.copy()
         paths.recording = True
         try:
-            with trace.captured() as sent:
+            with trace.captured() as sent, _NoHostCollectives():
                 outputs, launch = self._recorder.record(partial(self._step_on, buffers))
             self._require_unchanged(versions)
         except BaseException as error:
@@ -439,6 +440,18 @@ class Captured:
         return torch_private.tree_map(_copied, graph.outputs) if self._copies else graph.outputs
 
 
+class _NoHostCollectives(TorchDispatchMode):
+    """Refuse collectives of tensors of the host, which would run while a step is recorded, and never again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and any(tensor.device.type == "cpu" for tensor in _tensors(args)):
+            raise ValueError(
+                f"the step calls a collective ({func.name()}) on the CPU, which no replay would call: call it "
+                "before or after the captured step"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class Rates:
     """Keep the learning rates of an optimizer in tensors, which graphs read, whatever users set them to."""
 
@@ -520,12 +533,13 @@ def _detached(values: Any) -> Any:
     return torch_private.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, values)
 
 
-def _is_called_by(module: str) -> bool:
-    """Return whether code of ``module`` is among the callers."""
+def _is_scaled() -> bool:
+    """Return whether a GradScaler that is enabled is among the callers."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_globals.get("__name__") == module:
+        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             return True
     return False
 

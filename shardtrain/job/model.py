@@ -114,6 +114,8 @@ def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
     for key in ("sync_batchnorm", "offload"):
         if getattr(config.parallel, key) and not is_accelerator(device):
             raise UserError(f"parallel.{key}=true needs a GPU, found {device.type}")
+    if config.train.capture and not is_accelerator(device):
+        raise UserError(f"train.capture=true needs a GPU, found {device.type}")
     if config.parallel.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.train.channels_last:

@@ -17,13 +17,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import guard
+from shardtrain.job import step as program
+from shardtrain.job.errors import UserError
+from shardtrain.job.launch import Context
 from shardtrain.optim import Ema
+from shardtrain.train.loop import train
 
 import ways
 from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
 from simulated_graph import Recorder, recorder
 from small import Block, OddNet, images, mesh, raised_soon
+from tiny import ALONE, TINY, configure
 from ways import WAYS, Way
 
 Step = Callable[..., Any]
@@ -946,3 +951,107 @@ def test_a_rank_that_is_lost_ends_the_replays_of_others() -> None:
             return
         text = raised_soon(comm.PeerLost, lambda: run.losses(range(4, 6)))
         assert re.match("rank 1 has ended: rank 0 was at step 5, replaying a step", text), text
+
+
+def with_sums(model: nn.Module, optimizer: torch.optim.Optimizer, of_host: bool) -> Step:
+    step = plain_step(model, optimizer)
+
+    def more(x: Tensor, y: Tensor) -> Tensor:
+        loss = step(x, y).detach()
+        dist.all_reduce(loss)
+        if of_host:
+            dist.all_reduce(torch.ones(1))
+        return loss
+
+    return more
+
+
+@each_rank(2, transport="auto")
+def test_collectives_of_the_host_are_refused() -> None:
+    """They would run once. Those of the device are a part of the graph."""
+    with simulated_rank() as (_, records):
+        losses = []
+        for captures in (False, True):
+            run = Run(
+                captures,
+                step=partial(with_sums, of_host=False),
+                model=sharded(transport="process_group"),
+                **({"warmup": 1} if captures else {}),
+            )
+            losses.append(run.losses(range(4)))
+        assert losses[0] == losses[1]
+        assert run.step.replayed == 3
+        assert "allreduce_" in records.recordings[0].names
+        run = Run(True, step=partial(with_sums, of_host=True), model=run.model, warmup=1)
+        run.losses(range(1))
+        with pytest.raises(
+            ValueError, match=r"a collective \(c10d::allreduce_\) on the CPU, which no replay"
+        ):
+            run.losses(range(1, 2))
+        run.losses(range(2, 3))
+
+
+def test_a_scaler_that_is_off_is_no_reason(records: Recorder) -> None:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        scaler = shardtrain.GradScaler("cuda", enabled=False)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    run = Run(True, step=make, warmup=1)
+    run.losses(range(3))
+    assert run.step.replayed == 2
+
+
+# The training program.
+
+
+def run_program(folder: Path, *keys: str, warmup: int = 3) -> tuple[dict[str, Any], list[str], str]:
+    """Train on the simulated device; return result.json, the lines of metrics, and log.txt."""
+    lengths = ("train.log_every=1", "train.eval_every=1", "monitor.tensorboard=false")
+    with simulated() as (device, records), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "capture", partial(shardtrain.capture, warmup=warmup))
+        train(configure(*TINY, *lengths, "train.capture=true", *keys), Context(ALONE, DEVICE, folder))
+        assert list(device.findings) == []
+    log = (folder / "log.txt").read_text()
+    return json.loads((folder / "result.json").read_text()), re.findall(r"loss [\d.]+", log), log
+
+
+@pytest.mark.parametrize("keys", [("optim=sgd",), ("optim=adamw", "train.accumulate=2", "ema.decay=0.5")])
+def test_the_program_replays_its_steps(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """Losses, scores and schedules are those of steps that run as they are, and of a run that resumes."""
+    _, expected, log = run_program(tmp_path / "eager", *keys, warmup=1000)
+    assert "captured steps: 0 replayed, 10 not: 10 to warm up" in log
+    result, losses, log = run_program(tmp_path / "captured", *keys)
+    assert losses == expected
+    assert "captured steps: 7 replayed, 3 not: 3 to warm up" in log
+    assert result["captured_steps"] == "7 replayed, 3 not: 3 to warm up"
+    _, first, _ = run_program(tmp_path / "resumed", *keys, "train.max_steps=5")
+    _, second, log = run_program(tmp_path / "resumed", *keys)
+    assert "captured steps: 2 replayed, 3 not: 3 to warm up" in log
+    digests = []
+    for name in ("eager", "captured", "resumed"):
+        [weights] = (tmp_path / name).glob("checkpoints/step_*10/manifest.json")
+        digests.append(json.loads(weights.read_text())["files"])
+    assert digests[0] == digests[1] == digests[2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (("parallel.precision=fp16",), "parallel.precision=fp16 has the host decide"),
+        (("train.class_weights=balanced",), "train.class_weights are summed over ranks by the host"),
+        (("parallel.offload=true",), "offload has the host wait"),
+        (("optim=muon",), "Muon decides on the host unless it is capturable"),
+    ],
+)
+def test_what_the_program_cannot_capture(tmp_path: Path, keys: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UserError, match=f"train.capture=true: .*{text}"):
+        run_program(tmp_path, *keys)
