@@ -248,6 +248,10 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)  # graphs cannot be recorded on the default stream
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether what is launched on ``tensor`` is recorded."""
+        return on_accelerator(tensor)
+
     def warm_up(self, run: Callable[[], T]) -> T:
         """Run ``run`` on the stream that records, so that what a first launch prepares is there."""
         current = torch.cuda.current_stream(self._side.device)

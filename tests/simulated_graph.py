@@ -50,6 +50,9 @@ class Recorder:
         self.recordings: list[Recording] = []
         self.replays = 0
 
+    def holds(self, tensor: Tensor) -> bool:
+        return self.sim.on_device(tensor)
+
     def warm_up(self, run: Callable[[], T]) -> T:
         return run()
 

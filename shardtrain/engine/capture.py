@@ -328,7 +328,7 @@ class Captured:
         account.peak = account.now.copy()
         paths.recording = True
         try:
-            with trace.captured() as sent, _NoHostCollectives():
+            with trace.captured() as sent:
                 outputs, launch = self._recorder.record(partial(self._step_on, buffers))
             self._require_unchanged(versions)
         except BaseException as error:
@@ -362,8 +362,9 @@ class Captured:
 
     def _step_on(self, buffers: Any) -> Any:
         try:
-            # Without its autograd graph, whose nodes would live as long as the outputs.
-            return _detached(self._step(*buffers))
+            with _NoHostCollectives(self._recorder):
+                # Without its autograd graph, whose nodes would live as long as the outputs.
+                return _detached(self._step(*buffers))
         except BaseException as error:  # what ends the recording raises another one
             self._error = error
             raise
@@ -441,12 +442,16 @@ class Captured:
 
 
 class _NoHostCollectives(TorchDispatchMode):
-    """Refuse collectives of tensors of the host, which would run while a step is recorded, and never again."""
+    """Refuse collectives on the CPU, which would run while a step is recorded, and never again."""
+
+    def __init__(self, recorder: devices.Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and any(tensor.device.type == "cpu" for tensor in _tensors(args)):
+        if func.namespace == "c10d" and not all(map(self._recorder.holds, _tensors(args))):
             raise ValueError(
-                f"the step calls a collective ({func.name()}) on the CPU, which no replay would call: call it "
+                f"the step calls a collective ({func.name()}) on the CPU, which no replay would call: do so "
                 "before or after the captured step"
             )
         return func(*args, **(kwargs or {}))

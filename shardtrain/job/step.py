@@ -190,7 +190,7 @@ class CapturedStep:
         self._step = step
         if step.scaler.is_enabled():
             raise UserError(
-                "train.capture=true: parallel.precision=fp16 has the host decide whether to update; choose bf16"
+                "train.capture=true: parallel.precision=fp16 has the host decide on updates; choose bf16"
             )
         if isinstance(step.loss, CrossEntropy) and step.loss.weight is not None:
             raise UserError("train.capture=true: train.class_weights are summed over ranks by the host")
