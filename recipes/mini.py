@@ -13,7 +13,7 @@ It checks nothing: blocks run once per forward, in one order on all ranks, and r
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -211,7 +211,7 @@ def shard(model: nn.Module) -> nn.Module:
     """Shard ``model`` in place, each of its blocks as a unit, what is left as the root's."""
     model.shapes = [param.shape for param in model.parameters()]
     blocks = members(model)
-    inside = {param for block in blocks for param in block.parameters()}
+    inside = set(chain.from_iterable(block.parameters() for block in blocks))
     schedule = Schedule(Unit([param for param in model.parameters() if param not in inside]))
     model.register_forward_pre_hook(lambda *_: schedule.begin())
     for block in blocks:

@@ -6,16 +6,17 @@ imported only when needed, since torchvision's transforms take a second to impor
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os.path
+import os
+from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from torch import Tensor
 from torchvision import datasets
 from torchvision.transforms import v2
@@ -23,10 +24,15 @@ from torchvision.transforms import v2
 from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.errors import UserError, WorkerError, not_valid, path_of, plain_file, reading
+from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, mode_of, transform_of
+from shardtrain.job.preprocessing import Preprocessing
 
-IMAGENET_MEAN = (123.7, 116.3, 103.5)
-IMAGENET_STD = (58.4, 57.1, 57.4)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+MOST_KINDS = 5  # kinds of files in a message
+LOOKED_AT = 16  # images whose grey values are looked at before training
+USUAL_BITS = 15  # of the largest value among some 16-bit grey images
 
 
 class Unreadable(WorkerError):
@@ -38,7 +44,7 @@ def opened_image(source: Files, index: int, mode: str = "RGB") -> Image.Image:
     try:
         image: Image.Image = Image.open(io.BytesIO(source.content(index)))
         # `convert` would cut grey values at 255.
-        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        if _has_16_bits(image):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise ValueError(f"its values are of mode {image.mode}, expected 8 or 16 bits per channel")
@@ -46,6 +52,30 @@ def opened_image(source: Files, index: int, mode: str = "RGB") -> Image.Image:
     except Exception as error:  # decoders raise exceptions of many kinds
         reason = str(error).partition(" <")[0]  # Pillow adds the address of the bytes
         raise Unreadable(f"cannot read the image {source.paths[index]}: {reason}") from None
+
+
+def _has_16_bits(image: Image.Image) -> bool:
+    """Return whether an image has grey values of 16 bits. Pillow scales those of PGM files to 16 bits."""
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+
+
+def warnings_of_grey(files: Files) -> list[str]:
+    """Return a warning if 16-bit grey images hold so few bits that they become dark. Reads a few of them."""
+    count = len(files.paths)
+    looked_at = range(0, count, max(1, count // LOOKED_AT))
+    brightest = 0
+    for index in looked_at:
+        with contextlib.suppress(Exception):  # what cannot be read is reported when it is needed
+            image = Image.open(io.BytesIO(files.content(index)))
+            if _has_16_bits(image):
+                brightest = max(brightest, int(np.asarray(image).max()))
+    bits = brightest.bit_length()
+    if not 0 < bits < USUAL_BITS:
+        return []
+    return [
+        f"warning: 16-bit grey images with values up to {brightest}, which is {bits} bits, become dark or "
+        f"black, since the upper 8 of 16 bits are used: multiply their values by {1 << (16 - bits)}"
+    ]
 
 
 class Pictures(Batches):
@@ -82,9 +112,56 @@ class _Folders(datasets.ImageFolder):  # type: ignore[misc]
         return classes, {name: number for number, name in enumerate(classes)}
 
 
-def _is_image(root: Path, path: str) -> bool:
-    is_hidden = any(name.startswith(".") for name in Path(path).relative_to(root).parts)
-    return datasets.folder.is_image_file(path) and not is_hidden
+def readable_endings() -> frozenset[str]:
+    """Return the endings of files that Pillow decodes as images, with what is registered in it.
+
+    Neither films nor pages in PostScript, nor formats that it only identifies.
+    """
+    Image.init()
+    endings = []
+    for ending, kind in Image.registered_extensions().items():
+        opener = Image.OPEN.get(kind, (None,))[0]
+        is_stub = isinstance(opener, type) and issubclass(opener, ImageFile.StubImageFile)
+        is_picture = Image.MIME.get(kind, "image/").startswith("image/")
+        if opener is not None and is_picture and not is_stub:
+            endings.append(ending)
+    return frozenset(endings)
+
+
+class Sieve:
+    """Tell the images in ``root`` from other files, and count the others by their endings.
+
+    Hidden files and those in hidden folders, such as `.ipynb_checkpoints`, are neither.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.endings = readable_endings()
+        self.others: Counter[str] = Counter()
+
+    def __call__(self, path: str) -> bool:
+        """Return whether the file ``path`` is an image."""
+        if any(name.startswith(".") for name in Path(path).relative_to(self.root).parts):
+            return False
+        ending = os.path.splitext(path)[1].lower()
+        if ending not in self.endings:
+            self.others[ending or "without an ending"] += 1
+        return ending in self.endings
+
+    def notes(self, beside: int = 0) -> list[str]:
+        """Return a line about the files that are no images, and images ``beside`` the folders of classes."""
+        kinds = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))
+        said = [f"{count} {kind}" for kind, count in kinds[:MOST_KINDS]]
+        if len(self.others) > MOST_KINDS:
+            said.append("…")
+        parts = []
+        if said:
+            parts.append(
+                f"{counted(self.others.total(), 'file')} that Pillow does not read ({', '.join(said)})"
+            )
+        if beside:
+            parts.append(f"{counted(beside, 'image')} beside the folders of classes")
+        return [f"left out of {self.root}: {' and '.join(parts)}"] if parts else []
 
 
 class Prepared(Batches):
@@ -119,51 +196,71 @@ class Files(NamedTuple):
 NO_FILES = Files((), ())
 
 
-def image_folder(config: ImageFolder) -> DataSet:
-    """Open the images of `root/train` and `root/val`."""
-    if config.all_held_out:
-        return photographs(config, config.classes or (), NO_FILES, _to_score(config))
-    train, classes = _in_folders(config, "train")
+def image_folder(config: ImageFolder, *, all_held_out: bool = False) -> DataSet:
+    """Open the images of `root/train` and `root/val`, or all to score, of the classes of a run."""
+    if all_held_out:
+        to_score = _to_score(config)
+        held_out = photographs(config, config.classes or (), NO_FILES, to_score.files)
+        return held_out._replace(notes=(*held_out.notes, *to_score.notes))
+    train = _in_folders(config, "train")
     val = None
-    val_classes = classes
     if not config.validation or os.path.exists(path_of("data.root", config.root) / "val"):
-        val, val_classes = _in_folders(config, "val")
-    if classes != val_classes:
-        names = {"train": set(classes), "val": set(val_classes)}
+        val = _in_folders(config, "val")
+    if val is not None and train.classes != val.classes:
+        names = {"train": set(train.classes), "val": set(val.classes)}
         lacking = {part: sorted(set.union(*names.values()) - own)[:5] for part, own in names.items()}
         said = " and ".join(f"{part} has no {', '.join(lacks)}" for part, lacks in lacking.items() if lacks)
         raise UserError(f"data.root={config.root}: {said}; both need a folder of each class")
-    return photographs(config, classes, train, val)
+    data = photographs(config, train.classes, train.files, None if val is None else val.files)
+    notes = [*train.notes, *(() if val is None else val.notes)]
+    return data._replace(notes=(*data.notes, *notes))
 
 
-def _to_score(config: ImageFolder) -> Files:
+def _to_score(config: ImageFolder) -> Part:
     """Return the images of `root/val/<class>`, or without `val` of `root/<class>`, by the labels of a run."""
     root = path_of("data.root", config.root)
     part = "val" if (root / "val").is_dir() else "."
-    files, names = _in_folders(config, part)
+    whole = _in_folders(config, part)
     classes = config.classes or ()
-    for name in names:
+    for name in whole.classes:
         if name not in classes:
             raise not_valid(f"data.root={config.root}: the run has no class {name}", name, classes)
-    return Files(files.paths, [classes.index(names[label]) for label in files.labels])
+    labels = [classes.index(whole.classes[label]) for label in whole.files.labels]
+    return whole._replace(files=Files(whole.files.paths, labels))
 
 
-def images_in(root: Path) -> list[str]:
-    """Return the paths of all images in ``root`` and its folders, in order. Raises UserError without it."""
+def images_in(root: Path) -> tuple[list[str], list[str]]:
+    """Return the paths of all images in ``root`` and its folders, in order, and lines about other files.
+
+    Raises UserError without such a folder.
+    """
     if not root.is_dir():
         raise UserError(f"data.root={root}: there is no such folder")
-    return [str(path) for path in sorted(root.rglob("*")) if path.is_file() and _is_image(root, str(path))]
+    is_image = Sieve(root)
+    paths = [str(path) for path in sorted(root.rglob("*")) if path.is_file() and is_image(str(path))]
+    return paths, is_image.notes()
 
 
-def _in_folders(config: ImageFolder, part: str) -> tuple[Files, list[str]]:
-    """Return the images of one part, and the names of its classes."""
+class Part(NamedTuple):
+    """Hold the images of one part, the names of its classes, and lines about other files."""
+
+    files: Files
+    classes: list[str]
+    notes: list[str]
+
+
+def _in_folders(config: ImageFolder, part: str) -> Part:
+    """Return the images of one part, in folders of their classes."""
     root = path_of("data.root", config.root)
     inside = ", ".join(sorted(entry.name for entry in root.glob("*"))[:5]) or "nothing"
     instead = ", or data.validation=0.2 to hold some of train out" if part == "val" else ""
     expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
     with reading(f"data.root={config.root}", expected):
-        found = _Folders(str(root / part), is_valid_file=partial(_is_image, root / part))
-    return Files([path for path, _ in found.samples], found.targets), found.classes
+        is_image = Sieve(root / part)
+        folders = _Folders(str(root / part), is_valid_file=is_image)
+        beside = [path for path in (root / part).iterdir() if path.is_file() and is_image(str(path))]
+    files = Files([path for path, _ in folders.samples], folders.targets)
+    return Part(files, folders.classes, is_image.notes(len(beside)))
 
 
 def photographs(
@@ -181,9 +278,14 @@ def photographs(
         train_as_val=as_val,
         name=f"{config.name} {config.root}",
         test=None if test is None else Pictures(test, centre),
-        classes=tuple(classes),
-        channels=3,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        resize=resize,
+        preprocessing=Preprocessing(
+            classes=tuple(classes),
+            channels=3,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            image_size=config.side_in_eval,
+            resize=resize,
+            interpolation=config.interpolation,
+        ),
+        notes=tuple(warnings_of_grey(train if train.paths or val is None else val)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os.path
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,20 +29,20 @@ class Row(NamedTuple):
     split: str
 
 
-def image_table(config: Csv) -> DataSet:
-    """Open the images of a folder that a table names.
+def image_table(config: Csv, *, all_held_out: bool = False) -> DataSet:
+    """Open the images of a folder that a table names, or all of them to score, of the classes of a run.
 
     Without a column `split` all are training images, of which `data.validation` holds some out.
     """
     where = f"data.table={config.table}"
-    rows = _read(path_of("data.table", config.table), where)
     root = path_of("data.root", config.root)
+    rows = _read(path_of("data.table", config.table), where, root)
     missing = [row.image for row in rows if not os.path.isfile(root / row.image)]
     if missing:
         raise UserError(
             f"{where}: {len(missing)} of {len(rows)} images are not in data.root={root}: {first_of(missing)}"
         )
-    if config.all_held_out:
+    if all_held_out:
         return photographs(config, config.classes or (), NO_FILES, *_to_score(config, rows, root, where))
     classes = _in_order({row.label for row in rows})
     labels = {label: number for number, label in enumerate(classes)}
@@ -90,8 +91,11 @@ def images_of(table: str, root: Path) -> list[str]:
     return [str(root / name) for name in names]
 
 
-def _read(path: Path, where: str) -> list[Row]:
-    """Return the lines of the table. Raises UserError for lines that lack a cell or name an image again."""
+def _read(path: Path, where: str, root: Path) -> list[Row]:
+    """Return the lines of the table. Raises UserError for lines that lack a cell or name an image again.
+
+    `./0.png` and `0.png` in the folder ``root`` are one image.
+    """
     with reading(where, EXPECTED), plain_file(path).open(encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file, skipinitialspace=True, strict=True)
         columns = [column.strip() for column in table.fieldnames or ()]
@@ -103,9 +107,12 @@ def _read(path: Path, where: str) -> list[Row]:
             rows.append(_row(line, f"{where}: line {table.line_num}"))
     if not rows:
         raise UserError(f"{where}: no line follows the first; {EXPECTED}")
-    image, times = Counter(row.image for row in rows).most_common(1)[0]
+    paths = [os.path.normpath(root / row.image) for row in rows]
+    path_of_most, times = Counter(paths).most_common(1)[0]
     if times > 1:
-        raise UserError(f"{where}: {image} is in {times} lines; expected each image once")
+        same = [row.image for row, own in zip(rows, paths, strict=True) if own == path_of_most]
+        names = " and ".join(dict.fromkeys(same))
+        raise UserError(f"{where}: {names} is in {times} lines; expected each image once")
     return rows
 
 
@@ -123,12 +130,13 @@ def _row(line: Mapping[str | None, str | None], where: str) -> Row:
 
 
 def _in_order(labels: Iterable[str]) -> list[str]:
-    """Return names of classes in alphabetical order, numbers by their values."""
+    """Return names of classes in alphabetical order, numbers by their values, nan last."""
     by_name = sorted(labels)
     try:
-        return sorted(by_name, key=float)
+        numbers = {name: float(name) for name in by_name}
     except ValueError:
         return by_name
+    return sorted(by_name, key=lambda name: (math.isnan(numbers[name]), numbers[name]))
 
 
 def _require_parts(parts: Mapping[str, Files], classes: Sequence[str], where: str, held_out: bool) -> None:

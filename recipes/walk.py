@@ -89,7 +89,10 @@ def walk() -> None:
     optimizer.step()
     tell("The optimizer updates the pieces; nothing is communicated.", *held(model))
     whole = shardtrain.full_state_dict(model)
-    tell("Put together again:", *(f"{name} {numbers(value)}" for name, value in whole.items()))
+    tell(
+        "`full_state_dict` puts them together again, on every rank.",
+        *(f"{name} {numbers(value)}" for name, value in whole.items()),
+    )
 
 
 @record

@@ -4,6 +4,8 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.3.0"
+
 if TYPE_CHECKING:
     from shardtrain.public import *  # noqa: F403
 

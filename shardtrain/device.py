@@ -34,6 +34,17 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
 _built_for = torch.accelerator.current_accelerator()
 ACCELERATOR = _built_for.type if _built_for is not None and _built_for.type in BACKENDS else "cuda"
 
+# Up to how many bytes of parameters neighbouring blocks are one unit: where moving a unit takes as long as the
+# host takes for it, whatever its size. On the CPU a unit takes 0.4 ms per step over shared memory and 0.8 over
+# messages, 1 MiB of it 0.3 and 1.3 to 2.2.
+_UNIT_BYTES = 1 << 20
+_UNIT_BYTES_ON_ACCELERATORS = 32 << 20
+
+
+def unit_bytes_on(device: torch.device) -> int:
+    """Return up to how many bytes of parameters `shard` joins neighbouring blocks into one unit."""
+    return _UNIT_BYTES_ON_ACCELERATORS if is_accelerator(device) else _UNIT_BYTES
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Return whether ``device`` is an accelerator, which computes in streams."""

@@ -279,4 +279,4 @@ def _sharded(module: nn.Module) -> tuple[Engine, Unit | None]:
     if mark.root is None:
         _shard(module)
     engine = engine_of(mark.root)
-    return engine, next((unit for unit in engine.units if unit.module is module), None)
+    return engine, next((unit for unit in engine.units if module in unit.modules.values()), None)

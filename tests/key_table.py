@@ -6,9 +6,9 @@ import numpy as np
 from PIL import Image
 
 FOUR_STEPS = (
-    *("data=fake", "data.train_images=24", "data.channels=1", "data.image_size=8"),
+    *("data=fake", "data.limit=24", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),
-    "monitor.tensorboard=false",
+    "monitor.writers=[]",
 )
 
 # A model that is cut into units whatever `parallel` says.
@@ -28,8 +28,7 @@ losses   data.repeats=2
 losses   data.mean=[0.2]
 losses   data.std=[0.9]
 losses   {photos} & data.interpolation=bicubic
-losses   data.limit=13
-losses   data.train_images=20
+losses   data.limit=20
 losses   data.channels=3
 losses   optim.lr=0.5
 losses   optim.momentum=0.5
@@ -56,7 +55,6 @@ scores   train.eval_every=2
 scores   train.tta=1
 average  ema.decay=0.5 & ema.decay=0.9
 average  ema.decay=0.5 & ema.every_steps=2
-average  ema.decay=0.5 & ema.after_epochs=1
 steps    train.epochs=1
 steps    train.max_steps=3
 steps    train.epochs=4 optim.lr=1e-30 & train.patience=1
@@ -73,7 +71,7 @@ said     dry_run=true
 said     {units} dry_run=true & parallel.activation_checkpoint=true
 files    checkpoint.keep=9 & checkpoint.every_steps=1
 files    checkpoint.keep=9 checkpoint.every_steps=1 & checkpoint.keep=1
-files    monitor.tensorboard=true
+files    monitor.writers=[tensorboard]
 files    monitor.profile_at=2
 """  # noqa: E501
 ROWS = [line.split(maxsplit=1) for line in ACTS.strip().splitlines()]

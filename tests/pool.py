@@ -45,7 +45,9 @@ def forkserver() -> Any:
 class LostRanks(AssertionError):
     """Ranks died or did not answer; ``codes``: the exit code of each, None of one that runs."""
 
-    codes: list[int | None]
+    def __init__(self, lines: list[str], codes: list[int | None]) -> None:
+        super().__init__("\n".join(lines))
+        self.codes = codes
 
 
 class Pool:
@@ -82,16 +84,12 @@ class Pool:
         except BaseException:
             self.stop()
             raise
+        codes = [process.exitcode for process, _ in self._ranks[:world]]
+        if self.fresh or len(answers) < world:
+            self.stop()
         failed = [f"--- rank {rank}\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
-        if len(answers) < world:
-            silent = sorted(set(range(world)) - set(answers))
-            failed.insert(0, f"ranks {silent} died or did not answer in {self.limit_s} s")
-            lost = LostRanks("\n".join(failed))
-            lost.codes = [process.exitcode for process, _ in self._ranks[:world]]
-            self.stop()
-            raise lost
-        if self.fresh:
-            self.stop()
+        if silent := sorted({*range(world)} - {*answers}):
+            raise LostRanks([f"ranks {silent} died or did not answer in {self.limit_s} s", *failed], codes)
         if failed:
             raise AssertionError("\n".join(failed))
         return [answers[rank][1] for rank in range(world)]

@@ -70,18 +70,15 @@ class Parts(nn.Module):
         return self.does(self, *args)
 
 
-def images(
-    step: int, rank: int | None = None, n: int = 6, size: int = 5
-) -> tuple[torch.Tensor, torch.Tensor]:
+def images(step: int, rank: int | None = None, n: int = 6, size: int = 5) -> tuple[torch.Tensor, ...]:
     """``n`` images (n, 3, size, size) and labels below 5; another draw for each step and rank."""
-    rank = dist.get_rank() if rank is None else rank
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator().manual_seed(1000 * step + (dist.get_rank() if rank is None else rank))
     return torch.randn(n, 3, size, size, generator=generator), torch.randint(5, (n,), generator=generator)
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
-    """`shardtrain.shard` over the transport that the test runs with; small models have several units."""
-    usual = {"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], "units": "blocks"}
+    """`shardtrain.shard` over the transport that the test runs with; small models have a unit per block."""
+    usual = {"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], "units": "blocks", "unit_bytes": 0}
     return shardtrain.shard(module, **{**usual, **options})
 
 
@@ -195,10 +192,8 @@ def assert_at_rest(model: nn.Module) -> None:
     inside = shardtrain.introspect(model)
     assert inside.gathered == (0, 0)
     if not inside.transport.in_place:
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in inside.tensors
-        }
-        assert sum(storage.nbytes() for storage in storages.values()) <= inside.shard_bytes
+        storages = [tensor.untyped_storage() for tensor in inside.tensors]
+        assert sum({each.data_ptr(): each.nbytes() for each in storages}.values()) <= inside.shard_bytes
     sharded = [param for name, param in model.named_parameters() if name in inside.unit_of_parameter]
     assert sum(param.nbytes for param in sharded) <= sum(unit.local_bytes for unit in inside.units)
     assert all(param.grad is None or param.grad.shape == param.shape for param in sharded)
@@ -232,9 +227,8 @@ def tree_sum(parts: Sequence[torch.Tensor], add: Callable[..., torch.Tensor] = t
 
 def mean_in_a_tree(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average as DDP, summed in the engine's order, so that fp32 results can be compared exactly."""
-    own = bucket.buffer()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, bucket.buffer())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tree_sum(parts) / len(parts))
     return future

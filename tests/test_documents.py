@@ -4,6 +4,7 @@ import ast
 import csv
 import functools
 import importlib.util
+import io
 import json
 import keyword
 import os
@@ -11,7 +12,11 @@ import pydoc
 import re
 import shlex
 import tarfile
+import tokenize
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +25,8 @@ import torchvision
 import yaml
 from PIL import Image
 
+import shardtrain
+from shardtrain.engine.schedule import Schedule
 from shardtrain.job.data import load
 from shardtrain.job.schema import flat
 from shardtrain.recipes import api, why_shard
@@ -220,7 +227,7 @@ def test_the_examples_of_writers_write(tmp_path: Path, monkeypatch: pytest.Monke
     if stands_in:
         (tmp_path / "wandb.py").write_text(WANDB)
     own = ("monitor.writers=[mywriters.Csv,mywriters.WeightsAndBiases]", "allow=[mywriters]")
-    result = tiny.run("mine", *own, "monitor.tensorboard=false")
+    result = tiny.run("mine", *own, "monitor.writers=[]")
     with Path("mine/scores.csv").open(newline="") as file:
         lines = list(csv.reader(file))
     assert ["10", "val/acc1", str(result["val/acc1"])] in lines
@@ -270,10 +277,49 @@ def test_the_pictures_of_why_shard_are_those_of_its_command() -> None:
         )
 
 
+def test_the_readme_says_how_long_the_core_is() -> None:
+    """In lines of code, without docstrings, comments and blank lines: the last files of the course."""
+    engine = ROOT / "shardtrain/engine"
+    core = [ROOT / "shardtrain/layout.py"]
+    core += [engine / f"{name}.py" for name in ("unit", "shard", "schedule", "gradient", "hooks", "driver")]
+    course = re.findall(r"`(?:shardtrain/(?:engine/)?)?(\w+\.py)`", (ROOT / "docs/engine.md").read_text())
+    assert {file.name for file in core} <= {*course}
+    others = [file for file in engine.glob("*.py") if file not in core]
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    for sentence, files in (
+        (r"a core of ([\d,]+) lines of code", core),
+        (r"What makes it safe and complete is ([\d,]+) more in `shardtrain/engine/`", others),
+        (r"is ([\d,]+) in `shardtrain/comm/`", [*(ROOT / "shardtrain/comm").glob("*.py")]),
+    ):
+        (lines,) = re.findall(sentence, text)
+        assert sum(map(lines_of_code, files)) == pytest.approx(int(lines.replace(",", "")), rel=0.05), (
+            sentence
+        )
+
+
+def lines_of_code(file: Path) -> int:
+    text = file.read_text()
+    without = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in without:
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        has_body = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if has_body and ast.get_docstring(node, clean=False) is not None:
+            lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    return len(lines)
+
+
 def test_what_is_cited_is_what_is_built() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'name = "{cited["title"]}"\nversion = "{cited["version"]}"' in project
+    assert f'name = "{cited["title"]}"\ndynamic = ["version"]' in project
+    assert 'version = {attr = "shardtrain.__version__"}' in project
+    assert cited["version"] == shardtrain.__version__
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == shardtrain.__version__
     assert f'license = "{cited["license"]}"' in project
 
 
@@ -302,6 +348,7 @@ FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|yaml|json|txt|svg|png|ipyn
 NAME = re.compile(r"\+?([A-Za-z_]\w*(?:\.\w+)*)(?:(=)|\(.*\)|\[.*\])?")
 STAND_FOR = {  # how documents abbreviate modules
     **{"dist": "torch.distributed", "dcp": "torch.distributed.checkpoint", "nn": "torch.nn", "np": "numpy"},
+    **{"Node": "torch.autograd.graph.Node", "Tensor": "torch.Tensor"},
     **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "fsdp", "optim", "recipes")},
 }
 OBJECTS = {"block", "grad", "meter", "model", "module", "optimizer", "p", "param"}
@@ -420,6 +467,52 @@ def test_names_between_backticks_exist(file: Path) -> None:
             there = match is None or match[1] in KNOWN or is_known(match[1], match[2] == "=")
         missing += [] if there else [span]
     assert missing == []
+
+
+class Facts(NamedTuple):
+    name: str
+    gradient_bytes: int = 8
+    keeps: bool = False
+
+
+class Verbs:
+    """An actor that writes down the schedule's verbs. `hide` is left out: a release follows."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def __getattr__(self, verb: str) -> Callable[[Facts], None]:
+        return lambda unit: self.said.append(f"{verb} {unit.name}")
+
+
+def test_the_picture_of_descent_is_what_the_schedule_does() -> None:
+    (picture,) = (block for block in blocks("text", ROOT / "docs/engine.md") if "backward, upward" in block)
+    sides = [line.split("|") for line in picture.splitlines()]
+    verb = re.compile(r"(?:gather|show|take|release|reduce) \d")
+    down = [verb.findall(left) for left, _ in sides]
+    up = [verb.findall(right) for _, right in reversed(sides)]
+
+    acting = Verbs()
+    units = [Facts("root"), Facts("0"), Facts("1")]
+    schedule = Schedule(units, acting)
+    schedule.begin_forward({*units})
+    schedule.enter(units[0])
+    moments = []
+    for unit in units[1:]:
+        schedule.enter(unit)
+        moments.append(schedule.moment)
+        schedule.leave(unit, learns=True)
+    schedule.leave(units[0], learns=True)
+    schedule.end_forward(failed=False)
+    schedule.begin_backward(schedule.forward, {*units}, room=8)
+    for moment in reversed(moments):
+        schedule.reach(schedule.forward, moment)
+    schedule.end_backward()
+
+    said = [text for text in acting.said if verb.fullmatch(text)]
+    assert [*chain.from_iterable([*down, *up])] == said
+    assert [re.findall(r"\d", line)[0] for line in picture.splitlines() if "hook" in line] == ["0", "1"]
+    assert re.findall(r'hook, "(\d)"', picture) == [*map(str, moments)]
 
 
 def test_the_course_says_how_long_its_files_are() -> None:

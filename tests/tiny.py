@@ -19,6 +19,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
+from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.job.read import from_hydra
 from shardtrain.job.signals import SIGNALS, Stopped
 from shardtrain.monitor import Monitor
@@ -28,7 +29,7 @@ from shardtrain.train.loop import train
 CPU = torch.device("cpu")
 ALONE = RankInfo(0, 1, 0, 1)
 SHORT = (
-    *("data=fake", "data.train_images=60", "data.channels=1", "data.image_size=8"),
+    *("data=fake", "data.limit=60", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
 )
 # 6,362 parameters for images of three channels. Neither BatchNorm nor dropout.
@@ -36,6 +37,15 @@ VIT = (*("model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2")
 TINY = (*SHORT, *VIT)
 _save = Store.save  # each of which ends, with `at_once`, before training goes on
 at_once = patch.object(Store, "save", lambda *args, **to: (_save(*args, **to), args[0].finish())[0])
+
+
+def prepared(
+    classes: tuple[str, ...] | int, mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1 / 255,)
+) -> Preprocessing:
+    """Return how images are prepared that have as many channels as ``mean``, of pixels from 0 to 1."""
+    names = numbered(classes) if isinstance(classes, int) else classes
+    how = {"image_size": 8, "resize": None, "interpolation": "bilinear"}
+    return Preprocessing(classes=names, channels=len(mean), mean=mean, std=std, **how)
 
 
 @functools.cache
@@ -95,7 +105,7 @@ TEN_STEPS = (
     *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=4"),
 )
-QUIET = "monitor.tensorboard=false"
+QUIET = "monitor.writers=[]"
 # Groups of tags that no run repeats: a process's first step gathers more; a repeated epoch has two points.
 MEASURED = ("perf", "time", "memory", "comm")
 
@@ -114,7 +124,7 @@ def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -
         (at or {}).get(step, lambda: None)()
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60"]
+    sizes = [] if "data=imagefolder" in arguments else ["data.limit=60"]
     try:
         with patch.object(Monitor, "step", step_and_more), patch.object(models, "_build", small_model):
             train(configure(*TEN_STEPS, *sizes, *arguments), context(folder))

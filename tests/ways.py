@@ -64,6 +64,7 @@ OFFLOAD = {"offload": True}
 KEPT = {"reshard_after_forward": False}
 WHOLE = {"layout": "whole"}
 VIRTUAL = {"virtual_ranks": VIRTUAL_RANKS}
+JOINED = {"unit_bytes": 4000}  # the first two blocks are one unit, and all three in bf16
 BF16 = Precision(LOW)
 FP16 = Precision(torch.float16)
 
@@ -87,6 +88,7 @@ WAYS = {
     "EMA": Way(averages=0.5),
     "virtual ranks": Way(VIRTUAL),
     "replicas": Way(replicas=True),
+    "joined": Way(JOINED),
     # Several at once, where one may disturb another.
     "whole, bf16": Way(WHOLE, BF16, tolerance=0.1),
     "kept, no_sync": Way(KEPT, micro_batches=3),
@@ -108,6 +110,13 @@ WAYS = {
     "replicas, bf16": Way(precision=BF16, replicas=True, tolerance=0.1),
     "offload, reduce bf16": Way(OFFLOAD, Precision(reduce=LOW), tolerance=0.02),
     "offload, replicas, bf16": Way(OFFLOAD, BF16, micro_batches=2, clip=0.3, replicas=True, tolerance=0.1),
+    "joined, bf16": Way(JOINED, BF16, micro_batches=2, clip=0.3, tolerance=0.1),
+    "joined, frozen, no_sync": Way(JOINED, frozen="blocks.1", micro_batches=3),
+    "joined, kept, recomputed": Way(JOINED | KEPT, recomputes=True),
+    "joined, offload, recomputed": Way(JOINED | OFFLOAD, recomputes=True),
+    "joined, whole": Way(JOINED | WHOLE),
+    "joined, virtual ranks": Way(JOINED | VIRTUAL),
+    "joined, replicas, checkpoint": Way(JOINED, replicas=True, saves=True),
     "offload, virtual ranks, replicas": Way(OFFLOAD | VIRTUAL, replicas=True),
 }
 

@@ -33,6 +33,12 @@ MEMORY = Path("/dev/shm")
 KEPT_S = 600.0  # seconds for which memory that no rank holds waits for the run to be started again
 
 
+def directory_of(run_dir: Path) -> Path:
+    """Return where the run in ``run_dir`` keeps its checkpoints in memory, if it does."""
+    run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
+    return MEMORY / f"shardtrain-{os.getuid()}-{run}"
+
+
 def claim(run_dir: Path) -> tuple[Path, int]:
     """Make the directory of the run in ``run_dir``, and lock it for as long as the returned file is open.
 
@@ -40,8 +46,7 @@ def claim(run_dir: Path) -> tuple[Path, int]:
     """
     if not MEMORY.is_dir():
         raise OSError(f"there is no {MEMORY}")
-    run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
-    directory = MEMORY / f"shardtrain-{os.getuid()}-{run}"
+    directory = directory_of(run_dir)
     while True:  # once more if it is removed meanwhile
         directory.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):

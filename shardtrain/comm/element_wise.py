@@ -6,8 +6,11 @@ Three subclasses stand for a part of a tensor: a piece of a gradient, its norm b
 A function is right on a piece if it treats each element by itself, whatever its neighbours are. A shape does
 not tell: ``g - g.mean(dim=1, keepdim=True)``, ``softmax`` and ``cumsum`` keep it, and compute something else
 on a piece than on the whole gradient. So functions are listed by name, without the marks of their variants:
-``add`` stands for ``add_``, ``_foreach_add_``, ``__radd__`` and ``__iadd__``. Random numbers are not listed:
-ranks with one seed would draw the same numbers for different elements.
+``add`` stands for ``add_``, ``_foreach_add_``, ``__radd__``, ``__iadd__`` and the operator ``aten::add``.
+Random numbers are not listed: ranks with one seed would draw the same numbers for different elements.
+
+A piece tells its sizes, to print, to compare and to make tensors of; computing with them is refused. What no
+class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises both, and a test compares the two.
 
 This is a file of its own since it is a table, which people search for a function.
 """
@@ -24,15 +27,16 @@ from torch import Tensor
 ARITHMETIC = """
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh
     asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
-    bitwise_xor ceil celu clamp clamp_max clamp_min clip complex conj conj_physical copysign cos cosh deg2rad
-    digamma div divide elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod
-    frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0
-    igamma igammac imag invert isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less
-    less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or
-    logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul multiply nan_to_num ne neg
-    negative nextafter not_equal polar positive pow rad2deg real reciprocal relu relu6 remainder resolve_conj
-    resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign
-    sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy
+    bitwise_xor ceil celu clamp clamp_max clamp_min clip complex conj conj_physical copysign cos cosh
+    deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide
+    fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh
+    heaviside hypot i0 igamma igammac imag invert isclose isfinite isinf isnan isneginf isposinf isreal
+    lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp
+    logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum
+    minimum mish mod mul multiply nan_to_num ne neg negative nextafter not_equal polar positive pow
+    rad2deg real reciprocal relu relu6 remainder resolve_conj resolve_neg round rsqrt rsub selu sgn
+    sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
+    tanhshrink threshold true_divide trunc where xlogy
     """
 OPERATORS = "add and div eq floordiv ge gt le lshift lt mod mul ne or pow rshift sub truediv xor"
 SPECIAL = """
@@ -41,25 +45,28 @@ SPECIAL = """
     """
 # Copies, conversions and tensors of the same shape.
 COPIES = """
-    alias apply as_subclass bfloat16 bool byte cdouble cfloat chalf char clone contiguous copy cpu cuda detach
+    alias apply bfloat16 bool byte cdouble cfloat chalf char clone contiguous copy cpu cuda detach
     double empty_like fill float full_like half int long mtia ones_like pin_memory requires_grad short to type
     type_as xpu zero zeros_like
     """
 NEW = "new_empty new_full new_ones new_tensor new_zeros"  # unrelated tensors
 # Views of all elements; and all elements of several pieces.
 VIEWS = """
-    adjoint as_strided atleast_1d atleast_2d atleast_3d flatten moveaxis movedim permute ravel reshape
+    adjoint atleast_1d atleast_2d atleast_3d flatten moveaxis movedim permute ravel reshape
     reshape_as squeeze swapaxes swapdims t transpose unflatten unsqueeze view view_as view_as_complex
     view_as_real
     """
 DESCRIPTIONS = """
-    __delete__ __dir__ __format__ __get__ __len__ __repr__ __set__ _has_compatible_shallow_copy_type
+    __delete__ __dir__ __format__ __get__ __repr__ __set__ _has_compatible_shallow_copy_type
     _is_view backward const_data_ptr data_ptr dense_dim dim dim_order element_size get_device is_coalesced
     is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
-    is_same_size is_set_to is_shared is_signed ndimension nelement numel record_stream register_hook
-    register_post_accumulate_grad_hook retain_grad size sparse_dim storage storage_offset storage_type
-    stride untyped_storage
+    is_same_size is_set_to is_shared is_signed ndimension record_stream register_hook
+    register_post_accumulate_grad_hook retain_grad sparse_dim storage_offset untyped_storage
     """
+# What a piece tells of its sizes, which are those of what this rank has of the gradient.
+SIZES = ("shape", "size", "numel", "nelement", "stride")
+# What reads a piece, or its sizes in TorchScript, without asking its class; and plain tensors that take one.
+UNSEEN = ("to_dlpack", "data_ptr", "untyped_storage", "pickle", "size", "add_", "copy_")
 # Steps of torch's fused optimizers, and their loss scaling.
 FUSED = """
     _amp_foreach_non_finite_check_and_unscale_ _amp_non_finite_check_and_unscale_ _fused_adagrad_ _fused_adam_
@@ -74,9 +81,13 @@ _EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max"
 _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
 _OF_TORCH = {"aten", "prim", "prims"}
 _JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
-_SELECTING = {"__getitem__", "__setitem__", "masked_select", "index_put", "index_put_"}
-# Results are no pieces: plain tensors, and what a test compares.
-UNMARKED = {"as_subclass", "isclose", *NEW.split()}
+_READING = {"__getitem__", "masked_select"}
+_SELECTING = {*_READING, "__setitem__", "index_put", "index_put_"}
+# Views that add or take a dimension of two numbers per element; others keep a piece's shape, or are flat.
+_VIEWS_OF_NUMBERS = {"view_as_real", "view_as_complex"}
+_RESHAPING = frozenset(VIEWS.split()) - _VIEWS_OF_NUMBERS
+# Results are plain tensors, unless a piece is their value.
+UNMARKED = {*NEW.split()}
 # Norms, which ranks add up, and what leaves a norm what it is.
 NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
 SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
@@ -88,6 +99,8 @@ ATTRIBUTES = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_floati
 def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:
     """Return whether ``func`` of ``args`` treats each element of tensors of ``kind`` by itself."""
     name = func.__name__
+    if name == "__get__" and name_of(func) == "__cuda_array_interface__":  # by which others read the memory
+        return False
     if name in ("max", "min"):  # of two tensors
         return len(args) > 1 and isinstance(args[1], Tensor)
     if name == "where":  # of a condition alone it lists places
@@ -96,7 +109,17 @@ def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:
         return _selects_by_element(args)
     if name in _JOINING:
         return all(isinstance(tensor, kind) for tensor in args[0])
-    return describes(func) or changes_no_shape(func) or _plain_name(name) in _OTHERS or name == "isclose"
+    return describes(func) or changes_no_shape(func) or _plain_name(name) in _OTHERS or tells_sizes(func)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of ``func``; of a function that reads an attribute, the attribute's."""
+    name: str = func.__name__
+    if name != "__get__":
+        return name
+    attribute = func.__self__
+    attribute = attribute.fget if isinstance(attribute, property) else attribute
+    return str(getattr(attribute, "__name__", name))
 
 
 def describes(func: Any) -> bool:
@@ -107,6 +130,24 @@ def describes(func: Any) -> bool:
 def changes_no_shape(func: Any) -> bool:
     """Return whether ``func`` combines its tensors element by element, in one shape."""
     return func.__name__ in _EXACT or _plain_name(func.__name__) in _COMBINING
+
+
+def tells_sizes(func: Any) -> bool:
+    """Return whether ``func`` returns sizes of a tensor."""
+    return func.__name__ == "__len__" or name_of(func) in SIZES
+
+
+def reshapes(func: Any) -> bool:
+    """Return whether ``func`` returns a view, or a copy, whose shape may be another."""
+    return _plain_name(func.__name__) in _RESHAPING
+
+
+def counts_elements(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the result of the element-wise ``func`` has those elements that a mask selects."""
+    if func.__name__ not in _READING:
+        return False
+    index = args[1] if isinstance(args[1], tuple | list) else [args[1]]
+    return any(isinstance(item, Tensor) for item in index)
 
 
 def is_collective(func: Any) -> bool:

@@ -2,6 +2,10 @@
 
 `element_wise.py` lists what is right on a piece. All else is refused by name, alike on all ranks.
 
+A mark is a tensor on the memory of a plain one, which does the work. Python's calls ask for the class first
+(``__torch_function__``). Code in C++, such as vmap, TorchScript, ``torch.tensor`` and process groups, asks
+when it calls an operator (``__torch_dispatch__``). Both ask the same list.
+
 ``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
 
     norms = [vector_norm(grad) for grad in grads]    of this rank's pieces (`PieceNorm`)
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import ReferenceType
 
 import torch
@@ -29,19 +33,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
-from shardtrain import torch_private
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.element_wise import (
     NORMS,
     SAME_NORMS,
     UNMARKED,
     changes_no_shape,
+    counts_elements,
     describes,
     is_collective,
     is_element_wise,
     is_kernel,
+    name_of,
+    reshapes,
+    tells_sizes,
 )
 from shardtrain.comm.trace import ALL_REDUCE, waiting
+
+M = TypeVar("M", bound="Mark")
 
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
@@ -51,7 +60,7 @@ class Owners(NamedTuple):
 
     ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
     meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
-    equal ones correspond, element by element.
+    equal ones correspond, element by element. ``selected``: by a mask, so that their number is a result, too.
     """
 
     channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
@@ -60,6 +69,7 @@ class Owners(NamedTuple):
     virtual: int = 0
     parts: Sequence[tuple[int, slice]] = ()
     elements: object = None
+    selected: bool = False
 
     @property
     def stepping(self) -> bool:
@@ -68,85 +78,137 @@ class Owners(NamedTuple):
         return channel is not None and channel.stepping
 
 
-class GradientPiece(Tensor):
+class PieceSize:
+    """Tell a size of a piece: to print, to compare with others for equality, and to make tensors of.
+
+    No number, since Python adds a subclass of ``int`` to a float without a word.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __index__(self) -> int:
+        return self._size
+
+    def __eq__(self, other: object) -> bool:
+        return self._size == (other._size if isinstance(other, PieceSize) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._size)
+
+    def __bool__(self) -> bool:
+        return self._size != 0
+
+    def __repr__(self) -> str:
+        return repr(self._size)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._size, spec)
+
+    def _compute(self, *_: Any) -> NoReturn:
+        _refuse_text("arithmetic with a size of a gradient")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _compute
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = (
+        _compute
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __round__ = __ceil__ = __floor__ = _compute
+
+
+class Mark(Tensor):
+    """Mark the memory of the tensor ``plain``, which computes in its place."""
+
+    plain: Tensor
+    owners: Owners
+
+    @classmethod
+    def on(cls: type[M], plain: Tensor, owners: Owners) -> M:
+        mark: M = plain.as_subclass(cls)
+        mark.plain = plain
+        mark.owners = owners
+        return mark
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        return self.plain.as_subclass(cls)  # torch's does not ask
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.plain!r})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.plain, spec)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        asked: Any = cls.__torch_function__
+        return asked(getattr(func, "overloadpacket", func), types, args, kwargs)
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with the plain tensor of each mark in it, lists included."""
+    if isinstance(value, Mark):
+        return value.plain
+    if isinstance(value, list | tuple) and any(isinstance(item, Mark | list | tuple) for item in value):
+        return type(value)(map(plain, value))
+    return value
+
+
+class GradientPiece(Mark):
     """Mark this rank's piece of a gradient, possibly empty. Results of arithmetic are pieces, too.
 
     What combines elements (sums, means, dot products) is refused, since other ranks have the rest.
     """
 
-    owners: Owners
-
-    @classmethod
-    def of(cls, grad: Tensor, owners: Owners) -> GradientPiece:
-        piece = grad.as_subclass(cls)
-        piece.owners = owners
-        return piece
-
-    @classmethod
-    def become(cls, grad: Tensor, owners: Owners) -> GradientPiece:
-        """Mark ``grad`` itself, which nobody else has: without the further view that `of` makes."""
-        assert type(grad) is Tensor, f"a {type(grad).__name__} would lose its own class"
-        grad.__class__ = cls
-        piece: GradientPiece = grad  # type: ignore[assignment]
-        piece.owners = owners
-        return piece
-
-    def unmark(self) -> None:
-        """Be a plain tensor, the same object, until `mark`."""
-        self.__class__ = Tensor  # type: ignore[assignment]
-
-    @classmethod
-    def mark(cls, unmarked: Tensor) -> None:
-        """Undo `unmark`."""
-        unmarked.__class__ = cls
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError("the compiler leaves functions of pieces to eager code, which asks this class")
         kwargs = kwargs or {}
         if PieceNorm in types:
             return NotImplemented  # so that `PieceNorm` decides
         arguments = [*args, *kwargs.values()]
         owners = _first(cls, arguments).owners
-        with torch_private.DisableTorchFunctionSubclass():
-            if func in NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
-                return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
-            if is_collective(func):
-                refuse_collective(func.__name__)
-            if owners.whole:
-                if owners.stepping:
-                    return func(*args, **kwargs)
-                _require_same_elements(func, arguments)
-                return _of_an_owner(func, func(*args, **kwargs), arguments)
-            if not (is_element_wise(func, args, cls) or (owners.stepping and is_kernel(func))):
+        if func in NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
+            return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
+        if is_collective(func):
+            refuse_collective(func.__name__)
+        free = owners.stepping
+        if not owners.whole:
+            if tells_sizes(func) and not free:
+                return _told(func, func(*plain(args), **kwargs), owners)
+            if not (is_element_wise(func, args, cls) or (free and is_kernel(func))):
                 _refuse(func)
+        if not (owners.whole and free):
             _require_same_elements(func, arguments)
-            return _element_by_element(func, func(*args, **kwargs), arguments)
+        result = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
+        if owners.whole:
+            return result if free else _of_an_owner(func, result, arguments)
+        return _element_by_element(func, result, arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return self.plain.__reduce_ex__(protocol)
+
+    def __copy__(self) -> GradientPiece:
+        return self.on(self.plain, self.owners)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), self.clone())
 
-    def __format__(self, spec: str) -> str:
-        return format(self.as_subclass(Tensor), spec)
 
-
-class PieceNorm(Tensor):
+class PieceNorm(Mark):
     """Mark norms of order ``order`` of this rank's pieces of gradients.
 
     ``intervals``: with V virtual ranks, the norms of each one's interval: V more than the norms' dimensions.
     """
 
     order: float
-    owners: Owners
     intervals: Tensor | None
 
     @classmethod
     def of(cls, norm: Tensor, order: float, owners: Owners, intervals: Tensor | None) -> PieceNorm:
-        result = norm.as_subclass(cls)
+        result = cls.on(norm, owners)
         result.order = order
-        result.owners = owners
         result.intervals = intervals
         return result
 
@@ -156,26 +218,26 @@ class PieceNorm(Tensor):
         one = _first(cls, [*args, *kwargs.values()])
         owners = one.owners
         channel = owners.channel()
-        with torch_private.DisableTorchFunctionSubclass():
-            if channel and func in NORMS and _order(func, *args, **kwargs) == one.order:
-                local = one.as_subclass(Tensor) if one.intervals is None else one.intervals
-                return _over_all_ranks(local, one.order, channel, owners)
-            if channel and func in SAME_NORMS:
-                return _same_norms(one, channel, func, args, kwargs)
-            result = func(*args, **kwargs) if describes(func) or func.__name__ == "as_subclass" else one
-            if not isinstance(result, cls | Tensor) or func.__name__ == "as_subclass":
+        if channel and func in NORMS and _order(func, *args, **kwargs) == one.order:
+            local = one.plain if one.intervals is None else one.intervals
+            return _over_all_ranks(local, one.order, channel, owners)
+        if channel and func in SAME_NORMS:
+            return _same_norms(one, channel, func, args, kwargs)
+        if describes(func) or tells_sizes(func):
+            result = func(*plain(args), **kwargs)
+            if not isinstance(result, Tensor):
                 return result
         if not owners.whole:
             _refuse(func)
         # A norm of a gradient that one rank owns is a number of that gradient.
-        plain = [_as_pieces(arg) for arg in args]
-        return func(*plain, **{name: _as_pieces(arg) for name, arg in kwargs.items()})
+        pieces = [_as_pieces(arg) for arg in args]
+        return func(*pieces, **{name: _as_pieces(arg) for name, arg in kwargs.items()})
 
 
 def _as_pieces(value: Any) -> Any:
     """Mark each norm in ``value``, a tensor or a list of them, as a number that belongs to one gradient."""
     if isinstance(value, PieceNorm):
-        return GradientPiece.of(value.as_subclass(Tensor), value.owners)
+        return GradientPiece.on(value.plain, value.owners)
     return type(value)(map(_as_pieces, value)) if type(value) in (list, tuple) else value
 
 
@@ -195,7 +257,7 @@ def _same_norms(one: PieceNorm, channel: Channel, func: Any, args: Any, kwargs: 
         owners = owners._replace(whole=False)  # norms of several gradients, which are of no use by themselves
     elif intervals is not None:
         intervals = func(intervals, *args[1:], **kwargs)
-    return PieceNorm.of(func(first, *args[1:], **kwargs), one.order, owners, intervals)
+    return PieceNorm.of(func(plain(first), *args[1:], **kwargs), one.order, owners, intervals)
 
 
 def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: torch.dtype) -> Tensor:
@@ -206,7 +268,7 @@ def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: tor
         return _over_all_ranks(get_total_norm(grads, order), order, channel, owners._replace(virtual=0))
     device = grads[0].device if grads else owners.device
     none = torch.empty(0, dtype=dtype, device=device)  # so that every rank has a piece
-    return get_total_norm([GradientPiece.of(none, owners), *grads], order, foreach=True)
+    return get_total_norm([GradientPiece.on(none, owners), *grads], order, foreach=True)
 
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
@@ -261,7 +323,7 @@ def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
     Raises ValueError if a tensor of another shape has taken part: it was made for the whole gradient.
     """
     name = func.__name__
-    if name in UNMARKED or not isinstance(result, Tensor | list | tuple):
+    if not isinstance(result, Tensor | list | tuple) or (name in UNMARKED and not _pieces(args[1:])):
         return result
     pieces = _pieces(args)
     if name.startswith("_foreach_"):
@@ -269,8 +331,12 @@ def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
     owners = pieces[0].owners
     if isinstance(args[0], list | tuple):  # joined
         owners = owners._replace(elements=tuple([piece.owners.elements for piece in pieces]), parts=())
-    elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0]):
+    elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0].plain):
         _refuse(func, "a gradient and a tensor of another shape")
+    elif reshapes(func) and isinstance(result, Tensor) and not _is_reshaped(result, pieces[0].plain):
+        _refuse(func, "a gradient into rows")
+    elif counts_elements(func, args):
+        owners = owners._replace(parts=(), selected=True)
     return _marked(result, owners, args)
 
 
@@ -279,7 +345,8 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
 
     Raises ValueError if a number would leave that only the owner has.
     """
-    if func.__name__ in UNMARKED or (describes(func) and not isinstance(result, Tensor)):
+    tells = describes(func) or tells_sizes(func)
+    if func.__name__ in UNMARKED or (tells and not isinstance(result, Tensor)):
         return result
     pieces = _pieces(args)
     if func.__name__.startswith("_foreach_"):
@@ -295,9 +362,27 @@ def _marked(result: Any, owners: Owners, args: Sequence[Any] = ()) -> Any:
     """Return ``result`` with new tensors in it marked as pieces: not those of ``args``, changed in place."""
     if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
         return type(result)([_marked(item, owners, args) for item in result])
-    if type(result) is not Tensor or any(result is arg for arg in args):
+    if type(result) is not Tensor:
         return result
-    return GradientPiece.of(result, owners)
+    for leaf in _leaves(args):
+        if result is leaf or (isinstance(leaf, Mark) and result is leaf.plain):
+            return leaf
+    return GradientPiece.on(result, owners)
+
+
+def _is_reshaped(result: Tensor, piece: Tensor) -> bool:
+    """Return whether ``result`` is flat, or has the dimensions of ``piece``. Rows would be of this rank's."""
+    sizes = _sizes(result)
+    return len(sizes) < 2 or sorted(sizes) == sorted(_sizes(piece))
+
+
+def _told(func: Any, result: Any, owners: Owners) -> Any:
+    """Return the sizes that ``func`` returns, so that nothing computes with them."""
+    if owners.selected:
+        _refuse(func, "elements of a gradient that a mask selects")
+    if func.__name__ == "__len__":  # Python wants a number
+        _refuse(func)
+    return PieceSize(result) if isinstance(result, int) else tuple(map(PieceSize, result))
 
 
 def _marked_by_position(result: Any, first: Sequence[Tensor], piece: GradientPiece) -> Any:
@@ -326,10 +411,10 @@ def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **na
 
 def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norm of each of ``grads``; 0 for an empty one."""
-    plain = [grad.as_subclass(Tensor) for grad in grads]
-    present = [grad for grad in plain if grad.numel()]
+    unmarked = [plain(grad) for grad in grads]
+    present = [grad for grad in unmarked if grad.numel()]
     norms = iter(torch._foreach_norm(present, order) if present else ())
-    return [next(norms) if g.numel() else g.new_zeros((), dtype=g.real.dtype) for g in plain]
+    return [next(norms) if g.numel() else g.new_zeros((), dtype=g.real.dtype) for g in unmarked]
 
 
 def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> Tensor:
@@ -341,7 +426,7 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> Tens
     runs = list[tuple[int, int]]()  # zeros before a run, and its length
     position = 0
     for index, grad in enumerate(grads):
-        flat = grad.as_subclass(Tensor).flatten()
+        flat = plain(grad).flatten()
         parts = [(0, slice(None))]
         if isinstance(grad, GradientPiece) and grad.owners.parts:
             parts = [*grad.owners.parts]
@@ -352,7 +437,7 @@ def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> Tens
             runs.append((first - position, len(parts)))
             position = first + len(parts)
             present += [flat[part] for _, part in parts]
-    like = grads[0].as_subclass(Tensor).real
+    like = plain(grads[0]).real
     zeros = like.new_zeros(len(grads) * virtual, dtype=torch.promote_types(like.dtype, torch.float32))
     run_norms = torch.stack(torch._foreach_norm(present, order)).to(zeros.dtype) if present else zeros
     blocks = list[Tensor]()
@@ -409,9 +494,13 @@ def refuse_pieces(name: str, tensors: Iterable[Any]) -> None:
 
 
 def _refuse(func: Any, subject: str = "a gradient") -> NoReturn:
-    name = func.__name__.strip("_").replace("getitem", "an index").replace("setitem", "an index")
+    name = name_of(func).strip("_").replace("getitem", "an index").replace("setitem", "an index")
+    _refuse_text(f"{name} of {subject}")
+
+
+def _refuse_text(what: str) -> NoReturn:
     raise ValueError(
-        f"{name} of {subject} would see this rank's piece alone: call torch's or shardtrain's "
+        f"{what} would see this rank's piece alone: call torch's or shardtrain's "
         "clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), read whole ones inside "
         "shardtrain.unsharded(model, grads=True), or the piece as grad.as_subclass(torch.Tensor)"
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -82,6 +82,7 @@ class ProcessGroupTransport(Transport):
     """
 
     returns_memory = True
+    carries_tags = True
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class ProcessGroupTransport(Transport):
         self._guard = guard or _guards.get(group) or Guard(Paths(rank, ()))  # a model has its own
         self._paths = self._guard.paths
         self.reports = self._guard if isinstance(self._guard, Reports) else None
-        self._paths.untagged |= self.reports is None
+        self._paths.untagged |= self.reports is None or not self.carries_tags
         self._device_types = native.device_types(group)
 
     def on(self, devices: Iterable[torch.device]) -> ProcessGroupTransport:
@@ -283,20 +284,23 @@ class BackendTransport(ProcessGroupTransport):
     Gloo moves tensors of an accelerator through host memory, one collective and equal intervals at a time.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        guard: Guard | None = None,
-        members: Sequence[int] | None = None,
-        backend: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(group, guard, members, backend)
-        self._paths.untagged = True
-        self._streams: dict[torch.device, Any] = {}  # the communication stream of each device
-        backends = [part.split(":") for part in dist.get_backend_config(backend or group).split(",")]
-        self._complete_on = [device for device, name in backends if name in native.COMPLETE]
-        # Dividing by a tensor takes a third of the time of dividing by a number.
-        self._divisor = torch.tensor(float(self.world), device="cpu")
+    carries_tags = False
+
+    @cached_property
+    def _streams(self) -> dict[torch.device, Any]:
+        """The communication stream of each device."""
+        return {}
+
+    @cached_property
+    def _complete_on(self) -> list[str]:
+        """Types of the devices on which the backend has all collectives."""
+        kinds = [kind.split(":") for kind in dist.get_backend_config(self._backend_group).split(",")]
+        return [device for device, name in kinds if name in native.COMPLETE]
+
+    @cached_property
+    def _divisor(self) -> Tensor:
+        """The number of ranks. Dividing by a tensor takes a third of the time of dividing by a number."""
+        return torch.tensor(float(self.world), device="cpu")
 
     @property
     def _backend_group(self) -> dist.ProcessGroup:

@@ -18,7 +18,6 @@ of ``/dev/shm`` does not matter.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import select
@@ -37,6 +36,7 @@ from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.channel import Ranks
 from shardtrain.comm.guard import KEPT, Diverged, PeerLost
 from shardtrain.comm.reports import Reports
+from shardtrain.comm.shared import map_shared
 from shardtrain.comm.trace import SHARE
 
 _POST = struct.Struct("<?qqq")  # whether it means `done`; number, hash, value
@@ -168,11 +168,12 @@ class Signals:
         try:
             self.reports.post(SHARE, f"{size} bytes")
             self.wait(self.post(files=files))
-            files += [peer.files.pop(0) for peer in self.peers if peer.rank == owner]
-            return torch.frombuffer(mmap.mmap(files[0], length), dtype=torch.uint8)[:size]
-        finally:
+        except BaseException:
             for file in files:
                 os.close(file)
+            raise
+        files += [peer.files.pop(0) for peer in self.peers if peer.rank == owner]
+        return map_shared(files[0], length)[:size]
 
     def _send(self, message: bytes, files: Sequence[int] = ()) -> None:
         """Send ``message`` to every peer. Socket buffers hold far more messages than ranks are ever apart."""

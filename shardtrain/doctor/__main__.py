@@ -27,7 +27,7 @@ import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ class Twins:
         self.world = inside.transport.all_ranks.world
         self._unit_of = inside.unit_of_parameter
         whole = converted(initial_model(config), config, job.device).to(job.device)
-        self._units = [unit.name.removeprefix("(root)") for unit in inside.units]
+        self._units = [*chain.from_iterable([unit.modules for unit in inside.units])]
         if PRECISIONS[config.parallel.precision] is None:
             optimizer = config.optim.make(parameter_groups(whole, config.optim, config.allow), config.allow)
             self._engines = [job.model]

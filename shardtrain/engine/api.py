@@ -29,7 +29,7 @@ from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
 from shardtrain.engine.unit import Unit, UnitOptions
-from shardtrain.engine.units import UnitChoice, infos_by_unit, unit_modules
+from shardtrain.engine.units import Choice, UnitChoice, infos_by_unit, joined, most_bytes, unit_modules
 from shardtrain.engine.virtual import check_sums, require_deterministic_kernels
 from shardtrain.layout import Cut, Policy, cut_of
 
@@ -48,6 +48,7 @@ def shard(
     virtual_ranks: int = 0,
     device: torch.device | str | None = None,
     offload: bool = False,
+    unit_bytes: int | None = None,
 ) -> nn.Module:
     """Shard the parameters of ``module`` over the ranks, in place, and return ``module``.
 
@@ -86,6 +87,10 @@ def shard(
             gives the same bits (see `virtual_rank`). 0: each number of ranks has its own order of sums.
         offload: keep shards, their gradients and optimizer state in host memory instead of on the device
             that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
+        unit_bytes: join neighbours of one class in one container, which are called in a row, into units of at
+            most that many bytes of parameters, in the dtype that is gathered: fewer units cost the host less,
+            and two of them are whole at a time. 0 joins none. ``None`` joins the blocks that `choose_units`
+            chooses, up to 32 MiB on an accelerator and 1 MiB on the CPU, but no units that you name.
 
     Raises:
         ValueError: an argument or a module that cannot be sharded, with the reason; ``virtual_ranks`` on an
@@ -97,6 +102,7 @@ def shard(
     anchors = unit_modules(module, units, [*conditional])
     options = _options_of(anchors, units, UnitOptions(precision, reshard_after_forward))
     infos = infos_by_unit(module, anchors, left_alone)
+    choices = [Choice({name: anchors[name]}, infos[name], options[name]) for name in infos]
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
@@ -105,12 +111,16 @@ def shard(
     if virtual_ranks:
         check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
         require_deterministic_kernels(devices)
-    comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
+    choices = joined(module, choices, most_bytes(unit_bytes, units, devices))
+    comm.require_same([f"layout {layout}", *_model_lines(choices)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world, virtual_ranks)
     segments: dict[str, list[Segment]] = {}
-    for name in _largest_first(infos):
-        segments[name] = _segments_of(infos[name], link, options[name].precision, cut, initial)
-    sharded_units = [Unit(name, anchors[name], segments[name], link, options[name]) for name in infos]
+    for choice in _largest_first(choices):
+        precision = choice.options.precision
+        segments[choice.name] = _segments_of(choice.infos, link, precision, cut, initial)
+    sharded_units = [
+        Unit(choice.name, choice.modules, segments[choice.name], link, choice.options) for choice in choices
+    ]
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, sharded_units, virtual_ranks).attach()
     return_freed_memory()  # freed by the unsharded parameters
@@ -131,9 +141,9 @@ def _options_of(
     return options
 
 
-def _largest_first(infos: Mapping[str, Sequence[ParamInfo]]) -> list[str]:
-    """Return the names of units, that with the largest parameter first."""
-    return sorted(infos, key=lambda name: -max([i.parameter.numel() for i in infos[name]], default=0))
+def _largest_first(choices: Iterable[Choice]) -> list[Choice]:
+    """Return ``choices``, that with the largest parameter first."""
+    return sorted(choices, key=lambda choice: -max([i.parameter.numel() for i in choice.infos], default=0))
 
 
 def _segments_of(
@@ -296,16 +306,16 @@ def _open(
     return comm.Offloaded(link, devices[0]) if offload and devices and is_accelerator(devices[0]) else link
 
 
-def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:
+def _model_lines(choices: Iterable[Choice]) -> list[str]:
     """Return one line per parameter that describes it, which must be the same on every rank."""
     lines = []
-    for unit, members in infos.items():
-        for info in members:
+    for choice in choices:
+        for info in choice.infos:
             param = info.parameter
             frozen = "" if param.requires_grad else " frozen"
             lines.append(
                 f"{info.name} {tuple(param.shape)} {param.dtype} strides {param.stride()}{frozen}"
-                f" in {unit or 'the root'}"
+                f" in {choice.name or 'the root'}"
             )
     return lines
 

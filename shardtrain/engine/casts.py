@@ -23,14 +23,14 @@ def attach(units: Iterable[Unit]) -> list[RemovableHandle]:
         precision = unit.options.precision
         compute = precision.param
         if precision.cast_inputs and compute is not None:
-            handles.append(_cast_inputs(unit, unit.module, compute))
+            handles += [_cast_inputs(unit, module, compute) for module in unit.modules.values()]
         if compute is not None:
             for module, segment in unit.holders.items():
                 if precision.wants_wide_inputs(module):
                     handles.append(_cast_inputs(unit, module, segment.local.dtype))
                     handles.append(_cast_output(unit, module, compute))
         if precision.output is not None:
-            handles.append(_cast_output(unit, unit.module, precision.output))
+            handles += [_cast_output(unit, module, precision.output) for module in unit.modules.values()]
     return handles
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
-from shardtrain.engine.module_class import Addition
 from shardtrain.engine.shard import Segment, ShardedParam, address_of
 from shardtrain.engine.unit import Shown, Unit
 
@@ -32,8 +32,6 @@ Below = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
 # Of each parameter of a unit autograd's version of it, and where it lies. Another dtype or device lies
 # elsewhere, since the memory of what was noted is still held. A named tuple would take three times as long.
 Noted = list[tuple[int, int]]
-
-MARK = "_shardtrain_flattens"  # the attribute of a recurrent module with its unit and the model's `Changes`
 
 
 class Changes:
@@ -124,6 +122,18 @@ class Changes:
                 if member not in changed:
                     noted[index] = version, member.param.data_ptr()
 
+    def flattens(self, unit: Unit) -> Callable[[nn.RNNBase], None]:
+        """Return what lets a recurrent network move its weights into one buffer while they are whole.
+
+        At rest they are local shards, which stay where they are. cuDNN would take them for whole weights.
+        """
+
+        def flatten_parameters(module: nn.RNNBase) -> None:
+            if unit.shown is not Shown.SHARD:
+                self.move(unit, partial(type(module).flatten_parameters, module))
+
+        return flatten_parameters
+
     def require_same_values(self, unit: Unit) -> None:
         """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost.
 
@@ -153,18 +163,6 @@ class Changes:
                 f"forward changed {', '.join(changed)} of {unit.title}, with which other ranks may compute "
                 "now; change or move parameters between steps (a momentum encoder after optimizer.step())"
             )
-
-
-class Flattens(Addition):
-    """Let a recurrent network move its weights into one buffer while they are whole.
-
-    At rest they are local shards, which stay where they are. cuDNN would take them for whole weights.
-    """
-
-    def flatten_parameters(self) -> None:
-        unit, changes = self.__dict__[MARK]
-        if unit.shown is not Shown.SHARD:
-            changes.move(unit, super().flatten_parameters)  # type: ignore[misc]
 
 
 def frozen(units: Sequence[Unit]) -> list[str]:

@@ -20,11 +20,13 @@ from shardtrain.comm.trace import ENTER, LEAVE, STEP, TRAIN, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
 from shardtrain.engine.changes import Changes, frozen, trained_in_words
+from shardtrain.engine.closed import Closed
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
+from shardtrain.engine.units import warn_of_scattered
 from shardtrain.engine.users_hooks import call_postponed, postpone
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
@@ -37,12 +39,14 @@ class Driver:
         self.units = tuple(units)
         self.root = units[0]
         self.changes = changes
+        self.closed = Closed(units)
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.steps = Steps()  # of optimizers since the last forward
+        self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
         self._frozen = frozen(units)  # the names of parameters, which ranks agree in
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
@@ -98,6 +102,7 @@ class Driver:
         unit.gather()
 
     def show(self, unit: Unit) -> None:
+        self.closed.open([unit])
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -106,6 +111,8 @@ class Driver:
 
     def hide(self, unit: Unit) -> None:
         unit.hide()
+        if self.schedule.in_forward and not self.schedule.backward:
+            self.closed.close(unit)
 
     def release(self, unit: Unit) -> None:
         unit.release()
@@ -137,6 +144,13 @@ class Driver:
         self._agree_on_frozen()
         self._fence(ENTER)
         self.forget_nodes()
+        self._close()
+
+    def _close(self) -> None:
+        """Refuse to compute with parameters that show shards, until their units are called."""
+        for unit in self.units:
+            if unit.shown is Shown.SHARD:
+                self.closed.close(unit)
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
@@ -158,7 +172,7 @@ class Driver:
 
     def refresh(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.refresh(unit, unit.trains)
+        self.schedule.refresh(unit, self._training())
         unit.refresh()
         self.changes.note(unit)
         self._agree_on_frozen()
@@ -169,11 +183,19 @@ class Driver:
 
         Raises ValueError if a local shard was changed that other ranks may still read.
         """
+        self.closed.open(self.units)
         if self.schedule.backward:
             return
-        self.schedule.end_forward(failed)
+        try:
+            if not failed:
+                self._refuse_edits_between(None)
+        finally:
+            self.schedule.end_forward(failed)
         if failed:  # an exception must not wait for other ranks
             return
+        if self._looks_for_scattered:
+            self._looks_for_scattered = False
+            warn_of_scattered(self.schedule.order)
         for unit in self.units:
             self.changes.require_same_shards(unit)
         self.forget_nodes()
@@ -185,12 +207,24 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
+                self.closed.open([unit])
                 self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
                 self.refresh(unit)
+            self._refuse_edits_between(unit)
         schedule.enter(unit)
         if is_outermost:
             trace.begin("forward", unit.title)
+
+    def _refuse_edits_between(self, unit: Unit | None) -> None:
+        """Raise ValueError if a unit was changed that stayed whole for a call that does not come.
+
+        ``unit``: the one that is called instead.
+        """
+        schedule = self.schedule
+        for other in schedule.shown:
+            if other is not unit and other not in schedule.calls and other not in schedule.unannounced:
+                self.changes.require_same_values(other)
 
     def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Have autograd tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
@@ -228,7 +262,8 @@ class Driver:
             if not (failed or schedule.backward):
                 if not schedule.in_forward:
                     self._fence(LEAVE)
-                self.changes.require_same_values(unit)
+                if not schedule.is_called_next(unit):  # else after its last call in a row
+                    self.changes.require_same_values(unit)
         schedule.leave(unit, learns, unannounced)
 
     @contextmanager
@@ -275,6 +310,7 @@ class Driver:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
+        self.closed.open(self.units)  # a backward inside forward
         self.refuse_edits()
         self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
@@ -325,6 +361,8 @@ class Driver:
         if self.schedule.unreduced and self.root.channel.uploads:
             finish_downloads(self.device)
         call_postponed(given.params)
+        if self.schedule.in_forward:
+            self._close()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []

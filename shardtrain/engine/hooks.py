@@ -24,13 +24,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, changes, initialize, pieces, user_code, virtual
-from shardtrain.engine.changes import Changes, Flattens
+from shardtrain.engine import casts, closed, pieces, user_code, virtual
+from shardtrain.engine.changes import Changes
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.module_class import Addition, add
+from shardtrain.engine.initialize import Initialization
+from shardtrain.engine.module_class import Addition, add, lend
 from shardtrain.engine.optimizers import Optimizers, Trial
 from shardtrain.engine.precision import leaves, tensors_in
-from shardtrain.engine.refusals import Uncopied, Unwrapped
+from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards
@@ -70,9 +71,13 @@ class Engine:
     def attach(self) -> None:
         """Wrap calls, register all hooks, and mark the module as sharded."""
         self._hook_parameters()
+        initialization = Initialization(self.units, self.driver, self.adopt_changes)
+        methods = {module: initialization.methods(module) for module in self.module.modules()}
         for unit in self.units:
             # A call of one of these gathers the unit.
-            entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
+            entrances = dict.fromkeys(unit.modules.values())
+            if unit is self.units[0]:
+                entrances.update(dict.fromkeys(unit.holders))
             for module in entrances:
                 # A unit of which the root has a tied parameter enters the root's gather, and then its own.
                 outer = module.__dict__.get(_CALLS, ())
@@ -80,19 +85,16 @@ class Engine:
                 self._add_to_class(module, Entrance)
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
-                self._add_to_class(module, Uncopied)
+                methods[module].update(UNCOPIED)
             for module in [holder for holder in unit.holders if isinstance(holder, nn.RNNBase)]:
-                self._mark(module, changes.MARK, (unit, self._changes))
-                self._add_to_class(module, Flattens)
+                methods[module]["flatten_parameters"] = self._changes.flattens(unit)
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
-        initialization = initialize.Initialization(self.units, self.driver, self.adopt_changes)
-        for module in self.module.modules():
-            self._mark(module, initialize.MARK, initialization)
-            for addition in initialize.additions(module):
-                self._add_to_class(module, addition)
+        for module, lent in methods.items():  # none to modules without sharded parameters
+            self._marks += [(module, name) for name in lend(module, lent)]
         self._handles += casts.attach(self.units)
+        self._handles += closed.attach(self.module, self.units, self.driver.closed)
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
         self._handles.append(refuse)
         self._mark(self.module, _ENGINE, self)

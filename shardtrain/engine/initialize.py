@@ -9,6 +9,7 @@ ranks are NaN, which shows what depends on them. Its own file, since nothing her
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +20,10 @@ import torch
 from torch import nn
 
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.module_class import Addition, own_class
+from shardtrain.engine.module_class import own_class
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 
-MARK = "_shardtrain_initialization"  # the attribute of a module with its model's `Initialization`
 # Those of torch's layers, the private one of its attention included, and names that models use.
 _METHODS = (
     "reset_parameters",
@@ -37,44 +37,6 @@ _METHODS = (
 _INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
 
 
-class Applies(Addition):
-    """Have ``apply`` call the function on each module while that shows whole parameters.
-
-    Meanwhile it has the class that its user knows: functions ask ``type(module) == nn.Linear``.
-    """
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        initialization: Initialization = self.__dict__[MARK]
-        for submodule in _children_first(self):
-            with initialization.whole(submodule, below=False), own_class(submodule):
-                fn(submodule)
-        return self
-
-
-def _around(name: str) -> type[Addition]:
-    """Return an addition whose method ``name`` runs that of the module's class on whole parameters."""
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with self.__dict__[MARK].whole(self, below=True):
-            return getattr(super(addition, self), name)(*args, **kwargs)
-
-    addition = type("Initializes", (Addition,), {name: method})
-    return addition
-
-
-_ADDITIONS = {name: _around(name) for name in _METHODS}
-
-
-def additions(module: nn.Module) -> list[type[Addition]]:
-    """Return what to add to the class of ``module``."""
-    added: list[type[Addition]] = [Applies]
-    for name, addition in _ADDITIONS.items():
-        method = inspect.getattr_static(type(module), name, None)
-        if callable(method) and not isinstance(method, staticmethod | classmethod):
-            added.append(addition)
-    return added
-
-
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _children_first(child)
@@ -86,9 +48,43 @@ class Initialization:
 
     def __init__(self, units: Sequence[Unit], driver: Driver, adopt: Callable[[], None]) -> None:
         self._units = units
+        self._params = set[nn.Parameter]()
+        for unit in units:
+            self._params.update(member.param for member in unit.members)
         self._driver = driver
         self._adopt = adopt
         self._is_under_way = False
+
+    def methods(self, module: nn.Module) -> dict[str, Callable[..., Any]]:
+        """Return the methods by which users initialize parameters in ``module``, each on whole ones."""
+        if self._params.isdisjoint(module.parameters()):
+            return {}
+        methods: dict[str, Callable[..., Any]] = {"apply": self._apply}
+        for name in _METHODS:
+            method = inspect.getattr_static(type(module), name, None)
+            if callable(method) and not isinstance(method, staticmethod | classmethod):
+                methods[name] = self._around(method)
+        return methods
+
+    def _apply(self, module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+        """Call ``fn`` on each module while that shows whole parameters.
+
+        Meanwhile it has the class that its user knows: functions ask ``type(module) == nn.Linear``.
+        """
+        for submodule in _children_first(module):
+            with self.whole(submodule, below=False), own_class(submodule):
+                fn(submodule)
+        return module
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method`` of a module so that it sees whole parameters."""
+
+        @functools.wraps(method)
+        def on_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with self.whole(module, below=True):
+                return method(module, *args, **kwargs)
+
+        return on_whole
 
     @contextmanager
     def whole(self, module: nn.Module, below: bool) -> Iterator[None]:

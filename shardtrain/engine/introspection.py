@@ -16,12 +16,14 @@ from shardtrain.engine.unit import Gathered
 
 class UnitInfo(NamedTuple):
     """Describe one unit. ``parameters`` (elements) and ``bytes`` count the whole unit, ``local_bytes`` this
-    rank's shard, padding included."""
+    rank's shard, padding included. ``modules``: names of those that it was made of, see `shard`'s
+    ``unit_bytes``."""
 
     name: str
     parameters: int
     bytes: int
     local_bytes: int
+    modules: tuple[str, ...]
 
 
 class Introspection:
@@ -40,9 +42,15 @@ class Introspection:
         """Every unit, root first."""
         infos = []
         for unit in self._engine.units:
-            widths = [(s.layout.numel, s.local.element_size()) for s in unit.segments]
-            sizes = sum(n for n, _ in widths), sum(n * width for n, width in widths)
-            infos.append(UnitInfo(unit.name or "(root)", *sizes, sum(s.local.nbytes for s in unit.segments)))
+            segments = unit.segments
+            info = UnitInfo(
+                name=unit.name or "(root)",
+                parameters=sum(s.layout.numel for s in segments),
+                bytes=sum(s.layout.numel * s.local.element_size() for s in segments),
+                local_bytes=sum(s.local.nbytes for s in segments),
+                modules=tuple(unit.modules),
+            )
+            infos.append(info)
         return infos
 
     @property

@@ -1,16 +1,17 @@
-"""Add methods to a module by another class, as FSDP2 does: a subclass of the module's own class.
+"""Give methods to a module: to its class what Python looks up there, to itself all others.
 
-A class in the place of attributes of the module: ``copy``, ``pickle``, ``torch.compile`` and ``super()`` find
-methods of a class, and nothing is left in the module's ``__dict__``. The new class has the name, module and
-documentation of the old one, so that messages, ``repr`` and ``inspect`` show what users wrote. ``isinstance``
-and calls of the old class's methods work as before; ``type(module) is Block`` is False.
+A call looks ``__call__`` up in the class. So modules whose call gathers a unit get another class, as under
+FSDP2: a subclass of their own with its name, module and documentation, so that messages, ``repr`` and
+``inspect`` show what users wrote. ``isinstance``, ``super()`` and ``torch.compile`` find what they expect;
+``type(module) is Block`` is False. All other modules keep their class, and methods that must do more than
+before stand in ``__dict__``, which copies and pickles leave out.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,3 +68,22 @@ def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:
         )
         _CLASSES[kind, addition] = extended_class
     module.__class__ = extended_class
+
+
+def lend(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Let ``module`` alone have ``methods``, which take it first, and return the names of those it got.
+
+    A user's attribute of the same name stays. Copies and pickles of the module have its class's methods.
+    """
+
+    def state(copied: nn.Module) -> Any:
+        own = type(copied).__getstate__(copied)  # of a class with one of its own, perhaps no dict
+        if not isinstance(own, dict):
+            return own
+        return {name: value for name, value in own.items() if name not in names}
+
+    lent = {"__getstate__": state, **methods} if methods else {}
+    names = [name for name in lent if name not in module.__dict__]
+    for name in names:
+        module.__dict__[name] = types.MethodType(lent[name], module)
+    return names

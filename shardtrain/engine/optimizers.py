@@ -35,6 +35,7 @@ class Tryable(NamedTuple):
 
 
 Trial = Callable[[torch.optim.Optimizer, Tryable], None]
+Plain = tuple[ShardedParam, GradientPiece]
 
 
 class Optimizers:
@@ -48,8 +49,9 @@ class Optimizers:
         self._known: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[Any, StepHooks] = weakref.WeakKeyDictionary()
         self._passed: set[str] = set()  # see `Tryable`
-        # Optimizers whose own code runs now, each with the gradients that are plain meanwhile.
-        self._stepping: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        # Optimizers whose own code runs now, each with the parameters whose gradient is plain meanwhile.
+        self._stepping: weakref.WeakKeyDictionary[Any, list[Plain]] = weakref.WeakKeyDictionary()
+        self._member_of = {member.param: member for member in members}
 
     def before_step(
         self,
@@ -97,21 +99,20 @@ class Optimizers:
         No user's code runs meanwhile: neither a hook nor a closure. For torch's own optimizers gradients are
         plain tensors, since each operation on a piece is a call of Python.
         """
-        plain = list[torch.Tensor]()
+        plain = list[Plain]()
         if type(optimizer).__module__.startswith("torch.optim."):
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    grad = param.grad
-                    if type(grad) is GradientPiece:
-                        grad.unmark()
-                        plain.append(grad)
+                    member = self._member_of.get(param)
+                    if member is not None and (piece := member.unmark_grad()) is not None:
+                        plain.append((member, piece))
         self._stepping[optimizer] = plain
         self._driver.root.channel.stepping = True
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo `begin_step`, if that was called."""
-        for grad in self._stepping.pop(optimizer, ()):
-            GradientPiece.mark(grad)
+        for member, piece in self._stepping.pop(optimizer, ()):
+            member.mark_grad(piece)
         self._driver.root.channel.stepping = bool(self._stepping)
 
     def end_steps(self) -> None:

@@ -18,6 +18,7 @@ _WRAPPERS = (
     "torch.distributed._composable.",
     "torch.distributed.tensor.",
 )
+_AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 
 class Uncopied(Addition):
@@ -36,13 +37,18 @@ class Uncopied(Addition):
         )
 
 
+# Of modules that keep their class.
+UNCOPIED = {name: getattr(Uncopied, name) for name in ("__deepcopy__", "__reduce_ex__")}
+
+
 class Unwrapped(Addition):
     """Refuse to be inside of torch's data parallel wrappers."""
 
     def named_modules(self, *args: Any, **options: Any) -> Any:
-        """Yield modules. Raises ValueError if torch's data parallel wrappers ask for them.
+        """Yield modules. Raises ValueError if torch's data parallel wrappers or averagers ask for them.
 
-        They ask through any model that contains the module, before they broadcast or replace its parameters.
+        They ask through any model that contains the module, before they broadcast, replace or average its
+        parameters. Averagers iterate over `parameters`, which begins with this when they do.
         """
         frame = sys._getframe(1)
         while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
@@ -52,5 +58,10 @@ class Unwrapped(Addition):
                 "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, "
                 "in DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from "
                 "doing so"
+            )
+        if frame.f_globals["__name__"].startswith(_AVERAGERS):
+            raise ValueError(
+                "averages of a sharded model's parameters would mix pieces of different elements: leave them "
+                "out, since ranks hold one model between them; for local SGD use DistributedDataParallel"
             )
         return super().named_modules(*args, **options)

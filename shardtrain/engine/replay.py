@@ -102,7 +102,9 @@ def recording(
     Raises:
         ValueError: ``units`` is None and ``module`` is not sharded.
     """
-    names = [unit.name for unit in engine_of(module).units] if units is None else units
+    names = units
+    if names is None:
+        names = [*itertools.chain.from_iterable([unit.modules for unit in engine_of(module).units])]
     record = Record(introspect(module).unit_of_parameter if units is None else {})
 
     def add(values: dict[str, Tensor], name: str, tensor: Tensor) -> None:

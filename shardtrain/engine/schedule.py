@@ -164,7 +164,7 @@ class Schedule(Generic[U]):
         self.recorded: Forward[U] = self.forward  # has the calls under way: this, or one called by itself
         self.in_forward = False
         self.backward: Backward[U] | None = None
-        self._moment = 0
+        self.moment = 0  # the latest at which a call began or ended
         self._order: list[U] = []  # units in the order in which this forward has called them
         self._expected: list[U] = []  # `_order` of the last forward
         self._alike = False  # whether this forward is like the last one until now
@@ -173,30 +173,24 @@ class Schedule(Generic[U]):
         self._awaiting: dict[U, int] = {}  # when a unit's first call began whose backward has not come
 
     @property
-    def moment(self) -> int:
-        """The latest moment at which a call began or ended."""
-        return self._moment
+    def order(self) -> Sequence[U]:
+        """The units that the latest forward of the root has called, in order."""
+        return self._order
 
     # what users change between steps
 
     def keep_after_forward(self, unit: U, keeps: bool) -> None:
         """Let ``unit`` stay gathered from forward to backward, or not."""
-        if keeps:
-            self.keeps.add(unit)
-        else:
-            self.keeps.discard(unit)
+        self.keeps = self.keeps | {unit} if keeps else self.keeps - {unit}
 
     def accumulate(self, units: Iterable[U]) -> None:
         """Let the next backwards reduce no gradients of ``units``, and those of all others."""
         self.accumulates = frozenset(units)
 
-    def refresh(self, unit: U, trains: bool) -> None:
-        """Release ``unit``, which is called by itself; ``trains``: a parameter of it requires a gradient."""
+    def refresh(self, unit: U, trains: set[U]) -> None:
+        """Release ``unit``, which is called by itself."""
+        self.trains = trains
         self.release(unit)
-        if trains:
-            self.trains.add(unit)
-        else:
-            self.trains.discard(unit)
 
     # forward
 
@@ -223,8 +217,8 @@ class Schedule(Generic[U]):
             return
         if not (self.calls or self.in_forward or self.backward):  # called by itself: a forward of its own
             self.recorded = Forward()
-        self._moment += 1
-        self.calls[unit] = Call(unit, self._moment)
+        self.moment += 1
+        self.calls[unit] = Call(unit, self.moment)
         if self.backward is not None:  # which computes something again
             self._open(self.backward, unit)
             return
@@ -250,11 +244,7 @@ class Schedule(Generic[U]):
             for unit in self._expected[1:]:
                 self._gather(unit)
             return
-        for position in range(len(self._order), len(self._expected)):
-            unit = self._expected[position]
-            if unit is not self._order[-1]:
-                self._gather(unit)
-                return
+        self._gather_next(self._expected[len(self._order) :], self._order[-1])
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""
@@ -277,8 +267,8 @@ class Schedule(Generic[U]):
         if call.depth:
             return
         del self.calls[unit]
-        self._moment += 1
-        call.ended = self._moment
+        self.moment += 1
+        call.ended = self.moment
         if self.backward is not None:
             return
         if call.announced:
@@ -287,7 +277,7 @@ class Schedule(Generic[U]):
             self.unannounced[unit] = None
         if not (self.calls or self.in_forward):
             self.recorded = self.forward
-        if unit in self.unannounced or self._is_called_next(unit):
+        if unit in self.unannounced or self.is_called_next(unit):
             return
         if learns and (unit in self.keeps or self._begins_backward(call)):
             self._hide(unit)
@@ -301,11 +291,13 @@ class Schedule(Generic[U]):
         if self.in_forward and call.unit is not self.root:
             self._compare(self._ends, self._expected_ends, call.unit)
 
-    def _is_called_next(self, unit: U) -> bool:
+    def is_called_next(self, unit: U) -> bool:
         """Return whether the next call is expected to be ``unit``'s again, so that it stays shown."""
         position = len(self._order)
         following = self._expected[position : position + 1]
-        return self.in_forward and self._alike and following == [unit] and len(self._in_advance()) <= 2
+        if not (self.in_forward and self._alike and following == [unit]):
+            return False
+        return len(self._in_advance() | {unit}) <= 2
 
     def _begins_backward(self, call: Call[U]) -> bool:
         """Return whether ``call``, which has ended, is one of the last two before the root's."""
@@ -320,6 +312,7 @@ class Schedule(Generic[U]):
             self.calls.clear()
             self._order = self._expected  # the next forward is compared with the last complete one
             self._ends = self._expected_ends
+            self._awaiting = {}  # no backward of what it has recorded comes
         for unit in self.units:
             if unit in self.unannounced and not failed:  # of an earlier forward
                 self._show(unit)
@@ -330,7 +323,7 @@ class Schedule(Generic[U]):
         """Gather and show ``unit``, until the next backward ends: code outside of its calls uses it."""
         self.unannounced[unit] = None
         self._show(unit)
-        self._awaiting.setdefault(unit, self._moment)
+        self._awaiting.setdefault(unit, self.moment)
 
     def hide_unannounced(self) -> None:
         """Let the parameters of units that stay gathered until backward show local shards."""
@@ -351,6 +344,8 @@ class Schedule(Generic[U]):
         """
         self.trains = trains
         self.backward = Backward(room, self.accumulates)
+        for unit in [*self.prefetched]:  # by a forward, inside which this backward runs
+            self.release(unit)
         for unit in self.unannounced:  # hidden since, or released
             self._show(unit)
         self._descend_into(self.backward, forward)
@@ -382,7 +377,7 @@ class Schedule(Generic[U]):
         for unit in reversed(self.units):
             if unit in self.opened:
                 self._complete(backward, unit, awaits=False)
-        self.unreduced.update(unit for unit in backward.entered if unit in self.trains)
+        self.unreduced |= self.trains & backward.entered.keys()
         ready = [u for u in reversed(self.units) if u in self.unreduced and u not in backward.accumulates]
         for unit in ready:
             if unit not in backward.reduced:
@@ -417,9 +412,7 @@ class Schedule(Generic[U]):
         ends = [Edge(call.ended, call, True) for call in forward.calls]
         begins = [Edge(call.began, call, False) for call in forward.calls]
         backward.edges = sorted(ends + begins)
-        backward.first = {}
-        for edge in begins:
-            backward.first[edge.call.unit] = min(edge.moment, backward.first.get(edge.call.unit, edge.moment))
+        backward.first = {call.unit: call.began for call in reversed(forward.calls)}
         backward.forward = forward
         backward.moment = sys.maxsize
 
@@ -431,9 +424,7 @@ class Schedule(Generic[U]):
             unit = edge.call.unit
             if edge.is_end:
                 self._gather(unit)
-                following = next((other for other in _ended(edges) if other is not unit), None)
-                if following is not None:
-                    self._gather(following)
+                self._gather_next(_ended(edges), unit)
                 self._open(backward, unit)
             elif unit in self.opened:
                 if edge.moment == backward.first[unit]:
@@ -499,6 +490,10 @@ class Schedule(Generic[U]):
             self.gathered.add(unit)
             self.prefetched[unit] = None
             self.act.gather(unit)
+
+    def _gather_next(self, following: Iterable[U], unit: U) -> None:
+        """Gather the first of the ``following`` units that is not ``unit``, which is gathered."""
+        self._gather(next((other for other in following if other is not unit), unit))
 
     def _show(self, unit: U) -> None:
         if unit not in self.shown:

@@ -133,7 +133,31 @@ class ShardedParam:
     def set_grad(self, grad: torch.Tensor) -> None:
         """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""
         if self.owners is not None and not isinstance(grad, GradientPiece):
-            grad = GradientPiece.of(grad, self.owners)
+            grad = GradientPiece.on(grad, self.owners)
+        self._write_grad(grad)
+
+    def give_grad(self, piece: torch.Tensor) -> None:
+        """Add ``piece``, a new view of this rank's part in the shape at rest, to the gradient."""
+        grad = self.param.grad
+        if grad is not None:
+            grad.add_(piece)
+            return
+        self.set_grad(piece)
+
+    def unmark_grad(self) -> GradientPiece | None:
+        """Let ``.grad`` be plain until `mark_grad`; return the piece that it was, if it was one."""
+        grad = self.param.grad
+        if not isinstance(grad, GradientPiece):
+            return None
+        self._write_grad(grad.plain)
+        return grad
+
+    def mark_grad(self, piece: GradientPiece) -> None:
+        """Undo `unmark_grad`, unless ``.grad`` is another by now."""
+        if self.param.grad is piece.plain:
+            self._write_grad(piece)
+
+    def _write_grad(self, grad: torch.Tensor) -> None:
         param = self.param
         try:
             param.grad = grad
@@ -142,16 +166,6 @@ class ShardedParam:
             param.data = self.local_view
             param.grad = grad
             param.data = shown
-
-    def give_grad(self, piece: torch.Tensor) -> None:
-        """Add ``piece``, a new view of this rank's part in the shape at rest, to the gradient."""
-        grad = self.param.grad
-        if grad is not None:
-            grad.add_(piece)
-            return
-        if self.owners is not None and type(piece) is torch.Tensor:
-            piece = GradientPiece.become(piece, self.owners)
-        self.set_grad(piece)
 
 
 class Segment:

@@ -77,21 +77,21 @@ class Account:
 class Unit:
     """Gather and release parameters that are gathered and reduced together.
 
-    ``title``: the unit's name in messages. ``state``, ``shown``: written here only. ``account``: shared by
-    all units of a model.
+    ``modules``: by name; a call of any of them needs the parameters. ``title``: the unit's name in messages.
+    ``state``, ``shown``: written here only. ``account``: shared by all units of a model.
     """
 
     def __init__(
         self,
         name: str,
-        module: nn.Module,
+        modules: Mapping[str, nn.Module],
         segments: Sequence[Segment],
         channel: Channel,
         options: UnitOptions,
     ) -> None:
         self.name = name
         self.title = name or "the root"
-        self.module = module
+        self.modules = dict(modules)
         self.segments = tuple(segments)
         self.members = tuple(chain.from_iterable([segment.members for segment in segments]))
         self.channel = channel

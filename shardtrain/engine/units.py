@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
 from shardtrain import torch_private
+from shardtrain.device import unit_bytes_on
 from shardtrain.engine.shard import ParamInfo, plain_name
 from shardtrain.engine.unit import Shown, Unit, UnitOptions
 
@@ -25,6 +30,31 @@ _READ = "If forward read a parameter of a module that it did not call, it read t
 _LISTED = 12  # names of parameters in a note
 _SMALL = 1 << 16  # bytes; smaller units are not worth collectives of their own
 _TINY = 2 << 20  # bytes of a model that is not worth several
+
+
+class Choice(NamedTuple):
+    """Describe a unit that is to be made: its modules by name, the first one's first, and its parameters."""
+
+    modules: dict[str, nn.Module]
+    infos: list[ParamInfo]
+    options: UnitOptions
+
+    @property
+    def name(self) -> str:
+        """The module's name, or of several neighbours such as ``layers.0 to 3``."""
+        first, *others = self.modules
+        if not others:
+            return first
+        return f"{first} to {others[-1].removeprefix(_place(first) + '.')}"
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of all parameters in the dtypes in which they are gathered."""
+        total = 0
+        for info in self.infos:
+            dtype = self.options.precision.of_parameter(info.parameter, info.holder)
+            total += info.parameter.numel() * dtype.itemsize
+        return total
 
 
 def unit_modules(
@@ -128,6 +158,58 @@ def infos_by_unit(
     return {name: members for name, members in infos.items() if members or name == ""}
 
 
+def most_bytes(unit_bytes: int | None, units: UnitChoice, devices: Iterable[torch.device]) -> int:
+    """Return the bytes up to which neighbours become one unit, for `shard`'s ``unit_bytes``.
+
+    ``None`` joins the blocks that `choose_units` chooses, as the devices of the parameters want it. Modules
+    that users name are units as they are. Raises ValueError for a wrong number.
+    """
+    if unit_bytes is None:
+        chooses = units is None or units == "blocks"
+        return max([unit_bytes_on(device) for device in devices], default=0) if chooses else 0
+    if not isinstance(unit_bytes, int) or unit_bytes < 0:
+        raise ValueError(f"unit_bytes={unit_bytes!r}: expected a number of bytes, 0 to join none, or None")
+    return unit_bytes
+
+
+def joined(root: nn.Module, choices: Iterable[Choice], most: int) -> list[Choice]:
+    """Join neighbours among ``choices``, the root's first, into units of at most ``most`` bytes.
+
+    Neighbours are next to one another in one container, of one class, and have equal options. A container's
+    modules are mostly called in a row, so that the unit is gathered once for all of them. It is right if they
+    are not, only slow: see `warn_of_scattered`.
+    """
+    units = list[Choice]()
+    size = 0
+    for choice in choices:
+        own_size = choice.gathered_bytes
+        if units and size + own_size <= most and _are_neighbours(root, units[-1], choice):
+            units[-1].modules.update(choice.modules)
+            units[-1].infos.extend(choice.infos)
+            size += own_size
+        else:
+            units.append(choice._replace(modules=dict(choice.modules), infos=list(choice.infos)))
+            size = own_size
+    return units
+
+
+def _are_neighbours(root: nn.Module, unit: Choice, choice: Choice) -> bool:
+    """Return whether ``choice``, the next one, stands in a row with the last module of ``unit``."""
+    last_name = next(reversed(unit.modules))
+    name = next(iter(choice.modules))
+    place = _place(name)
+    if "" in (last_name, name) or place != _place(last_name) or unit.options != choice.options:
+        return False
+    if not isinstance(root.get_submodule(place), _CONTAINERS):
+        return False
+    return type(unit.modules[last_name]) is type(choice.modules[name])
+
+
+def _place(name: str) -> str:
+    """Return the name of the container in which the module ``name`` stands, wrapped or not."""
+    return name.removesuffix("._checkpoint_wrapped_module").rpartition(".")[0]
+
+
 def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Module]:
     """Choose units: descend from the root, and stop at the first module that is a block.
 
@@ -171,6 +253,23 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
 
     visit("", root)
     return chosen
+
+
+def warn_of_scattered(order: Sequence[Unit]) -> None:
+    """Warn of units of several modules that are not called in a row, and gathered again for each call.
+
+    ``order``: the units that a forward has called.
+    """
+    calls = Counter(order)
+    runs = Counter(unit for unit, _ in itertools.groupby(order))
+    for unit, count in runs.items():
+        if count > 1 and count * len(unit.modules) > calls[unit]:
+            warnings.warn(
+                f"{unit.title} is one unit of {len(unit.modules)} modules, which forward does not call in a "
+                f"row: it is gathered {count} times, all of it. Call shard(..., unit_bytes=0), or name units "
+                "that are called in a row",
+                stacklevel=2,
+            )
 
 
 def note_shards(error: BaseException, units: Iterable[Unit]) -> None:

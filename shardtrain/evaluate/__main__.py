@@ -20,7 +20,7 @@ from shardtrain.job import launch
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import compose, key_of
+from shardtrain.job.hydra_app import DESCRIBING, compose, key_of
 from shardtrain.job.launch import Context
 from shardtrain.job.read import read_config
 from shardtrain.job.record import require_record
@@ -38,9 +38,19 @@ class EvaluateKeys:
     run: str
 
 
-def read(arguments: Sequence[str], speak: bool) -> Config | None:
-    """Return the run's configuration with the words laid over it; None if a flag asks for output."""
-    own = [text for text in arguments if key_of(text) == "run" or text in ("--help", "-h")]
+@dataclass(frozen=True)
+class Evaluation:
+    """Hold the run's configuration with the command's words laid over it."""
+
+    config: Config
+    device: str
+    threads: int | None
+    names_images: bool  # the command names other images than the run's, which are all scored
+
+
+def read(arguments: Sequence[str], speak: bool) -> Evaluation | None:
+    """Return what the command scores; None if a flag asks for output."""
+    own = [text for text in arguments if key_of(text) == "run" or text in DESCRIBING]
     keys = compose(own, speak=speak, folder=Path(__file__).parent / "configs")
     if keys is None:
         return None
@@ -49,15 +59,19 @@ def read(arguments: Sequence[str], speak: bool) -> Config | None:
     for word in words:
         if key_of(word) in NOT_HERE:
             raise UserError(f"{word}: run=RUN alone says what is scored")
-    if any(key_of(word) in NAMES_IMAGES for word in words):
-        words.append("data.all_held_out=true")
-    return read_config(["eval_only=true", f"resume={run}", *words], speak)
+    config = read_config(["eval_only=true", f"resume={run}", *words], speak)
+    names_images = any(key_of(word) in NAMES_IMAGES for word in words)
+    if config is None:
+        return None
+    return Evaluation(config, config.device, config.threads, names_images)
 
 
-def evaluate(config: Config, rank_info: RankInfo, device: torch.device) -> None:
+def evaluate(evaluation: Evaluation, rank_info: RankInfo, device: torch.device) -> None:
     """Score the run's checkpoint; print a table, and the scores as JSON in the last line. Collective."""
+    config = evaluation.config
     launch.require_same_command(config)
-    train(config, Context(rank_info, device, launch.run_dir(config, rank_info)))
+    run_dir = launch.run_dir(config, rank_info)
+    train(config, Context(rank_info, device, run_dir, all_held_out=evaluation.names_images))
 
 
 main = partial(launch.start, read, evaluate)

@@ -52,6 +52,7 @@ class Job(NamedTuple):
     device: torch.device  # of computation and batches; shards may lie in host memory
     inference: Inference
     class_counts: Mapping[str, Mapping[str, int]]  # images by part (train, val, test) and class, where known
+    labels_digest: str
     steps: int
     first_step: int  # steps that earlier processes have done
     steps_per_epoch: int
@@ -61,29 +62,39 @@ class Job(NamedTuple):
 
 
 def build(
-    config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
+    config: Config,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    first_step: int = 0,
+    *,
+    all_held_out: bool = False,
 ) -> tuple[Job, Config]:
-    """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
+    """Build the job after ``first_step`` steps; return it with the configuration completed from its data.
+
+    all_held_out: all images are to be scored, none is to train on.
+    """
     if config.eval_only:
         config = for_evaluation(config)
     share = share_of(config, rank, world_size)
     if share.virtual and devices.is_accelerator(device):
         devices.choose_deterministic_kernels()
     # Data may be missing on one host only.
-    images = together(lambda: data.load(config.data, config.allow))
-    images, notes = as_on_card(config, images)
+    images = together(lambda: data.load(config.data, config.allow, all_held_out=all_held_out))
+    preprocessing, notes = as_on_card(config, images.preprocessing, images.name)
+    images = images._replace(preprocessing=preprocessing)
     config = completed(config, images)
     if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
     steps, steps_per_epoch = length_of(config, images, share)
 
     model = initial_model(config, deferred=True, resumed=first_step > 0)
-    sample = (max(1, share.micro_batch), images.channels)
+    sample = (max(1, share.micro_batch), preprocessing.channels)
     flops = {  # for every size, so that a size that the model refuses fails now, not after hours
         side: forward_flops(model, (*sample, side, side), len(images.classes)) / sample[0]
         for side in sorted(config.data.sides)
     }
-    inference = inference_of(config, images, model)
+    inference = inference_of(config, preprocessing, model)
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
     if first_step == 0 and not config.model.get("weights"):
@@ -100,7 +111,7 @@ def build(
         optimizer=optimizer,
         schedule=LambdaLR(optimizer, factor, last_epoch=first_step - 1),
         scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
-        ema=ema_of(model, config, steps_per_epoch),
+        ema=ema_of(model, config, warmup_of(config.sched, steps, steps_per_epoch)),
         scoring=scoring_of(config, images, loss),
         train=train,
         val=val,
@@ -108,13 +119,14 @@ def build(
         device=device,
         inference=inference,
         class_counts=images.counts,
+        labels_digest=images.labels_digest,
         steps=steps,
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
         + (f" + {len(images.test):,} to test" if images.test else ""),
         forward_flops=flops,
-        notes=notes,
+        notes=[*images.notes, *notes],
     )
     return job, config
 
@@ -165,7 +177,7 @@ def show_images(model: nn.Module, images: data.DataSet, side: int, device: torch
     if init_from_images is not None:
         shown, _ = images.train[list(range(min(SHOWN, len(images.train))))]
         with shardtrain.unsharded(model):
-            init_from_images(data.Prepare(images, side, device)(shown))
+            init_from_images(data.Prepare(images.preprocessing, side, device)(shown))
 
 
 def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
@@ -202,25 +214,19 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
 
 def completed(config: Config, images: data.DataSet) -> Config:
     """Return the configuration with open values filled in from the data set."""
+    preprocessing = images.preprocessing
+    known: dict[str, Any] = {name: getattr(preprocessing, name) for name in ("classes", "mean", "std")}
     if config.data.image_size == 0:
-        height, width = images.train[[0]][0].shape[2:]
-        if height != width:
-            raise UserError(f"{images.name}: {height}×{width} pixels; data.image_size=N makes them squares")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=width))
-    known: dict[str, Any] = {
-        "classes": images.classes,
-        "mean": tuple(value / 255 for value in images.mean),
-        "std": tuple(value / 255 for value in images.std),
-    }
+        known["image_size"] = images.side
     if isinstance(config.data, ImageFolder):
-        known["resize"] = images.resize
+        known["resize"] = preprocessing.resize
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **known))
     decided = {
-        "num_classes": len(images.classes),
-        "in_channels": images.channels,
+        "num_classes": len(preprocessing.classes),
+        "in_channels": preprocessing.channels,
         "image_size": config.data.image_size,
     }
-    model = {"in_channels": None, "image_size": None, **config.model}
+    model = {"num_classes": None, "in_channels": None, "image_size": None, **config.model}
     for key, found in decided.items():
         if key not in model:
             continue
@@ -247,7 +253,7 @@ def feeds(
     else:
         augment = instantiate(config.augment, "augment", object, config.allow)
         if change := getattr(augment, "image", None):
-            shape = f"{images.channels} channels"
+            shape = f"{images.preprocessing.channels} channels"
             with reading("augment", f"choose another one for images of {shape}", REFUSALS):
                 change(images.train[[0]][0][0])
     if mixup or cutmix:
@@ -256,7 +262,7 @@ def feeds(
     train = data.TrainFeed(
         images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix
     )
-    prepare = data.Prepare(images, keys.side_in_eval, device)
+    prepare = data.Prepare(images.preprocessing, images.preprocessing.image_size, device)
     evaluated = partial(
         data.EvalFeed,
         share=share,
@@ -302,8 +308,7 @@ def loss_of(train: Train, allow: Sequence[str] = (), class_weights: Tensor | Non
 def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
     """Return what an evaluation computes. Collective.
 
-    Raises UserError if it has no score that `train.best` names, if a function of `monitor.scores` fails, or
-    if `train.best_mode` contradicts the score.
+    Raises UserError if it has no score that `train.best` names, or if a function of `monitor.scores` fails.
     """
     train = config.train
     classes = images.classes
@@ -316,22 +321,7 @@ def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
         raise not_valid(f"train.best={train.best}: no such score", train.best, known)
     directions = {tags.VAL_LOSS: False, tags.VAL_ACC1: True, tags.VAL_ACC5: True}
     directions |= {tags.score("val", name): higher for name, higher in results.higher_is_better.items()}
-    return Scoring(loss, mixed, functions, classes, is_minimised(train, directions.get(train.best)))
-
-
-def is_minimised(train: Train, higher_is_better: bool | None) -> bool:
-    """Return whether the smallest value of `train.best` is the best one; by default it is the largest.
-
-    ``higher_is_better``: what the score itself says. Raises UserError if `train.best_mode` contradicts it.
-    """
-    if higher_is_better is None:
-        return train.best_mode == "min"
-    mode = "max" if higher_is_better else "min"
-    if train.best_mode not in (None, mode):
-        raise UserError(
-            f"train.best_mode={train.best_mode}: {train.best} itself says {mode}; leave train.best_mode=null"
-        )
-    return mode == "min"
+    return Scoring(loss, mixed, functions, classes, is_minimised=directions.get(train.best) is False)
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:

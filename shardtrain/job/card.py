@@ -8,47 +8,48 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardtrain import comm
 from shardtrain.job.config import Config
-from shardtrain.job.data import DataSet
-from shardtrain.job.data.feed import numbered
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, path_of, plain_file, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.inference import Inference
+from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.job.schema import typed
 
 
-def as_on_card(config: Config, images: DataSet) -> tuple[DataSet, list[str]]:
-    """Return ``images`` with the classes, mean and std of the card of `model.weights`; and lines that say so.
+def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Preprocessing, list[str]]:
+    """Return ``own`` with the classes, mean and std of the card of `model.weights`; and lines that say so.
 
-    Keys of the command and names that a data set has come first: other mean and std are said, other classes
-    refused. Without a card all stays as it is. Collective. Raises UserError for a card that cannot be read.
+    Keys of the command and names that the ``data_set`` has come first: other mean and std are said, other
+    classes refused. Without a card all stays as it is. Collective. Raises UserError for a card that cannot be
+    read.
     """
     weights = config.model.get("weights")
     card = _card(str(weights)) if weights is not None else None
     if card is None:
-        return images, []
+        return own, []
+    changes: dict[str, Any] = {}
     if not config.model.get("reset_head", False):
-        images = images._replace(classes=_classes(card, images, f"{weights}.json"))
+        changes["classes"] = _classes(card, own.classes, data_set, f"{weights}.json")
     notes = []
     for name in ("mean", "std"):
         theirs = getattr(card, name)
-        ours = tuple(value / 255 for value in getattr(images, name))
+        ours = getattr(own, name)
         if len(theirs) != len(ours) or all(map(_is_close, theirs, ours)):
             continue
         if getattr(config.data, name) is None:
-            pixels: dict[str, Any] = {name: tuple(255 * value for value in theirs)}
-            images = images._replace(**pixels)
+            changes[name] = theirs
             notes.append(f"data.{name}={_in_words(theirs)} is taken from {weights}.json")
         else:
             notes.append(
                 f"warning: data.{name}={_in_words(ours)}, but {weights}.json has {_in_words(theirs)}"
             )
-    return images, notes
+    return replace(own, **changes), notes
 
 
 def _card(weights: str) -> Inference | None:
@@ -72,17 +73,17 @@ def _card(weights: str) -> Inference | None:
     return card
 
 
-def _classes(card: Inference, images: DataSet, source: str) -> tuple[str, ...]:
+def _classes(card: Inference, own: tuple[str, ...], data_set: str, source: str) -> tuple[str, ...]:
     """Return the classes of the card for a data set without names of its own. Raises UserError for others."""
-    count = len(images.classes)
+    count = len(own)
     theirs = card.classes[:count]
-    if images.classes in (theirs, numbered(count)) and len(theirs) == count:
+    if own in (theirs, numbered(count)) and len(theirs) == count:
         return theirs
     if theirs == numbered(len(theirs)) or len(theirs) < count:
-        return images.classes  # names that say nothing; a head of another size is refused by the weights
-    found = first_of([f"{number}: {name}" for number, name in enumerate(images.classes)])
+        return own  # names that say nothing; a head of another size is refused by the weights
+    found = first_of([f"{number}: {name}" for number, name in enumerate(own)])
     raise UserError(
-        f"{source}: its classes are {first_of([*theirs])}, and those of {images.name} are {found}; "
+        f"{source}: its classes are {first_of([*theirs])}, and those of {data_set} are {found}; "
         "model.reset_head=true makes the last layer anew"
     )
 

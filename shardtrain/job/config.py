@@ -57,7 +57,6 @@ class Train:
     eval_every: int = at_least(1, mark=REPORTED)
     eval_batch_size: int | None = at_least(1, mark=REPORTED)
     best: str = marked(REPORTED)
-    best_mode: str | None = one_of("max", "min", mark=REPORTED)
     patience: int | None = at_least(1, mark=REPORTED)
     tta: int = at_least(0, at_most=2)
 
@@ -80,7 +79,6 @@ class Train:
 class EmaConfig:
     decay: float | None = at_least(0, below=1)
     every_steps: int = at_least(1)
-    after_epochs: float = at_least(0, at_most=10**9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +109,6 @@ class Images:
     mean: tuple[float, ...] | None = at_least(0, at_most=1)
     std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
-    # No key: `shardtrain.evaluate` sets it for other images than the run's. All are scored, none is to train.
-    all_held_out: bool = field(default=False, metadata={"mark": REPORTED, "chosen": True})
 
     @property
     def side_in_eval(self) -> int:
@@ -171,7 +167,7 @@ class Csv(ImageFolder):
 @dataclass(frozen=True, kw_only=True)
 class Fake(Images):
     name: str = data_set("fake")
-    train_images: int = at_least(1, at_most=10**8)
+    limit: int = at_least(1, at_most=10**8, mark=Mark.IMAGES)  # of training images, as many as are asked for
     channels: int = at_least(1, at_most=1024)
 
 
@@ -293,7 +289,6 @@ class Parallel:
     transport: str = name_in(TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")
     reduce: str | None = one_of("bf16")
-    sync_batchnorm: bool
     layout: str | None = one_of("even", "whole", mark=Mark.CHANGES)
     virtual_ranks: int = at_least(0, at_most=1024, mark=Mark.CHANGES)
     activation_checkpoint: bool = marked(Mark.CHANGES)
@@ -319,10 +314,16 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    tensorboard: bool
+    TENSORBOARD: ClassVar[str] = "tensorboard"  # the program's own writer
+
     profile_at: int | None = at_least(2)
     scores: tuple[str | dict[str, Any], ...]
     writers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for path in self.writers:
+            if path != self.TENSORBOARD and "." not in path:
+                raise not_valid(f"monitor.writers=[{path}]: expected PACKAGE.CLASS", path, [self.TENSORBOARD])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,38 +102,64 @@ def evaluate(
     """
     ranks = table_rows(model)
 
-    def scores(gathering: Gathering | None) -> tuple[Scores, Results]:
-        average_buffers(model)  # BatchNorm's running statistics differ between ranks before
-        model.eval()
-        sums = []
-        try:
-            with torch.no_grad():
-                for batch in feed:
-                    before_batch()
-                    logits = _logits(model, batch, tta)
-                    sums.append(_sums(logits[: batch.valid], batch.labels[: batch.valid], scoring))
-                    if gathering is not None:
-                        gathering.add(logits, batch.labels)
-        finally:
-            model.train()
-        each = len(sums) // len(ranks)
-        parts = [torch.stack(sums[at : at + each]).sum(0) for at in range(0, len(sums), each)]
-        table = table_of(torch.stack(parts), ranks)
-        loss, weight, first, fifth, count = table.sum(0).tolist()
-        acc5 = None if math.isnan(fifth) else 100 * fifth / count
+    def run(functions: Mapping[str, Score]) -> tuple[Scores, Results]:
+        gathering = Gathering() if functions else None
+        sums = _sums_by_batch(model, feed, scoring, gathering, tta, before_batch)
+        totals = table_of(_in_parts(sums, len(ranks)), ranks).sum(0).tolist()
         results = Results.nothing()
         if gathering is not None:
-            logits, labels = gathering.in_order(int(count), len(ranks))
-            results = results_of(scoring.functions, logits, labels, scoring.classes)
-        return Scores(loss / weight, 100 * first / count, acc5), results
+            images = int(totals[-1])
+            results = results_of(functions, *gathering.in_order(images, len(ranks)), scoring.classes)
+        return _scores_of(*totals), results
 
-    gathering = Gathering() if scoring.functions else None
     if ema is None:
-        plain, results = scores(gathering)
-        return Evaluation(plain, None, results)
-    plain, _ = scores(None)
+        scores, results = run(scoring.functions)
+        return Evaluation(scores, results=results)
+    scores, _ = run({})
     with ema.swapped():
-        return Evaluation(plain, *scores(gathering))
+        averaged, results = run(scoring.functions)
+    return Evaluation(scores, averaged, results)
+
+
+def _sums_by_batch(
+    model: nn.Module,
+    feed: Iterable[Batch],
+    scoring: Scoring,
+    gathering: Gathering | None,
+    tta: int,
+    before_batch: Callable[[], object],
+) -> list[Tensor]:
+    """Return the sums of each batch, and give all logits and labels to ``gathering``. Collective."""
+    average_buffers(model)  # BatchNorm's running statistics differ between ranks before
+    model.eval()
+    sums = []
+    try:
+        with torch.no_grad():
+            for batch in feed:
+                before_batch()
+                logits = _logits(model, batch, tta)
+                sums.append(_sums(logits[: batch.valid], batch.labels[: batch.valid], scoring))
+                if gathering is not None:
+                    gathering.add(logits, batch.labels)
+    finally:
+        model.train()
+    return sums
+
+
+def _in_parts(sums: Sequence[Tensor], parts: int) -> Tensor:
+    """Return the totals of the consecutive ``parts`` into which batches fall: [parts, 5].
+
+    Each part is summed by itself, so that its bits do not depend on how many there are.
+    """
+    each = len(sums) // parts
+    totals = [torch.stack([*sums[at : at + each]]).sum(0) for at in range(0, len(sums), each)]
+    return torch.stack(totals)
+
+
+def _scores_of(loss: float, weight: float, first: float, fifth: float, images: float) -> Scores:
+    """Return the scores of sums over all images, as `_sums` has them."""
+    acc5 = None if math.isnan(fifth) else 100 * fifth / images
+    return Scores(loss / weight, 100 * first / images, acc5)
 
 
 def table_rows(model: nn.Module) -> range:

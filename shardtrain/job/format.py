@@ -23,7 +23,7 @@ def counted(number: int, word: str) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with aligned columns: the first flush left, the others flush right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]

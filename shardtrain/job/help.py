@@ -14,8 +14,11 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from shardtrain.job.errors import not_valid, plain_file, reading
+from shardtrain.job.errors import UserError, not_valid, plain_file, reading
 
+WIDTH = 120  # columns
+COMMENTS_AT = 40
+EVERY_KEY = "all"  # in place of a group's name
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
 
 
@@ -26,9 +29,16 @@ def load_yaml(path: Path) -> Any:
 
 
 def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path], section: str) -> str:
-    """Return ``config``, or one ``section``, as text with the comments of the files that it is made of."""
+    """Return ``config``, or one ``section``, as text with the comments of the files that it is made of.
+
+    Of a configuration with groups the header is enough, unless ``section`` asks for every key.
+    """
     chosen = {group: choice for group, choice in hydra_keys.runtime.choices.items() if "/" not in group}
-    known = {**dict.fromkeys(map(str, config)), **chosen}
+    if chosen and not section:
+        return str(hydra_keys.help.header).rstrip()
+    known = {**dict.fromkeys(map(str, config)), **chosen, EVERY_KEY: ""}
+    if section == EVERY_KEY:
+        section = ""
     if section and section not in known:
         raise not_valid(f"--help {section}: there is no such group", section, known)
     choices = f"{section}=NAME:\n{choice_table(folders, section)}\n\n" if section in chosen else ""
@@ -41,10 +51,20 @@ def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path
             said |= {f"{group}.{key}": comment for key, comment in _comments(folders, file).items()}
     text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)
     keys = zip(text.splitlines(), _keys(text), strict=True)
-    described = "\n".join(f"{line:<38}  {said.get(key, '')}".rstrip() for line, (key, _) in keys)
-    if section:
+    described = "\n".join(_commented(line, said.get(key, "")) for line, (key, _) in keys)
+    if section or chosen:
         return f"{choices}{described}"
     return f"{hydra_keys.help.header}\n{described}\n\n{hydra_keys.help.footer}"
+
+
+def _commented(line: str, comment: str) -> str:
+    """Return a line of YAML and its comment, which continues on lines of its own if it is long."""
+    start = max(COMMENTS_AT, len(line) + 2)
+    texts = textwrap.wrap(comment.lstrip("# "), WIDTH - start - 2, break_on_hyphens=False)
+    lines = [
+        f"{line:<{start}}# {text}" for line, text in zip([line, *[""] * len(texts)], texts, strict=False)
+    ]
+    return "\n".join(lines) or line
 
 
 def _comments(folders: Sequence[Path], name: str) -> dict[str, str]:
@@ -75,13 +95,20 @@ def choice_table(folders: Iterable[Path], group: str) -> str:
     lines: dict[str, str] = {}
     for folder in folders:
         for file in sorted((folder / group).glob("*.yaml")):
-            reference = OmegaConf.select(load_yaml(file), "reference")
+            try:
+                reference = OmegaConf.select(load_yaml(file), "reference")
+            except UserError as error:
+                lines.setdefault(file.stem, str(error))
+                continue
             claim = "" if reference is None else f"{reference.accuracy:.2f} % {reference.kind:<9}  "
             comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
             title = next((text for text in comments if text and not text.startswith("@package")), "")
             lines.setdefault(file.stem, claim + title)
     width = max(map(len, lines), default=0)
-    table = [f"  {name:<{width}}  {line}".rstrip() for name, line in lines.items()]
+    table: list[str] = []
+    for name, line in lines.items():
+        row = f"  {name:<{width}}  {line}"
+        table += textwrap.wrap(row, WIDTH, subsequent_indent=" " * (width + 4), break_on_hyphens=False)
     stored = [name.removesuffix(".yaml") for name in ConfigStore.instance().repo.get(group, ())]  # of no file
     return "\n".join(
         table + textwrap.wrap(", ".join(stored), 100, initial_indent="  ", subsequent_indent="  ")

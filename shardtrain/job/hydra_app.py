@@ -1,7 +1,7 @@
 """Compose the configuration of a command line by Hydra, with this program's own messages.
 
 Hydra only composes: it makes no directory, configures no logging and starts no job. The few flags are read
-here. Only rank 0 prints the output of `--help` and `--cfg job`.
+here. Only rank 0 prints the output of `--help`, `--version` and `--cfg job`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
+from shardtrain import __version__
 from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import write_any_text
 from shardtrain.job.help import choice_table, described, load_yaml
@@ -31,10 +32,14 @@ from shardtrain.job.schema import flat
 
 # Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
 CHOSEN = ("data", "optim", "sched")
+DESCRIBING = ("--help", "-h", "--version")  # flags that a program with keys of its own answers by itself
+OWN = "own"  # the file of a group of which the command line sets `_target_`
 # Keys whose values are texts, also where Hydra would read a number: 1e3, 1_000, true.
 TEXTS = ("run.name", "run.dir", "resume", "data.root", "data.table", "model.weights")
 NUMBER_LIKE = re.compile(r"[\w.+-]+")
 HYDRA_QUIET = {"output_subdir": None, "run": {"dir": "."}, "job": {"name": "shardtrain", "chdir": False}}
+COMPOSES = "Hydra only composes here; run.name and run.dir say where a run writes"
+SWEPT = "hydra.sweeper.params."
 RESOLVER = re.compile(r"\$\{[^{}]*:")  # ${oc.env:HOME}, but not ${train.epochs}
 
 
@@ -54,6 +59,10 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     configuration is that of the run which the command continues, scores or starts from, if there is one.
     Returns None if a flag asks for output, which is printed if ``speak``. Raises UserError for mistakes.
     """
+    if split(arguments)[0].version:
+        if speak:
+            print(f"shardtrain {__version__}")
+        return None
     if folder is not None:
         return _compose(arguments, speak, folder, record=None)
     with program_configs() as own:
@@ -65,11 +74,13 @@ def _compose(arguments: Sequence[str], speak: bool, folder: Path, record: Record
     sources = Sources.of(folder, flags.config_dir)
     _require_no_bare_group(words, sources.groups)
     _require_one_recipe(words)
+    _check_own_files([(key_of(word), word.partition("=")[2]) for word in words], sources)
     with explained():
         if record is None or flags.help:
             composed = _composed(sources, words)
         else:
             composed = _composed_over(record, sources, [word for word in words if key_of(word) != "config"])
+        _check_own_files(composed.choices.items(), sources)
         text = _text(composed, sources, flags) if flags.printing else ""
         _note_choices(composed, sources.folders)
     if flags.printing and speak:
@@ -90,10 +101,6 @@ class Sources(NamedTuple):
         if missing := [str(path) for path in own_folders if not os.path.isdir(path)]:
             raise UserError(f"--config-dir: there is no folder {missing[0]}")
         folders = [folder, *own_folders]
-        known = ("model", *os.listdir(folder))
-        for own in own_folders:
-            for file in sorted(own.rglob("*.yaml")):
-                _check_own_file(file, known=file.parent.name in known)
         choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
         _register_resolvers(folders, choices)
         return Sources(folders, {*ConfigStore.instance().repo, *(group for group, _ in choices)})
@@ -126,7 +133,7 @@ def _composed(sources: Sources, words: Sequence[str], name: str = "config") -> C
         texts.insert(0, "++train.loss={}")  # in place of a name
     for group in ("model", "data", "optim"):
         if f"{group}._target_" in keys and group not in keys and name == "config":
-            texts.append(f"{group}=own")
+            texts.append(f"{group}={OWN}")
     with hydra.initialize_config_dir(str(sources.folders[0]), version_base="1.3"):
         config = hydra.compose(name, [*texts, sources.search_path], return_hydra_config=True)
     if config.get("allow"):
@@ -259,7 +266,7 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
     """Return ``override`` in the form in which Hydra sets any key; the schema refuses unknown ones later."""
     key = override.partition("=")[0].lstrip("+~")
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        raise UserError(f"{override}: Hydra only composes here; run.name and run.dir say where a run writes")
+        raise UserError(f"{override}: {COMPOSES}")
     if override.startswith("+recipe="):  # the defaults list has it, before debug=…
         return override[1:]
     value = override.partition("=")[2]
@@ -269,22 +276,63 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
     return override if as_it_is else f"++{override}"
 
 
-def _check_own_file(path: Path, known: bool) -> None:
-    """Raise UserError unless a user's file can be read, and has no resolver: its result would be stored.
+def _check_own_files(choices: Iterable[tuple[str, object]], sources: Sources) -> None:
+    """Raise UserError for a chosen file of the user's that cannot be read or has what is not composed here.
 
-    ``known``: whether it is in one of the program's groups. Other files need not be configurations.
+    ``choices``: groups and names of their files. What a file's defaults list names is chosen, too.
     """
-    try:
-        keys = flat(OmegaConf.to_container(load_yaml(path)))  # here, as Hydra's message has several lines
-    except UserError:
-        if known:
-            raise
-        return
-    for key, value in keys.items():
+    left = [*choices]
+    known = set()
+    while left:
+        group, name = left.pop()
+        if not isinstance(name, str) or (group, name) in known:
+            continue
+        known.add((group, name))
+        if group == "data":  # which chooses an augmentation of its name
+            left.append(("augment", name))
+        own = Path(group, f"{name}.yaml")
+        places = [folder / own for folder in sources.folders]
+        path = next((place for place in places if place.is_file()), None)
+        if path not in (None, places[0]):
+            left += _check_own_file(path, group)
+
+
+def _check_own_file(path: Path, group: str) -> list[tuple[str, object]]:
+    """Return the groups and names of files in the defaults list of a user's file.
+
+    Raises UserError for one that cannot be read, has a resolver, whose result would be stored, or keys of
+    Hydra, which have no effect.
+    """
+    values = OmegaConf.to_container(load_yaml(path))  # here, as Hydra's message has several lines
+    for key, value in flat(values).items():
         if RESOLVER.search(str(value)):
             raise UserError(
                 f"{path}: {key}={value} reads something else than keys; set {key} on the command line"
             )
+        if key.startswith(SWEPT):
+            word = f"{key.removeprefix(SWEPT)}={value}"
+            raise UserError(f"{path}: {key}: Hydra only composes here; -m {word} on the command line sweeps")
+        if key.startswith("hydra."):
+            raise UserError(f"{path}: {key}={value}: {COMPOSES}")
+    entries = values.get("defaults", []) if isinstance(values, dict) else []
+    named = [choice for entry in entries for choice in _named(entry, group)]
+    for other, name in named:
+        if other.partition("/")[0] == "hydra":
+            raise UserError(f"{path}: its defaults list has {other}: {name}: {COMPOSES}")
+    return named
+
+
+def _named(entry: object, group: str) -> list[tuple[str, object]]:
+    """Return the groups and names of the files that an ``entry`` of a defaults list in ``group`` names."""
+    if isinstance(entry, str):
+        name = entry.partition("@")[0]
+        return [("", name[1:]) if name[:1] == "/" else (group, name)]
+    named: list[tuple[str, object]] = []
+    for key, names in entry.items() if isinstance(entry, dict) else ():
+        place = str(key).split()[-1].partition("@")[0]  # after `override` or `optional`
+        place = place[1:] if place[:1] == "/" else f"{group}/{place}"
+        named += [(place, name) for name in (names if isinstance(names, list) else [names])]
+    return named
 
 
 def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, str]]) -> None:
@@ -302,16 +350,17 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", "-c", nargs="?", const="job", choices=["job"])
     parser.add_argument("--config-dir", "-cd", nargs="?", const="", action="append", default=[])
     with reading("the flags", "see --help", argparse.ArgumentError):
         flags, overrides = parser.parse_known_args(arguments)
-    flags.printing = flags.help or flags.cfg is not None
+    flags.printing = flags.help or flags.version or flags.cfg is not None
     flags.groups = [text for text in overrides if flags.help and re.fullmatch(r"\w[\w.]*", text)]
     overrides = [text for text in overrides if text not in flags.groups]
     for text in overrides:
         if text.startswith("-"):
-            valid = "--help, -h, --cfg, -c, --config-dir, -cd, -m"
+            valid = "--help, -h, --version, --cfg, -c, --config-dir, -cd, -m"
             require_current(text)
             key = text.lstrip("-").partition("=")[0]
             raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
@@ -350,7 +399,9 @@ def _explain(error: Exception) -> UserError:
         if meant is not None:
             return UserError(f"unknown {group} {choice!r}: {meant}")
     if isinstance(error, MissingConfigException) and error.options is not None:
-        return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
+        files = sorted(option for option in error.options if option != OWN)
+        own = [f"{group}._target_=PACKAGE.NAME"] if OWN in error.options else []
+        return not_valid(f"unknown {group} {choice!r}", choice, files + own)
     hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")
     causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]
     causes = [causes[0].rstrip("."), hint] if hint else causes

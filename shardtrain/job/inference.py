@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torchvision import models
 
 from shardtrain.job.config import Config
-from shardtrain.job.data import DataSet
 from shardtrain.job.errors import UserError
 from shardtrain.job.model import target_node
-from shardtrain.job.schema import one_of
+from shardtrain.job.preprocessing import Preprocessing
 from shardtrain.job.target import RECIPES, find_target, keywords_of
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
@@ -37,36 +36,25 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inference:
-    """Hold what turns an image into the name of a class, beside the weights."""
+class Inference(Preprocessing):
+    """Hold what turns an image into the name of a class, beside the weights.
+
+    ``classes`` has one name per output of the model.
+    """
 
     model: Call
-    classes: tuple[str, ...]  # names, one per output of the model
-    channels: int
-    mean: tuple[float, ...]  # per channel, of pixels from 0 to 1
-    std: tuple[float, ...]
-    image_size: int  # pixels per side of what the model gets
-    resize: int | None  # pixels of the shorter side before the crop; None: the whole image becomes a square
     crop: int | None  # pixels per side of the centre that is cut out; None: nothing is cut off
-    interpolation: str = one_of("bilinear", "bicubic")
 
 
-def inference_of(config: Config, images: DataSet, model: nn.Module) -> Inference:
+def inference_of(config: Config, preprocessing: Preprocessing, model: nn.Module) -> Inference:
     """Return what answers of ``model``, unsharded, need. ``config``: completed from the data set."""
-    keys = config.data
-    outputs = int(config.model.get("num_classes") or len(images.classes))
-    numbers = range(len(images.classes), outputs)  # outputs for classes that the data set does not have
-    return Inference(
-        model=call_of(config.model, model, config.allow),
-        classes=(*images.classes, *map(str, numbers)),
-        channels=images.channels,
-        mean=tuple(value / 255 for value in images.mean),
-        std=tuple(value / 255 for value in images.std),
-        image_size=keys.side_in_eval,
-        resize=images.resize,
-        crop=None if images.resize is None else keys.side_in_eval,
-        interpolation=getattr(keys, "interpolation", "bilinear"),
-    )
+    own = vars(preprocessing)
+    classes = preprocessing.classes
+    outputs = int(config.model.get("num_classes") or len(classes))
+    numbers = range(len(classes), outputs)  # outputs for classes that the data set does not have
+    crop = None if preprocessing.resize is None else preprocessing.image_size
+    call = call_of(config.model, model, config.allow)
+    return Inference(**{**own, "classes": (*classes, *map(str, numbers))}, model=call, crop=crop)
 
 
 def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> Call:

@@ -53,6 +53,7 @@ class Context:
     device: torch.device
     run_dir: Path
     overrides: Sequence[str] = ()  # the command line's settings
+    all_held_out: bool = False  # all images of the data set are to be scored, none is to train on
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:
@@ -110,10 +111,12 @@ def start(
     except UserError as error:
         _exit_with(error, rank_info)
     except KeyboardInterrupt as interrupt:
-        if rank_info.rank == 0:
+        stopped = interrupt if isinstance(interrupt, Stopped) else None
+        is_reported = stopped is not None and stopped.ending
+        if rank_info.rank == 0 and not is_reported:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 print("interrupted", file=sys.stderr)
-        sys.exit(interrupt.exit_code if isinstance(interrupt, Stopped) else INTERRUPTED)
+        sys.exit(INTERRUPTED if stopped is None else stopped.exit_code)
 
 
 @contextlib.contextmanager

@@ -172,6 +172,12 @@ def weights_of(asked: str | Sequence[float] | None, images: DataSet) -> Tensor |
     return torch.where(present, balanced, 1.0).float()
 
 
+def given_weights(loss: Loss) -> list[float] | None:
+    """Return the weights of classes in ``loss``; None if `train.class_weights` has none."""
+    weight = loss.weight if isinstance(loss, CrossEntropy) else None
+    return None if weight is None else weight.tolist()
+
+
 def class_counts(images: Batches, classes: int) -> Tensor:
     """Return the number of images of each class: float64 [classes]. Collective.
 

@@ -23,7 +23,7 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Channel
-from shardtrain.device import is_accelerator
+from shardtrain.device import is_accelerator, unit_bytes_on
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks
 from shardtrain.job.config import Config, Optim
 from shardtrain.job.dist_env import together
@@ -110,14 +110,11 @@ def head_of(model: nn.Module) -> str:
 
 
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Return ``model`` with the BatchNorm and the memory format of the configuration."""
-    for key in ("sync_batchnorm", "offload"):
-        if getattr(config.parallel, key) and not is_accelerator(device):
-            raise UserError(f"parallel.{key}=true needs a GPU, found {device.type}")
+    """Return ``model`` with the memory format of the configuration."""
+    if config.parallel.offload and not is_accelerator(device):
+        raise UserError(f"parallel.offload=true needs a GPU, found {device.type}")
     if config.train.capture and not is_accelerator(device):
         raise UserError(f"train.capture=true needs a GPU, found {device.type}")
-    if config.parallel.sync_batchnorm:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
     return model
@@ -148,9 +145,12 @@ def shard_with_optimizer(
         compile_blocks(model, device or torch.device("cpu"))
     if parallel.activation_checkpoint:
         checkpoint_blocks(model)
+    # A plan shards on the CPU, as a run would on the configuration's device.
+    planned = torch.device("cpu" if config.device == "auto" else config.device)
     shardtrain.shard(
         model,
         units="blocks" if inside else None,
+        unit_bytes=unit_bytes_on(device or planned),
         layout=layout,
         precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,
@@ -178,12 +178,14 @@ def parameter_groups(model: nn.Module, optim: Optim, allow: Sequence[str] = ()) 
     return [group for group in groups if group["params"]]
 
 
-def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
-    """Return the moving average of a sharded ``model``'s weights; None unless the configuration has one."""
+def ema_of(model: nn.Module, config: Config, warmup: int) -> Ema | None:
+    """Return the moving average of a sharded ``model``'s weights; None unless the configuration has one.
+
+    During the ``warmup`` of the learning rate, in steps, it is a copy of the weights.
+    """
     if config.ema.decay is None:
         return None
-    after = round(config.ema.after_epochs * steps_per_epoch)
-    return Ema(model, config.ema.decay, every=config.ema.every_steps, after=after)
+    return Ema(model, config.ema.decay, every=config.ema.every_steps, after=warmup)
 
 
 def named_weights(weights: str, model: str) -> dict[str, Tensor]:

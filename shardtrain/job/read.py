@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from shardtrain.job.config import Config
 from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import compose, hints, require_current
+from shardtrain.job.hydra_app import DESCRIBING, compose, hints, require_current
 from shardtrain.job.schema import Frozen, checked
 
 
@@ -65,7 +65,7 @@ def read_beside(
 ) -> Beside[Frozen] | None:
     """Return a program's own keys, a ``cls`` from ``folder``, and the training program's; or None."""
     own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
+    mine = [text for text in arguments if text.split("=")[0] in own or text in DESCRIBING]
     keys = compose(mine, speak=speak, folder=folder)
     config = read_config([text for text in arguments if text not in mine], speak) if keys else None
     if keys is None or config is None:

@@ -71,16 +71,35 @@ def read_record(path: Path, where: str) -> Record | None:
         sections = [values.get(name) for name in SECTIONS] if isinstance(values, dict) else [None]
         if not all(isinstance(section, dict) for section in sections):
             raise ValueError(f"expected the sections {', '.join(SECTIONS)}")
-    return Record(_brought_up_to_date(values), path)
-
-
-def _brought_up_to_date(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that belong to the run, in the form of this version."""
     own = {key: value for key, value in values.items() if key not in OF_THE_COMMAND}
-    if "split" not in own["data"]:  # up to 0.2.0 tables were split by seed, other images by one permutation
-        is_table = own["data"].get("name") == "csv"
-        own["data"] = {**own["data"], "split": own.get("seed", 0) if is_table else None}
-    return own
+    return Record(brought_up_to_date(own), path)
+
+
+def brought_up_to_date(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's values with what keys of 0.2.0 and before say in the words of this version."""
+    own = dict(values)
+    data = dict(own["data"])
+    if "split" not in data:  # tables were split by seed, other images by one permutation
+        data["split"] = own.get("seed", 0) if data.get("name") == "csv" else None
+    if "train_images" in data:
+        data["limit"] = data.pop("train_images")
+    own["data"] = data
+    monitor = dict(own.get("monitor") or {})
+    if monitor.pop("tensorboard", False):
+        monitor["writers"] = ["tensorboard", *monitor.get("writers", [])]
+    mode = own["train"].get("best_mode")
+    if mode is not None:
+        scores = monitor.get("scores", [])
+        monitor["scores"] = [_with_direction(entry, higher_is_better=mode == "max") for entry in scores]
+    return {**own, "monitor": monitor}
+
+
+def _with_direction(entry: Any, *, higher_is_better: bool) -> Any:
+    """Return an entry of `monitor.scores` which says what is better, unless it is the program's own."""
+    if entry == "per_class":
+        return entry
+    node = {"_target_": entry} if isinstance(entry, str) else entry
+    return {**node, "higher_is_better": higher_is_better}
 
 
 def laid_over(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardtrain.job.config import Config
@@ -33,8 +33,8 @@ class Change(NamedTuple):
     mark: Mark
 
 
-def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield what differs between a checkpoint's configuration and one, both nested as by `asdict`.
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
+    """Return what differs between a checkpoint's configuration and one, both nested as by `asdict`.
 
     One that continues a run is composed from the run's record, so its keys are the same. A key of the program
     that only one has is another version's, or belongs to a choice from a group which has another name. But of
@@ -42,7 +42,11 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
     """
     before = marked_values(saved)
     now = marked_values(config)
+    changes = []
     for key, (_, mark) in {**before, **now}.items():
-        old, new = (values.get(key, (None,))[0] for values in (before, now))
-        if old != new and (key not in MARKS or (key in before and key in now)):
-            yield Change(key, old, new, mark)
+        old = before.get(key, (None, mark))[0]
+        new = now.get(key, (None, mark))[0]
+        is_in_both = key in before and key in now
+        if old != new and (is_in_both or key not in MARKS):
+            changes.append(Change(key, old, new, mark))
+    return changes

@@ -8,6 +8,7 @@ command line.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import operator
@@ -32,6 +33,9 @@ BOUNDS = {
     "at_most": (operator.le, "at most"),
     "below": (operator.lt, "less than"),
 }
+# Types that a text may say: 0.1, true, [1,2], null.
+WRITTEN = {int, float, bool, tuple, NoneType}
+VALUE = "${oc.decode:${text}}"
 MOST_INT = 1 << 63  # torch's integers are below this
 DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -101,8 +105,10 @@ def flat(values: Any, key: str = "") -> dict[str, Any]:
     """Return the values of nested groups by full key, as JSON holds them."""
     if not isinstance(values, Mapping):
         return {key: list(values) if isinstance(values, tuple) else values}
-    parts = (flat(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
-    return {name: value for part in parts for name, value in part.items()}
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        result |= flat(value, f"{key}.{name}".lstrip("."))
+    return result
 
 
 def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
@@ -121,6 +127,8 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     ``demands``: a field's metadata. For a tuple they hold for each item.
     """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(value) is str and {typing.get_origin(each) or each for each in kinds} <= WRITTEN:
+        value = _decoded(value)
     if value is None and NoneType in kinds:
         return None
     kind = _kind_of(tuple(each for each in kinds if each is not NoneType), value, key)
@@ -131,6 +139,17 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     value = _scalar(kind, value, key)
     _require_demands(value, key, demands)
     return value
+
+
+def _decoded(text: str) -> Any:
+    """Return the value that ``text`` says, or ``text``: ${oc.env:LR} is a text, whatever it says."""
+    if "$" in text:
+        return text
+    with contextlib.suppress(OmegaConfBaseException):
+        config = OmegaConf.create({"text": text, "value": VALUE})
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        return values["value"]
+    return text
 
 
 def _kind_of(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -194,7 +213,8 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     for key, entry in entries.items():
         value = raw.get(key, entry.default)
         if value is MISSING or value == "???":
-            raise UserError(f"{prefix}{key} is missing: add {prefix}{key}=VALUE")
+            value = "PACKAGE.NAME" if key == "_target_" else "VALUE"
+            raise UserError(f"{prefix}{key} is missing: add {prefix}{key}={value}")
         values[entry.name] = typed(hints[entry.name], value, prefix + key, entry.metadata)
     return cls(**values)
 

@@ -22,6 +22,7 @@ from shardtrain.job import pictures
 from shardtrain.job.errors import UserError, not_valid, reason_with_line
 from shardtrain.job.format import aligned
 from shardtrain.job.pictures import Picture
+from shardtrain.job.schema import typed
 from shardtrain.job.target import find_target, keywords_of
 
 # Logits [images, classes], labels [images] and, if its third parameter has no default or is named `classes`,
@@ -65,7 +66,8 @@ def chosen_scores(
 ) -> dict[str, Score]:
     """Return the functions of `monitor.scores`, by path: an entry is a path, or has it as its ``_target_``.
 
-    Raises UserError for a function that is not allowed, or does not take an entry's keywords.
+    Which of two numbers is better an entry says by ``higher_is_better``, or the function itself. Raises
+    UserError for a function that is not allowed, or does not take an entry's keywords.
     """
     functions: dict[str, Score] = {}
     for entry in entries:
@@ -81,8 +83,12 @@ def chosen_scores(
         if path in functions:
             raise UserError(f"monitor.scores: {path} is there twice; a function of your own can return both")
         function = find_target(path, "monitor.scores", type(None), allow)
-        keywords = keywords_of({"num_classes": classes, **node}, "monitor.scores", function, 2)
-        functions[path] = partial(function, **keywords) if keywords else function
+        own = {key: value for key, value in node.items() if key != "higher_is_better"}
+        keywords = keywords_of({"num_classes": classes, **own}, "monitor.scores", function, 2)
+        said = node.get("higher_is_better", getattr(function, "higher_is_better", None))
+        score: Any = partial(function, **keywords)
+        score.higher_is_better = typed(bool | None, said, f"monitor.scores=[{path}]: higher_is_better")
+        functions[path] = score
     return functions
 
 
@@ -159,7 +165,7 @@ def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Resul
     )
     with torch.no_grad():
         returned = function(*arguments[: max(2, required)])
-    higher_is_better = getattr(getattr(function, "func", function), "higher_is_better", None)
+    higher_is_better = getattr(function, "higher_is_better", None)
     named = returned if isinstance(returned, Mapping) else {path.rpartition(".")[2]: returned}
     for name, value in named.items():
         if name in (*TAKEN, *results.numbers, *results.pictures, *results.texts):
@@ -172,7 +178,7 @@ def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Resul
                 "uint8 [height, width, 3]) or a text"
             ) from None
         if name in results.numbers and higher_is_better is not None:
-            results.higher_is_better[name] = bool(higher_is_better)
+            results.higher_is_better[name] = higher_is_better
 
 
 def rehearse(functions: Mapping[str, Score], classes: Sequence[str]) -> Results:

@@ -24,10 +24,14 @@ SAME_S = 1.0  # seconds within which one Ctrl-C may arrive twice, from the termi
 
 
 class Stopped(KeyboardInterrupt):
-    """Tell, on all ranks at the same point, that a rank got a signal to stop."""
+    """Tell, on all ranks at the same point, that a rank got a signal to stop.
 
-    def __init__(self, number: int) -> None:
+    ``ending``: of the run's report: what is saved and how to resume; "" if there is no report.
+    """
+
+    def __init__(self, number: int, ending: str = "") -> None:
         self.number = number
+        self.ending = ending
         self.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         super().__init__(f"stopped by {signal.Signals(number).name}")
 

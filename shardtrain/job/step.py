@@ -25,6 +25,10 @@ Scale = Callable[[Tensor], Tensor]
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], object]  # of images, loss, logits, labels
 
 
+def ignore(*_: Any) -> None:
+    """Observe nothing."""
+
+
 def accumulate(
     model: Callable[[Tensor], Tensor],
     loss: Loss,
@@ -34,7 +38,7 @@ def accumulate(
     *,
     scale: Scale = lambda loss: loss,
     phase: Phase = contextlib.nullcontext,
-    observe: Observer = lambda *_: None,
+    observe: Observer = ignore,
 ) -> None:
     """Accumulate the gradients of the mean loss over the next ``count`` micro-batches.
 
@@ -102,7 +106,7 @@ class Step(NamedTuple):
         batches: Iterator[Sequence[Any]],
         count: int,
         phase: Phase = contextlib.nullcontext,
-        observe: Observer = lambda *_: None,
+        observe: Observer = ignore,
         seed: Callable[[int], object] = lambda rank: None,
         again: Callable[[int], Sequence[Any]] | None = None,
         step: int | None = None,
@@ -116,41 +120,45 @@ class Step(NamedTuple):
         In the ``first`` step this rank checks itself otherwise: its first virtual rank, computed again, must
         have the same bits.
         """
+        batches, loss = self._weighted(batches, count, phase)
         ranks = introspect(self.model).virtual_ranks
         scale = self.scaler.scale
-        loss = self.loss
-        if isinstance(loss, CrossEntropy) and loss.weight is not None:
-            with phase("data"):
-                loaded = list(itertools.islice(batches, count))
-            batches = iter(loaded)
-            loss = partial(loss.over, self._mean_weight(loss, loaded))
         if not ranks:
             synced = partial(no_sync, self.model)
             accumulate(self.model, loss, batches, count, synced, scale=scale, phase=phase, observe=observe)
             return
-        unseen = {*ranks}
-        replays = first or again is not None
-        own = dict[int, Sequence[Any]]()
 
-        def compute(number: int) -> Tensor:
-            feed = batches
-            sees = observe if number in unseen else lambda *_: None
-            if again is not None and number not in own:
-                feed = iter([again(number)])
-            elif replays:
-                feed = iter([own[number]])
-            unseen.discard(number)
+        def compute(number: int, feed: Iterator[Sequence[Any]], observe: Observer) -> Tensor:
             with virtual_rank(self.model, number):
                 seed(number)
-                return forward_backward(self.model, loss, feed, scale, phase, sees)
+                return forward_backward(self.model, loss, feed, scale, phase, observe)
 
-        if replays:
-            with phase("data"):
-                own.update(zip(ranks, batches, strict=False))
-            replay(self.model, compute, step=step, neighbour=again is not None)
-        else:
+        if not first and again is None:
             for number in ranks:
-                compute(number)
+                compute(number, batches, observe)
+            return
+        with phase("data"):
+            own = dict(zip(ranks, batches, strict=False))
+        unseen = {*ranks}
+
+        def compute_again(number: int) -> Tensor:
+            batch = own[number] if number in own or again is None else again(number)
+            sees = observe if number in unseen else ignore  # each image counts once
+            unseen.discard(number)
+            return compute(number, iter([batch]), sees)
+
+        replay(self.model, compute_again, step=step, neighbour=again is not None)
+
+    def _weighted(
+        self, batches: Iterator[Sequence[Any]], count: int, phase: Phase
+    ) -> tuple[Iterator[Sequence[Any]], Loss]:
+        """Return the batches and the loss. One with weights of classes needs the labels of all batches."""
+        loss = self.loss
+        if not isinstance(loss, CrossEntropy) or loss.weight is None:
+            return batches, loss
+        with phase("data"):
+            loaded = list(itertools.islice(batches, count))
+        return iter(loaded), partial(loss.over, self._mean_weight(loss, loaded))
 
     def _mean_weight(self, loss: CrossEntropy, batches: Sequence[Sequence[Any]]) -> Tensor:
         """Return the weight of all images of the step, over the number of micro-batches of all ranks.

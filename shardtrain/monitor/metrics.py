@@ -55,7 +55,9 @@ def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
     usual = median(sum(row.values()) for row in others or busy)
     if own - usual <= max(MARGIN * usual, LEAST_S):
         return None
-    excess = {phase: value - median(row[phase] for row in others) for phase, value in busy[rank].items()}
+    excess: dict[str, float] = {}
+    for phase, seconds in busy[rank].items():
+        excess[phase] = seconds - median(row[phase] for row in others)
     phase = max(excess, key=excess.__getitem__)
     text = (
         f"rank {rank} is slow: busy {1e3 * own:.1f} ms per step, the others {1e3 * usual:.1f} ms, "

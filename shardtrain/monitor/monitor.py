@@ -27,6 +27,7 @@ from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
+from shardtrain.job.signals import Stopped
 from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
@@ -134,10 +135,11 @@ def open_monitor(
     facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
     writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
-    if config.monitor.tensorboard:
-        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+    given = (context.run_dir, dataclasses.asdict(config))
     for path in config.monitor.writers:
-        given = (context.run_dir, dataclasses.asdict(config))
+        if path == config.monitor.TENSORBOARD:
+            writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+            continue
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
     monitor = Monitor(*writers, first_step=job.first_step)
     file = context.run_dir / "config.yaml"
@@ -149,17 +151,20 @@ def open_monitor(
         monitor.write(table, lambda: table.write_text(files, encoding="utf-8", errors="surrogateescape"))
     monitor.facts(facts)
     status = "failed"
+    ending: list[str] = []
     try:
         yield monitor
         status = "finished"
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         status = "interrupted"
+        if isinstance(interrupt, Stopped) and interrupt.ending:
+            ending.append(f"{interrupt} {interrupt.ending}")
         raise
     finally:
         spent = judge(metrics.spent) if metrics.spent.steps else {}
         monitor.facts({"status": status, "step": monitor.latest, **spent})
         if status != "failed":  # after a failure only the exception is reported
-            monitor.say("\n".join([*monitor.texts.values(), end_table(result.result)]))
+            monitor.say("\n".join([*monitor.texts.values(), end_table(result.result), *ending]))
 
 
 def facts_of(

@@ -92,7 +92,8 @@ class LogFile(Writer):
         self.say(f"step {step}  " + "  ".join(f"{tag} {value:.5g}" for tag, value in scalars.items()))
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        self.say("  ".join(f"{key} {value}" for key, value in facts.items()))
+        if "status" in facts:  # how the run ended; what it knows at its start is in result.json
+            self.say("  ".join(f"{key} {value}" for key, value in facts.items()))
 
 
 RESULT_EVERY_S = 10.0  # seconds from one writing of result.json to the next, while nothing special happens
@@ -143,8 +144,9 @@ class ResultFile(Writer):
 
 EVENTS = "events.out.tfevents."
 METRICS = (tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams, after the best score
-# First columns of HParams; others follow in order of names.
-FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")
+# TensorBoard shows five hyperparameters, then the scores. If fewer come first, it adds others by name, like
+# `augment`, whose text is so wide that no score is in sight.
+FIRST_COLUMNS = ("model", "optim.lr", "seed", "train.batch_size", "train.epochs")
 # Custom Scalars: charts of several tags each, by their regular expressions.
 TOGETHER = {
     "validation and training": {

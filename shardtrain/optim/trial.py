@@ -8,14 +8,16 @@ parameters, and others on what one rank of 2 and of 16 would hold of them. What 
 values, and of their state what has a value per element or is one number.
 
 The parameters are two matrices, and of each group of the model the largest of each number of dimensions,
-cropped to `_LARGEST` elements. They step `_STEPS` times, with a spike in the gradients. Then counts of steps
-are set to `_LATER`, for what begins after a warm-up, and two more steps follow. Gradients of pieces are
-marked as in training, for the layout and virtual ranks of the model.
+cropped to `_LARGEST` elements. They step six times, with a spike in the gradients. Then counts of steps are
+set to each of `_LATER`, for what begins after a warm-up or comes every so many steps, and two more steps
+follow. Hooks of steps that the class registers are part of a step. Gradients of pieces are marked as in
+training, for the layout and virtual ranks of the model.
 """
 
 from __future__ import annotations
 
-import contextlib
+import inspect
+import itertools
 import math
 import warnings
 import weakref
@@ -41,8 +43,9 @@ _LARGEST = 1 << 17
 _WORLDS = (2, 16)
 _LR = 1.0  # since a warm-up begins at 0, where nothing could be compared
 _SCALES = (1.0, -0.3, 0.5, 0.2, 40.0, -0.1)  # of the gradients, by step
-_STEPS = len(_SCALES)
-_LATER = 100_000
+# Counts of steps that are divided by many numbers: 1 to 10 and 10,000, all others to 16 and 1,024. As fp32
+# they are exact, and so are those before and after.
+_LATER = (2**8 * 3**2 * 5**4 * 7, 2**10 * 3 * 5 * 7 * 11 * 13)
 
 
 class Kind(NamedTuple):
@@ -83,11 +86,13 @@ def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, model: Tryab
     """
     kind = Kind.of(optimizer)
     name = kind.cls.__name__
-    if any(base.__module__.startswith("torch.distributed.") for base in kind.cls.__mro__):
-        raise ValueError(
-            f"{name} owns, averages or broadcasts whole parameters itself, of which a rank holds pieces: "
-            "use the optimizer that it wraps, such as torch.optim.AdamW; its state is sharded already"
-        )
+    for cls in [kind.cls, *_callers()]:
+        if any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__):
+            raise ValueError(
+                f"{cls.__name__} owns, averages or broadcasts whole parameters itself, of which a rank holds "
+                "pieces: use the optimizer that it wraps, such as torch.optim.AdamW; its state is sharded "
+                "already"
+            )
     # The trial needs values, even where the model has none (FakeTensorMode).
     with torch_private.disable_current_modes(), torch.random.fork_rng(devices=[]):
         groups = _groups_to_try(optimizer, model)
@@ -105,8 +110,15 @@ def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, model: Tryab
                 stacklevel=2,
             )
             return
-        with contextlib.suppress(Exception):  # it may not bear other counts
-            expected += filter(_are_finite, trial)
+        try:
+            expected += itertools.takewhile(_are_finite, trial)
+        except Exception as error:
+            warnings.warn(
+                f"{name} was tried on pieces of parameters in its first steps only: later ones cannot be "
+                f"imitated ({type(error).__name__}: {error}). They are right on a sharded model if each "
+                "element's update depends on that element alone",
+                stacklevel=2,
+            )
         worlds = _WORLDS[:1] if model.layout == "whole" else _WORLDS
         reasons = (_difference_in_world(kind, groups, expected, model, world) for world in worlds)
         reason = next(filter(None, reasons), "")
@@ -118,6 +130,18 @@ def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, model: Tryab
             "whole with shard(..., ignored=...)"
         )
     model.passed.add(key)
+
+
+def _callers() -> list[type]:
+    """Return the classes of optimizers whose methods are running: one may wrap the optimizer that steps."""
+    classes = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, torch.optim.Optimizer):
+            classes.append(type(caller))
+        frame = frame.f_back
+    return classes
 
 
 def _groups_to_try(optimizer: torch.optim.Optimizer, model: Tryable) -> list[Group]:
@@ -282,16 +306,19 @@ class _Trial:
         """
         torch.default_generator.manual_seed(0)
         optimizer = self._optimizer()
-        initial_groups = [dict(group) for group in optimizer.param_groups]
+        numbers = list[list[dict[str, float]]]()
         for scale in _SCALES:
             if scale == max(_SCALES):
                 yield _results_of(optimizer)
             self._step(optimizer, scale)
+            numbers.append([_numbers_of(place) for place in _places(optimizer)])
         yield _results_of(optimizer)
-        _skip_steps(optimizer, initial_groups)
-        for scale in _SCALES[:2]:
-            self._step(optimizer, scale)
-        yield _results_of(optimizer)
+        counts = _counts_of(*numbers[-3:])
+        for later in _LATER:
+            _set_counts(optimizer, counts, later - 1)
+            for scale in _SCALES[:2]:
+                self._step(optimizer, scale)
+            yield _results_of(optimizer)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Return a new optimizer of copies of the values."""
@@ -302,7 +329,10 @@ class _Trial:
         return self._kind.make(groups)
 
     def _step(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
-        """Make a step without the hooks that torch calls for every optimizer, which are users'."""
+        """Make a step, with the hooks of this optimizer, which its class has registered.
+
+        Hooks that torch calls for every optimizer are users'.
+        """
         params = _values_of(optimizer.param_groups)
         for number, (param, value) in enumerate(zip(params, self._values, strict=True)):
             if param.numel():  # an empty piece gets no gradient, as in training
@@ -310,14 +340,22 @@ class _Trial:
         step: Any = type(optimizer).step
         if getattr(step, "hooked", False):  # see Optimizer.profile_hook_step
             step = step.__wrapped__
-        step(optimizer, lambda: torch.zeros(()))
+
+        def closure() -> Tensor:
+            return torch.zeros(())
+
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (optimizer, closure), {})
+        step(optimizer, closure)
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (optimizer, closure), {})
 
     def _gradient(self, number: int, value: Tensor, scale: float) -> Tensor:
         """Return a gradient of the parameter ``number``, whose initial value is ``value``."""
         grad = scale * value.square() + 0.1
         if self._owners is None:
             return grad
-        return GradientPiece.of(grad, self._owners._replace(elements=number))
+        return GradientPiece.on(grad, self._owners._replace(elements=number))
 
 
 def _values_of(groups: Sequence[Group]) -> list[Tensor]:
@@ -365,21 +403,32 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _skip_steps(optimizer: torch.optim.Optimizer, initial_groups: Sequence[Group]) -> None:
-    """Set counts of steps to `_LATER`, in state and in groups.
+def _places(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return what may hold counts of steps: attributes, groups and the state of each parameter."""
+    return [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
 
-    An option that was equal to a count in ``initial_groups`` is none.
+
+def _counts_of(*numbers: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
+    """Return the numbers of places that grew by one in each step: positions of places, and names.
+
+    ``numbers``: of each place, after each of the last steps.
     """
-    for state in optimizer.state.values():
-        _set_counts(state, {})
-    for group, initial in zip(optimizer.param_groups, initial_groups, strict=True):
-        _set_counts(group, initial)
+    counts = []
+    for position, latest in enumerate(numbers[-1]):
+        for name in latest:
+            values = [
+                of_places[position].get(name, math.nan) for of_places in numbers if position < len(of_places)
+            ]
+            if len(values) == len(numbers) and all(b - a == 1 for a, b in itertools.pairwise(values)):
+                counts.append((position, name))
+    return counts
 
 
-def _set_counts(values: dict[str, Any], initial: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if key == "params" or not _is_number(value) or float(value) != _STEPS:
-            continue
-        if key in initial and float(initial[key]) == _STEPS:
-            continue
-        values[key] = torch.full_like(value, _LATER) if isinstance(value, Tensor) else _LATER
+def _set_counts(optimizer: torch.optim.Optimizer, counts: Sequence[tuple[int, str]], count: int) -> None:
+    places = _places(optimizer)
+    for position, name in counts:
+        value = places[position][name]
+        if isinstance(value, Tensor):
+            value.fill_(count)
+        else:
+            places[position][name] = type(value)(count)

@@ -13,9 +13,10 @@ from shardtrain import device
 from shardtrain.job import data, launch
 from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config
-from shardtrain.job.data.feed import Arrays, numbered
+from shardtrain.job.data.feed import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
+from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.job.read import Beside, read_beside
 from shardtrain.job.schema import above, at_least
 from shardtrain.plan import report
@@ -52,7 +53,9 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     if config.device == "auto":  # otherwise also a device that this machine does not have
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")
     config = completed(config, images)
-    return PlanSettings(keys, config, "cpu", config.threads, _question(keys, config, images.channels))
+    return PlanSettings(
+        keys, config, "cpu", config.threads, _question(keys, config, images.preprocessing.channels)
+    )
 
 
 def _data_set(config: Config, classes: int | None) -> data.DataSet:
@@ -63,8 +66,16 @@ def _data_set(config: Config, classes: int | None) -> data.DataSet:
         if classes is None or config.data.image_size == 0:
             raise UserError(f"{error}; or plan without the data set: model.num_classes=N") from None
     nothing = Arrays(torch.empty(0, 3, 1, 1, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
-    names = numbered(classes)
-    return data.DataSet(nothing, nothing, config.data.name, names, 3, (0.0,) * 3, (1.0,) * 3)
+    preprocessing = Preprocessing(
+        classes=numbered(classes),
+        channels=3,
+        mean=(0.0,) * 3,
+        std=(1.0,) * 3,
+        image_size=config.data.side_in_eval,
+        resize=None,
+        interpolation="bilinear",
+    )
+    return data.DataSet(nothing, nothing, config.data.name, preprocessing)
 
 
 def _question(keys: PlanKeys, config: Config, channels: int) -> Question:

@@ -25,11 +25,15 @@ def headline(config: Config, plan: Plan) -> str:
     link = "shared memory" if question.in_place else "messages"
     link += "".join(text for text, chosen in options.items() if chosen)
     parameters = sum(unit.parameters for unit in plan.units)
+    units = counted(len(plan.units), "unit")
+    joined = max(len(unit.modules) for unit in plan.units)
+    if joined > 1:
+        units += f" of up to {joined} blocks"
     replicas = f" in {counted(question.replicate, 'replica')}" if question.replicate > 1 else ""
     why = f", of which {parts:,} cannot have equal parts" if asked % parts else ""
     other = f"\ninstead of train.batch_size={asked:,}{why}" if images != asked else ""
     return (
-        f"{config.model_name}, {parameters:,} parameters in {counted(len(plan.units), 'unit')}; "
+        f"{config.model_name}, {parameters:,} parameters in {units}; "
         f"{config.optim.name}, {parallel.precision}, device={config.device}, {link}\n"
         f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
         f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "

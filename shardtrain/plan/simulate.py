@@ -73,7 +73,7 @@ def simulate(config: Config, question: Question) -> Plan:
             question = replace(question, rank=held.index(max(held)))
             if question.rank:
                 model, optimizer = _sharded(config, question)
-        ema = ema_of(model, config, steps_per_epoch=1)
+        ema = ema_of(model, config, warmup=0)
         loss = loss_of(config.train, config.allow)
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         side = config.data.image_size
@@ -117,7 +117,7 @@ def plan_of(config: Config, job: Job) -> Plan:
         in_place=in_place,
         inbox=not (in_place or device.is_accelerator(job.device)),
     )
-    return simulate(config, question)
+    return simulate(replace(config, device=job.device.type), question)
 
 
 def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -86,7 +86,9 @@ def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> Non
             f"run={keys.run}: a checkpoint of an older version, which does not say how images are prepared"
         )
     inference = typed(Inference, facts["inference"], "inference")
-    files = together(lambda: _files(keys.data))
+    files, notes = together(lambda: _files(keys.data))
+    if rank_info.rank == 0:
+        print("\n".join(notes), end="\n" if notes else "", flush=True)
     share = Share(rank_info.world_size, 1, rank_info.rank, rank_info.world_size)
     images = _recipe("photos").Prepared(files, inference)
     feed = EvalFeed(images, share, ToDevice(device), keys.data.workers, keys.data.batch_size)
@@ -102,17 +104,18 @@ def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> Non
         print(f"{out}: {counted(len(files), 'image')} of {opened.path}")
 
 
-def _files(where: Where) -> list[str]:
-    """Return the paths of the images, in order. Raises UserError if there are none."""
+def _files(where: Where) -> tuple[list[str], list[str]]:
+    """Return the paths of the images, in order, and lines about other files. Raises UserError without any."""
     root = path_of("data.root", where.root)
     files: list[str]
+    notes: list[str] = []
     if where.table is None:
-        files = _recipe("photos").images_in(root)
+        files, notes = _recipe("photos").images_in(root)
     else:
         files = _recipe("table").images_of(where.table, root)
     if not files:
         raise UserError(f"data.root={where.root}: no image in it or in its folders")
-    return files
+    return files, notes
 
 
 def _recipe(name: str) -> Any:

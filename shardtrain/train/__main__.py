@@ -20,7 +20,7 @@ def main() -> None:
     elif "WORLD_SIZE" in os.environ:
         launch.start(sweep.refuse_ranks, lambda *_: None)
     else:
-        sweep.run([sys.executable], sys.argv[1:])
+        sweep.run([], sys.argv[1:])
 
 
 if __name__ == "__main__":

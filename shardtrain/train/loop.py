@@ -18,10 +18,13 @@ from torch import Tensor
 from shardtrain import comm, introspect, recording
 from shardtrain.checkpoint.store import Place
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
-from shardtrain.job.build import build, seed_process
+from shardtrain.job import data
+from shardtrain.job.build import Job, build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
+from shardtrain.job.data.check import require_readable
 from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
+from shardtrain.job.errors import WorkerError
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
@@ -42,6 +45,7 @@ from shardtrain.train.resume import (
     restore,
     run_directory,
     start_messages,
+    weighted_as_saved,
 )
 from shardtrain.train.saving import Saver, Training
 
@@ -198,13 +202,28 @@ def write_outcome(score: float | None, is_minimised: bool) -> None:
         Path(path).write_text(json.dumps({"objective": score, "is_minimised": is_minimised}))
 
 
+def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Config]:
+    """Build the job. If an image stops that in a dry run, list all that cannot be read."""
+    ranks = context.rank_info
+    place = (ranks.rank, ranks.world_size, context.device)
+    try:
+        return build(config, *place, first_step, all_held_out=context.all_held_out)
+    except WorkerError:
+        if config.dry_run:
+            images = data.load(config.data, config.allow, all_held_out=context.all_held_out)
+            parts = {"train": images.train_as_val or images.train, "val": images.val, "test": images.test}
+            require_readable(parts, config.data, print if ranks.rank == 0 else lambda text: None)
+        raise
+
+
 def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, identity, memory)
-    job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
+    config = weighted_as_saved(config, start)
+    job, config = _built(config, context, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
     with (
@@ -233,6 +252,9 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             plan = plan_of(config, job)
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
             on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
+            test = None if job.test is None else job.test.images
+            parts = {"train": job.train.images, "val": job.val.images, "test": test}
+            require_readable(parts, config.data, monitor.say)
             return saver.best.score if saver.best else None
         with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)

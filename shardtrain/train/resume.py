@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,8 @@ from shardtrain.job.dist_env import on_rank_0, together
 from shardtrain.job.errors import UserError, path_of, reading, writing
 from shardtrain.job.format import MIB, counted, first_of
 from shardtrain.job.launch import Context
-from shardtrain.job.saved import Change, changed_keys
-from shardtrain.job.schema import Mark
 from shardtrain.monitor import StepMetrics
+from shardtrain.train.continuation import is_path, rate_warnings, require_same_run, validation_warnings
 from shardtrain.train.saving import Best, RunState, machine
 
 CHECKPOINTS = "checkpoints"
@@ -74,14 +73,26 @@ def start_messages(store: Store, start: Newest, job: Job, config: Config) -> lis
         )
     if start.opened is None:
         return warnings
+    return [*warnings, *_messages_of_checkpoint(store, start, start.opened, job, config)]
+
+
+def _messages_of_checkpoint(
+    store: Store, start: Newest, opened: Opened, job: Job, config: Config
+) -> list[str]:
+    """Return the lines about the checkpoint that a run starts from."""
+    warnings = []
+    wanted = config.parallel.virtual_ranks
     elsewhere = is_elsewhere(store, start)
-    before = start.opened.manifest.facts.get("machine", {})
+    before = opened.manifest.facts.get("machine", {})
     now = machine(job.device)
     changed = [f"{what} {old} → {now[what]}" for what, old in before.items() if now.get(what) != old]
     if wanted and changed and not config.eval_only:
         warnings.append(f"warning: saved elsewhere ({', '.join(changed)}): the same bits are not promised")
     if config.eval_only:
-        return [*warnings, f"evaluating step {start.step} ({start.opened.path})"]
+        return [*warnings, f"evaluating step {start.step} ({opened.path})"]
+    warnings += rate_warnings(opened, job, config)
+    if not elsewhere:
+        warnings += validation_warnings(opened, job)
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
     note = ""
@@ -89,7 +100,21 @@ def start_messages(store: Store, start: Newest, job: Job, config: Config) -> lis
         note = "; this run is another one: its best score and its patience begin anew"
     elif is_path(config.resume):
         note = f"; resume={config.resume} is only for a run without checkpoints of its own"
-    return [*warnings, f"{where} ({start.opened.path}){note}"]
+    return [*warnings, f"{where} ({opened.path}){note}"]
+
+
+def weighted_as_saved(config: Config, start: Newest) -> Config:
+    """Return the configuration of an evaluation with balanced weights of classes as the run has counted them.
+
+    The images that are scored may be others, and none may be there to train on.
+    """
+    if not config.eval_only or config.train.class_weights != "balanced" or start.opened is None:
+        return config
+    facts = start.opened.manifest.facts
+    weights = facts.get("class_weights")  # which checkpoints up to 0.2.0 do not have
+    if weights is None or facts["config"]["train"]["class_weights"] != "balanced":
+        return config
+    return replace(config, train=replace(config.train, class_weights=tuple(weights)))
 
 
 def is_elsewhere(store: Store, start: Newest) -> bool:
@@ -213,10 +238,6 @@ def find_start(
             if found.opened is None:
                 raise Damaged("neither a checkpoint nor a run with checkpoints")
     return store, found
-
-
-def is_path(resume: str) -> bool:
-    return resume not in ("auto", "none")
 
 
 def open_named(path: Path) -> Newest:
@@ -390,7 +411,7 @@ def restore(store: Store, start: Newest, config: Config, job: Job, metrics: Step
         _require_weights(store, config)
         return RunState()
     if not evaluating:  # an evaluation needs neither the optimizer nor the position among the images
-        _require_same_run(opened, config, job)
+        require_same_run(opened, config, job)
     groups = [dict(group) for group in job.optimizer.param_groups]
     try:
         averages = None if job.ema is None else job.ema.averages
@@ -421,41 +442,4 @@ def _require_weights(store: Store, config: Config) -> None:
         raise UserError(
             f"eval_only=true: there is no checkpoint in {store.directory}; name the run "
             "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
-        )
-
-
-def _require_same_run(opened: Opened, config: Config, job: Job) -> None:
-    """Raise UserError for a checkpoint that the command's settings do not continue.
-
-    `resume=PATH` continues with other settings, but not with other images, nor without a step to train.
-    """
-    step = job.first_step
-    facts = opened.manifest.facts
-    with reading("resume: no run has saved this", "resume=none starts anew"):
-        images = facts["position"]["images"]
-        saved = facts["config"]
-    if step > job.steps:
-        raise UserError(
-            f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
-            "train.epochs or train.max_steps, choose another run.name, or resume=none starts anew"
-        )
-    changes = [*changed_keys(saved, asdict(config))]
-    if images != job.train.sampler.images:
-        changes.append(Change("images", images, job.train.sampler.images, Mark.IMAGES))
-    strict = step == job.steps or not is_path(config.resume)
-    decisive = [each for each in changes if Mark.IMAGES in each.mark or (strict and each.mark == Mark.NONE)]
-    if decisive:
-        shown = [each._replace(key=each.key.removesuffix(".name")) for each in decisive]
-        texts = [f"{each.key}={each.before}, this one has {each.now}" for each in shown]
-        why = ""
-        way_out = f"; resume={opened.path} continues it with other settings"
-        if any(Mark.IMAGES in each.mark for each in decisive):
-            why = ", so its place among the images means nothing here"
-            way_out = ""
-        elif step == job.steps:
-            why = ", and it has no step left to train"
-            way_out = ""
-        raise UserError(
-            f"resume: the checkpoint was saved by a run with {first_of(texts)}{why}; choose another "
-            f"run.name, or resume=none starts anew{way_out}"
         )

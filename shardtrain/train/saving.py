@@ -31,6 +31,7 @@ from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, evaluate
 from shardtrain.job.format import MIB
+from shardtrain.job.losses import given_weights
 from shardtrain.job.signals import Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
@@ -213,9 +214,7 @@ class Saver:
             saved = f"step {step} is saved, and {again} resumes from it"
         elif self._store.latest_in_memory == step:
             saved = f"step {step} is in memory, from which the same run.dir resumes within ten minutes"
-        stopped = Stopped(signal)
-        self._monitor.say(f"{stopped} after step {step}; {saved}")
-        raise stopped
+        raise Stopped(signal, f"after step {step}; {saved}")
 
     def _exchange(self) -> tuple[int, bool]:
         """Return the signal that a rank had noted at the call before, and whether one was writing."""
@@ -272,8 +271,13 @@ class Saver:
         }
         best = None if self.best is None else self.best.step
         facts = {  # with the step they determine which images have been used
-            "position": {"images": job.train.sampler.images},
+            "position": {
+                "images": job.train.sampler.images,
+                "counts": job.class_counts,
+                "labels": job.labels_digest,
+            },
             "inference": asdict(job.inference),
+            "class_weights": given_weights(job.loss),  # as numbers, if `train.class_weights` has any
             "machine": machine(job.device),
             "config": asdict(self._config),
             "best": best,

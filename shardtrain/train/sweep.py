@@ -10,6 +10,7 @@ fails, or that is killed, is reported, and the next one starts.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -45,7 +46,7 @@ from shardtrain.train.loop import OUTCOME_FILE
 FLAGS = ("-m", "--multirun")
 LONGEST_NAME = 100  # characters of the name of a job's folder
 # Keys that decide where jobs are and how they are ranked.
-SHARED = ("run.name", "run.dir", "train.best", "train.best_mode")
+SHARED = ("run.name", "run.dir", "train.best")
 LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun copies the first failing rank's there
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  # with their exit codes
 
@@ -71,15 +72,17 @@ def main() -> None:
     """Run the sweep of the command line; exit with 2 if a job failed."""
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else -1
-    launcher = [sys.executable]
-    if at > 0:
-        launcher += ["-m", "torch.distributed.run", *arguments[:at]]
-    run(launcher, arguments[at + 1 :])
+    run(arguments[: max(at, 0)], arguments[at + 1 :])
 
 
-def run(launcher: Sequence[str], arguments: Sequence[str]) -> None:
-    """Run a job for each combination in ``arguments``, one after the other; exit unless all succeed."""
+def run(launch: Sequence[str], arguments: Sequence[str]) -> None:
+    """Run a job for each combination in ``arguments``, one after the other; exit unless all succeed.
+
+    launch: torchrun's own arguments; without any each job is one process.
+    """
+    launcher = [sys.executable, *(["-m", "torch.distributed.run", *launch] if launch else [])]
     try:
+        require_one_host(launch)
         sweep = read(arguments, speak=True)
         if sweep is None:
             return
@@ -125,6 +128,18 @@ def refuse_ranks(arguments: Sequence[str], speak: bool) -> Any:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "N")
     command = f"python -m shardtrain.train.sweep --nproc-per-node {ranks} -- {shlex.join(words)}"
     raise UserError(f"-m: a sweep starts torchrun itself, once per job; use {command}")
+
+
+def require_one_host(launch: Sequence[str]) -> None:
+    """Raise UserError if torchrun is to start ranks on several hosts, each of which would need this sweep."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nnodes", default="1")
+    nodes = parser.parse_known_args(launch)[0].nnodes
+    if nodes not in ("1", "1:1"):
+        raise UserError(
+            f"--nnodes {nodes}: a sweep starts the ranks of this host alone; on several hosts start each "
+            "combination by a torchrun on every host"
+        )
 
 
 def outcome_of(command: Sequence[str], overrides: list[str]) -> Outcome:

@@ -1,7 +1,9 @@
 """The rows that shardtrain refuses, and what its messages say: regular expressions."""
 
 CANNOT = r"cannot step on a sharded model: .*use shard\(..., layout='whole'\)"
-CHANGED = r"forward changed blocks.1\.\S+.* of blocks.1, with which other ranks may compute now"
+CLOSED = (
+    r"blocks.1\.\S+ was used \({}\) in forward outside of a call of blocks.1, .* change it, between steps"
+)
 REFUSED = {
     "SAM: cannot be built from its groups alone": "Sam cannot be tried",
     "Adafactor": f"Adafactor {CANNOT}",
@@ -12,10 +14,10 @@ REFUSED = {
     "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
-    "The parent reads a unit's weight": "it read this rank's shard: call the module, choose units .* Shards "
-    "were shown by blocks.0.inside.weight, ",
-    "A momentum encoder updated inside forward": f"{CHANGED}; change or move parameters between steps",
-    "A momentum encoder replaced inside forward": f"{CHANGED}; change or move parameters between steps",
+    "The parent reads a unit's weight": r"blocks.0.inside.weight was used \(linear\) in forward outside of .*: "
+    "call the module, or choose units=",
+    "A momentum encoder updated inside forward": CLOSED.format("mul_"),
+    "A momentum encoder replaced inside forward": CLOSED.format("data"),
     "A penalty on parameters in the same backward": "for a penalty on weights use",
     "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
     "`jvp`": "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func",

@@ -14,6 +14,7 @@ cases          a list of grid (the four models), vit, vit48, small (48 units of 
 contenders     a list of ddp, fsdp2, shardtrain, alone (one rank without a process group), besides plain
 optimizer      fused, foreach or loop: AdamW's ways (fused)
 precision      fp32, bf16, in which normalisation layers stay fp32, but for FSDP2's (fp32; on a GPU bf16)
+unit_bytes     of shardtrain's units: `shard` joins neighbours up to it (0: none)
 rounds         timed; each steps every contender once (60; on a GPU 20)
 device         cpu or an accelerator's type (cpu)
 out            a JSON file (none)
@@ -120,14 +121,20 @@ class Settings:
     contenders: tuple[str, ...]
     optimizer: str
     precision: str
+    unit_bytes: int
     rounds: int
     out: str
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The dtype to compute in, if it is not the parameters'."""
+        return torch.bfloat16 if self.precision == "bf16" else None
 
 
 def read(arguments: Sequence[str]) -> Settings:
     """Return the settings of ``key=value`` words. Raises UserError for others."""
     values = {}
-    known = ("device", "cases", *CHOICES, "rounds", "out")
+    known = ("device", "cases", *CHOICES, "unit_bytes", "rounds", "out")
     for word in arguments:
         key, equals, value = word.partition("=")
         if not equals:
@@ -147,12 +154,16 @@ def read(arguments: Sequence[str]) -> Settings:
     rounds = values.get("rounds", "20" if on_gpu else "60")
     if not rounds.isdecimal() or int(rounds) < 1:
         raise UserError(f"rounds={rounds}: expected a whole number, at least 1")
+    unit_bytes = values.get("unit_bytes", "0")
+    if not unit_bytes.isdecimal():
+        raise UserError(f"unit_bytes={unit_bytes}: expected a whole number of bytes")
     return Settings(
         device=device,
         cases=lists["cases"],
         contenders=lists["contenders"],
         optimizer=lists["optimizer"][0],
         precision=lists["precision"][-1 if on_gpu else 0],
+        unit_bytes=int(unit_bytes),
         rounds=int(rounds),
         out=values.get("out", ""),
     )
@@ -167,10 +178,9 @@ class Contender:
     def __init__(self, name: str, case: Case, settings: Settings) -> None:
         device = settings.device
         self.device = device
-        self.low = torch.bfloat16 if settings.precision == "bf16" else None
         torch.manual_seed(0)
-        self.model = _wrapped(name, case, case.build().to(device), device, self.low)
-        self.autocasts = self.low if name in ("plain", "ddp") else None
+        self.model = _wrapped(name, case, case.build().to(device), settings)
+        self.autocasts = settings.low if name in ("plain", "ddp") else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=1e-4,
@@ -201,15 +211,14 @@ class Contender:
                 self.seconds[phase].append(moments[index + 1] - moments[index])
 
 
-def _wrapped(
-    name: str, case: Case, model: nn.Module, device: torch.device, low: torch.dtype | None
-) -> nn.Module:
+def _wrapped(name: str, case: Case, model: nn.Module, settings: Settings) -> nn.Module:
+    device = settings.device
     if name == "ddp":
         group = None if is_accelerator(device) else dist.new_group([dist.get_rank()], backend="gloo")
         return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     if name == "fsdp2":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = fsdp.MixedPrecisionPolicy(param_dtype=low)
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=settings.low)
         for module in model.modules():
             if isinstance(module, case.unit):
                 fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -218,8 +227,10 @@ def _wrapped(
     if name != "plain":
         world: Any = dist.group.WORLD
         transport = comm.Alone() if name == "alone" else comm.ProcessGroupTransport(world)
-        precision = shardtrain.Precision(low)
-        return shardtrain.shard(model, units=[case.unit], transport=transport, precision=precision)
+        options: dict[str, Any] = {"precision": shardtrain.Precision(settings.low), "transport": transport}
+        if settings.unit_bytes:
+            options["unit_bytes"] = settings.unit_bytes
+        return shardtrain.shard(model, units=[case.unit], **options)
     return model
 
 

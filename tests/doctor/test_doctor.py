@@ -19,7 +19,7 @@ from shardtrain.recipes import models
 from pool import each_rank
 from tiny import ALONE, CPU, VIT, composed, small_model
 
-TINY = ["+recipe=resnet", "data=fake", "data.train_images=48", "data.image_size=8", "train.batch_size=12"]
+TINY = ["+recipe=resnet", "data=fake", "data.limit=48", "data.image_size=8", "train.batch_size=12"]
 LOW = ["train.accumulate=2"]
 MESSAGES = "parallel.transport=process_group"
 LONG = pytest.mark.long

@@ -145,7 +145,7 @@ SHORT = {
     ONE: {"bf16", "offload, no_sync, clip", "offload, checkpoint"},
     EIGHT: {
         *("whole", "kept, no_sync", "fp16 scaled", "virtual ranks", "replicas, bf16"),
-        *("offload, replicas, bf16", "EMA"),
+        *("offload, replicas, bf16", "EMA", "joined, bf16"),
     },
 }
 # Ranks that do not exist cannot agree on what is in a checkpoint; `play` copies it.
@@ -178,7 +178,7 @@ def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
 
 
 # Gloo moves tensors of a device in equal intervals.
-REFUSED = "whole", "whole, bf16", *(name for name, way in WAYS.items() if way.virtual)
+REFUSED = "whole", "whole, bf16", "joined, whole", *(name for name, way in WAYS.items() if way.virtual)
 SHORT_OVER_GLOO = "even", "whole", "offload, no_sync, clip", "replicas"
 
 
@@ -450,7 +450,7 @@ def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """
     waits: list[list[str]] = []
     lengths = ("train.max_steps=8", "train.log_every=100", "train.eval_every=100", "checkpoint.keep=0")
-    keys = "train.mixup=0", "train.cutmix=0", "monitor.tensorboard=false", f"parallel.virtual_ranks={virtual}"
+    keys = "train.mixup=0", "train.cutmix=0", "monitor.writers=[]", f"parallel.virtual_ranks={virtual}"
     config = configure(*TINY, *lengths, *keys)
     with SimulatedDevice()(monkeypatch) as device:
 

@@ -311,7 +311,7 @@ def trains_like_ddp(name: str) -> None:
         chosen["mesh"] = mesh(replicate, group)
     # The CPU stands in for a device that computes while shards are in host memory.
     with mock.patch.object(api, "is_accelerator", return_value="offload" in options):
-        model = shardtrain.shard(model, units="blocks", **chosen)
+        model = shardtrain.shard(model, units="blocks", unit_bytes=0, **chosen)
     with fresh_compiler():
         losses = train_in_micro_batches(model)
     assert losses == pytest.approx(train_in_micro_batches(replica), rel=rounding)

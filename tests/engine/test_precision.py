@@ -283,9 +283,9 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(fused: bool) -> None:
 
 TINY = """
     model=vit_cifar model.layers=1 model.heads=1 model.width=64 model.mlp_width=64 augment=none
-    data=fake data.image_size=8 data.train_images=40 parallel.precision=fp16
+    data=fake data.image_size=8 data.limit=40 parallel.precision=fp16
     train.batch_size=4 train.epochs=1 train.log_every=1 optim.lr=0.01 sched=constant
-    checkpoint.every_steps=1 checkpoint.keep=9 monitor.tensorboard=false
+    checkpoint.every_steps=1 checkpoint.keep=9 monitor.writers=[]
 """
 
 

@@ -243,7 +243,8 @@ class Registered(nn.Linear):
 
 
 @each_rank(2)
-def test_a_sharded_module_has_another_class_that_looks_like_its_own() -> None:
+def test_a_unit_has_another_class_that_looks_like_its_own() -> None:
+    """So has a module of the root's own parameters. Calls look ``__call__`` up in the class."""
     model = nn.Sequential(Registered(3, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3))))
     classes = {module: type(module) for module in model.modules()}
     looks = repr(model)
@@ -251,16 +252,71 @@ def test_a_sharded_module_has_another_class_that_looks_like_its_own() -> None:
     assert repr(model) == looks
     for module, kind in classes.items():
         assert isinstance(module, kind)
+        assert (type(module) is kind) is (module is model[1].get_submodule("0"))
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             assert getattr(type(module), name) == getattr(kind, name)
-        of_torch = {"__call__", "_call_impl", "_compiled_call_impl", "named_modules", "reset_parameters"}
-        assert not (of_torch | {"__deepcopy__", "__reduce_ex__"}) & vars(module).keys()
+        assert not {"__call__", "_call_impl", "_compiled_call_impl", "named_modules"} & vars(module).keys()
     assert not Registered.subclasses
     model[1].recompile()  # torch.fx writes methods into the module's class
     model(torch.ones(2, 3)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
     engine_of(model).detach()
     assert {module: type(module) for module in model.modules()} == classes
+
+
+class Listed(nn.Sequential):
+    """Has a state of its own, which is no dict."""
+
+    def __getstate__(self) -> Any:
+        return [*self]
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)
+
+
+def with_plain_modules() -> tuple[nn.Module, ...]:
+    """Return a model, and modules in it that are no unit: around others, with parameters, without."""
+    inner = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3, affine=False))
+    unit = nn.Sequential(Listed(inner), nn.LSTM(3, 5))
+    return nn.Sequential(unit, nn.Linear(5, 2)), unit[0], inner, inner[0], unit[1], inner[1]
+
+
+@each_rank(2)
+def test_a_module_that_is_no_unit_keeps_its_class() -> None:
+    """Methods that do more than before stand in its ``__dict__``: none without sharded parameters inside."""
+    model, *plain = with_plain_modules()
+    listed, _, linear, _, _ = plain
+    classes = [type(module) for module in plain]
+    attributes = [{*vars(module)} for module in plain]
+    looks = repr(model)
+    keys = [*model.state_dict()]
+    listed.apply = own = lambda fn: listed  # a user's, which stays
+    shard(model, units=lambda name, _: name == "0")
+    assert [type(module) for module in plain] == classes
+    assert (repr(model), [*model.state_dict()]) == (looks, keys)
+    assert listed.__dict__.pop("apply") is own
+    lent = [{*vars(module)} - before for module, before in zip(plain, attributes, strict=True)]
+    around = {"__getstate__", "apply"}
+    holds = {*around, "__deepcopy__", "__reduce_ex__", "reset_parameters"}
+    assert lent == [{"__getstate__"}, around, holds, {*holds, "flatten_parameters"}, set()]
+    assert linear.reset_parameters.__doc__ == nn.Linear.reset_parameters.__doc__
+    engine_of(model).detach()
+    assert [{*vars(module)} for module in plain] == attributes
+
+
+@each_rank(2)
+def test_copies_of_a_plain_module_have_no_methods_of_the_sharded_one() -> None:
+    model, listed, inner, linear, lstm, norm = with_plain_modules()
+    attributes = {*vars(inner)}
+    shard(model, units=lambda name, _: name == "0")
+    for copied in (copy.copy(norm), copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert vars(copied).keys() == vars(norm).keys()
+    assert {*vars(copy.copy(inner))} == attributes
+    assert "__getstate__" not in vars(copy.copy(listed))
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        for module in (linear, lstm) if copies is copy.copy else (linear, lstm, inner, listed):
+            with pytest.raises(ValueError, match=r"^a sharded model"):
+                copies(module)
 
 
 class Marked(torch.Tensor):
@@ -433,8 +489,26 @@ def test_edits_inside_forward_are_refused(replaced: bool) -> None:
                     param.mul_(0.9).add_(other, alpha=0.1)
         return self.head(self.blocks[0](x) + target)
 
-    with refused(r"^forward changed blocks\.2\..* of blocks\.2, .* change or move parameters between"):
+    use = "data" if replaced else "mul_"
+    with refused(rf"^blocks\.2\.\S+ was used \({use}\) in forward outside of .* change it, between steps"):
         shard(Net(root=run_then_update), units=[Unit])(batch(0))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@each_rank(2)
+def test_edits_of_shards_through_views_inside_forward_are_refused(after: bool) -> None:
+    """Those that were made before the forward."""
+
+    def update(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.stem(x)) if after else self.stem(x)
+        for view in self.views:
+            view.mul_(2)
+        return self.head(x if after else self.blocks[1](x))
+
+    model = shard(Net(root=update), units=[Unit])
+    model.views = [param.detach() for param in model.blocks[1].parameters()]
+    with refused(r"^forward changed blocks\.1\..* of blocks\.1, .* change or move parameters between"):
+        model(batch(0))
 
 
 class Buffered(nn.LSTM):
@@ -486,7 +560,7 @@ def test_weights_that_move_inside_forward_are_unchanged(units: Any, forward: Any
     """Those of a unit that a parent moves are local shards: only flatten_parameters() leaves them alone."""
     closed = nn.Conv2d in units if forward is reorder_inside else bool(units)
     if closed and forward is not flatten_inside:
-        with refused("^forward changed .* change or move parameters between steps"):
+        with refused(r"\((data|to)\) in forward outside of a call of (lstm|conv), .* it, between steps"):
             on_sequences(shard(recurrent(forward), units=units), 0)
         return
     model = like_a_replica(lambda: recurrent(forward), on_sequences, units=units)

@@ -41,7 +41,7 @@ from tiny import SHORT, composed, configure, context, result_of
 
 STOCK = (
     *("model=mobilenet_v3_small", "data.channels=3", "augment=digits", "optim=adamw"),
-    *("ema.decay=0.9", "monitor.tensorboard=false", "train.epochs=1"),
+    *("ema.decay=0.9", "monitor.writers=[]", "train.epochs=1"),
 )
 
 

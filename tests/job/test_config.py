@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from torch import nn
 from torchvision import models
 from torchvision.models import list_models
 
@@ -25,6 +26,8 @@ from shardtrain.job.config import Digits, Images
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.read import from_hydra
+from shardtrain.job.record import brought_up_to_date
+from shardtrain.job.saved import changed_keys
 from shardtrain.job.schema import chosen, typed
 from shardtrain.train import sweep
 from shardtrain.train.sweep import Outcome
@@ -107,7 +110,13 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
         (["--help"], r"\n  resnet18_cifar10 +93\.02 % published  ResNet(.|\n)*Choose from the groups"),
+        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*\n--help GROUP "),
+        (
+            ["--help", "all", "optim=muon"],
+            r"lr: 0.002 +# of all parameters(.|\n)*\n  batch_size: 96 +# images of one",
+        ),
         (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
+        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*--help GROUP"),
         (["--help", "train"], r"batch_size: 96 +# images of one optimizer step"),
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
         (["+recipe=resnet", "--help", "optim"], r"lr: 0.03 +# learning rate after"),
@@ -118,6 +127,11 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         said = capsys.readouterr().out
         assert re.search(words, said), said
         assert ("epochs" in said) == ("optim" not in flags)
+
+
+def test_help_fits_one_screen(capsys: Any) -> None:
+    assert compose(["--help"]) is None
+    assert len(capsys.readouterr().out.splitlines()) <= 32
 
 
 def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
@@ -141,15 +155,13 @@ def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
     groups = {"data": "train", "optim": "optim", "sched": "sched"} if program == "train" else {}
     choices = [f"{group}={file.stem}" for group in groups for file in Path("configs", group).glob("*.yaml")]
     for choice in ["", *choices]:
-        section = [choice.partition("=")[0], choice] if choice else []
+        section = [choice.partition("=")[0], choice] if choice else ["all"] * (program == "train")
         compose(["--help", *section, "--config-dir", str(own)], folder=folder)
         said = capsys.readouterr().out
-        keys = re.findall(
-            r"^ *(\w+): (?!\n).*", said.partition("change any key with key=value.")[2] or said, re.M
-        )
-        assert keys
-        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said.rpartition("key=value.\n")[2], re.M)
+        assert re.findall(r"^ *(\w+): (?!\n).*", said, re.M)
+        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said, re.M)
         assert bare == [], choice
+        assert max(map(len, said.splitlines())) <= 120
         assert re.findall(r"^ *- .*#.*", said, re.M) == []  # a list's comment stands at its key
 
 
@@ -263,6 +275,28 @@ def test_an_older_record_loses_keys_that_have_gone_and_gets_new_ones(
     assert found.train.tta == 0
 
 
+def test_an_older_record_says_in_words_of_today_what_keys_said_that_have_gone(tmp_path: Path) -> None:
+    before = asdict(composed("data=fake"))
+    before["data"] |= {"train_images": 60, "limit": None}
+    before["train"] |= {"best": "val/error", "best_mode": "min"}
+    before["monitor"] = {
+        "tensorboard": True,
+        "profile_at": None,
+        "scores": ["per_class", "my.error"],
+        "writers": ["my.W"],
+    }
+    before["ema"]["after_epochs"] = 2.0
+    before["parallel"]["sync_batchnorm"] = False
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(before))
+    found = from_hydra(compose([f"config={file}"]))
+    assert found.data.limit == 60
+    assert found.monitor.writers == ("tensorboard", "my.W")
+    error = {"_target_": "my.error", "higher_is_better": False}
+    assert found.monitor.scores == ("per_class", error)
+    assert changed_keys(brought_up_to_date(before), asdict(found)) == []
+
+
 UNREADABLE = {
     "train:\n\tepochs: 3": "found character '\\t' that cannot start any token in",
     "train: {epochs: 3}\ntrain: {epochs: 4}": "found duplicate key train",
@@ -279,13 +313,111 @@ UNREADABLE = {
 def test_a_recipe_that_cannot_be_read_is_named(own: Path) -> None:
     for text, told in UNREADABLE.items():
         (own / "recipe/mine.yaml").write_bytes(f"# @package _global_\n{text}\n".encode("latin1"))
-        if not text:
-            (own / "recipe/mine.yaml").unlink()
-            os.mkfifo(own / "recipe/mine.yaml")  # which Hydra does not take for a file; --help reads them all
-        require_told(f"--config-dir {own} {'+recipe=mine' if text else '--help'} | {told}", compose)
+        require_told(f"--config-dir {own} +recipe=mine | {told}", compose)
+        # A command that has not chosen it does not read it.
+        others = from_hydra(compose(["--config-dir", str(own), "+recipe=resnet"]))
+        assert others == composed("+recipe=resnet")
 
 
-TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.tensorboard=false")
+def test_help_says_which_files_it_cannot_read(own: Path, capsys: Any) -> None:
+    (own / "recipe/mine.yaml").unlink()
+    os.mkfifo(own / "recipe/mine.yaml")
+    (own / "recipe/latin.yaml").write_bytes(b"# caf\xe9\nseed: 1\n")
+    assert compose(["--help", "--config-dir", str(own)]) is None
+    said = capsys.readouterr().out
+    assert re.search(r"\n  mine  .*mine.yaml is not a regular file; expected a YAML file of keys\n", said)
+    assert re.search(r"\n  latin .*latin.yaml: 'utf-8' codec can't decode byte 0xe9", said)
+
+
+FILES = {
+    "recipe/by_list.yaml": "# @package _global_\ndefaults: [worse]",
+    "recipe/by_group.yaml": "# @package _global_\ndefaults: [{override /model: worse}]",
+    "recipe/by_place.yaml": "# @package _global_\ndefaults: [/recipe/worse@_here_]",
+    "recipe/worse.yaml": "\tseed: 1",
+    "model/worse.yaml": "width: ${hydra:job.num}",
+    "data/mixed.yaml": "defaults: [digits]",
+    "augment/mixed.yaml": "pad: 'a",
+    "recipe/sweeps.yaml": "# @package _global_\nhydra: {sweeper: {params: {optim.lr: '0.1,0.2'}}}",
+    "recipe/elsewhere.yaml": "# @package _global_\nhydra: {run: {dir: /tmp}}",
+    "recipe/launches.yaml": "# @package _global_\ndefaults: [{override /hydra/launcher: basic}]",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("recipe=by_list", "recipe/worse.yaml: while scanning for the next token found character"),
+        ("recipe=by_place", "recipe/worse.yaml: while scanning for the next token found character"),
+        (
+            "+recipe=by_group",
+            "model/worse.yaml: width=${hydra:job.num} reads something else than keys; set width",
+        ),
+        ("model=worse", "model/worse.yaml: width=${hydra:job.num} reads something else than keys; set width"),
+        ("data=mixed", "augment/mixed.yaml: while scanning a quoted scalar"),
+        (
+            "recipe=sweeps",
+            "sweeps.yaml: hydra.sweeper.params.optim.lr: Hydra only composes here; -m optim.lr=0.1",
+        ),
+        (
+            "recipe=elsewhere",
+            "elsewhere.yaml: hydra.run.dir=/tmp: Hydra only composes here; run.name and run.d",
+        ),
+        (
+            "recipe=launches",
+            "launches.yaml: its defaults list has hydra/launcher: basic: Hydra only composes",
+        ),
+    ],
+)
+def test_a_file_of_ones_own_that_a_choice_leads_to_is_named(tmp_path: Path, words: str, told: str) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    require_told(f"--config-dir {tmp_path} {words} | {told}", compose)
+    require_told(
+        f"--config-dir {tmp_path} -m seed=1,2 {words} | {told}", lambda line: sweep.read(line, False)
+    )
+    assert sweep.read(["--config-dir", str(tmp_path), "-m", "seed=1,2"], False) is not None
+
+
+def test_a_model_file_may_have_its_function_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tiny.yaml").write_text("_target_: test_config.one_layer\n")
+    words = ("--config-dir", str(tmp_path), "model=tiny", "allow=[test_config]")
+    job, config = build(composed(*words), 0, 1, CPU)
+    assert (config.model["num_classes"], sum(p.numel() for p in job.model.parameters())) == (10, 650)
+
+
+def one_layer() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optim.lr", "0.05", 0.05),
+        ("optim.lr", "1e-3", 0.001),
+        ("train.epochs", "3", 3),
+        ("optim.nesterov", "false", False),
+        ("train.max_steps", "null", None),
+        ("data.mean", "[0.5,0.25]", (0.5, 0.25)),
+        ("run.name", "1e3", "1e3"),
+    ],
+)
+def test_what_the_environment_says_is_a_number_where_a_key_is(
+    monkeypatch: Any, key: str, text: str, value: Any
+) -> None:
+    monkeypatch.setenv("TEXT", text)
+    config = from_hydra(compose([f"{key}=${{oc.env:TEXT}}"]))
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
+    monkeypatch.setenv("TEXT", "a: b, c[")
+    if key != "run.name":
+        require_told(
+            f"{key}=${{oc.env:TEXT}} | {key}=a: b, c[: expected ", lambda words: from_hydra(compose(words))
+        )
+
+
+TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.writers=[]")
 
 
 def jobs(*arguments: str) -> list[str]:
@@ -372,6 +504,17 @@ while True:
         outcome_of(program)
     assert left.value.code == code
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("words", [["--nnodes", "2"], ["--nnodes=1:4", "--nproc-per-node", "2"]])
+def test_a_sweep_on_several_hosts_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        sweep.run(words, ["+recipe=resnet", "seed=0,1"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --nnodes {words[-1] if len(words[0]) == 8 else '1:4'}: a sweep starts")
+    assert message.count("\n") == 1
+    sweep.require_one_host(["--nnodes=1", "--standalone"])
 
 
 def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

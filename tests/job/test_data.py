@@ -27,13 +27,13 @@ from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
 from shardtrain.job.config import Images
 from shardtrain.job.data import DataSet, EvalFeed, TrainFeed, workers
-from shardtrain.job.data.feed import Arrays, Mix, numbered
+from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.items import Items
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
 from shardtrain.recipes.augment import Photo
 
-from tiny import CPU, composed, write_folders
+from tiny import CPU, composed, prepared, write_folders
 
 DIGITS: Any = composed("data=digits").data
 TWO_IMAGES = Share(2, 1, 0, 1)  # per step, on one rank
@@ -102,8 +102,8 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
     assert (images.dtype, int(images.max())) == (torch.uint8, 16)
     assert not {*map(bytes, images.flatten(1).numpy())} & {*map(bytes, held_out.flatten(1).numpy())}
     assert labels.unique().tolist() == list(range(10))
-    assert images.float().mean().item() == pytest.approx(digits.mean[0], abs=0.01)
-    assert images.float().std().item() == pytest.approx(digits.std[0], abs=0.01)
+    assert images.float().mean().item() == pytest.approx(255 * digits.preprocessing.mean[0], abs=0.01)
+    assert images.float().std().item() == pytest.approx(255 * digits.preprocessing.std[0], abs=0.01)
     notice = importlib.resources.files("shardtrain.job.data").joinpath("digits.md").read_text()
     assert "CC BY 4.0" in notice
     assert "archive.ics.uci.edu" in notice or "doi.org" in notice
@@ -111,11 +111,16 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
 
 @pytest.mark.smoke
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
-    sizes = ("train_images=300", "channels=2", "image_size=5")
+    sizes = ("limit=300", "channels=2", "image_size=5")
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
     first = data.load(config)
     second = data.load(config)
-    assert (len(first.train), len(first.val), len(first.classes), first.channels) == (300, 75, 10, 2)
+    assert (len(first.train), len(first.val), len(first.classes), first.preprocessing.channels) == (
+        300,
+        75,
+        10,
+        2,
+    )
     images, labels = first.train[[0, 256, 299]]
     assert images.shape == (3, 2, 5, 5)
     assert torch.equal(images[0], images[1])
@@ -138,18 +143,23 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
         data.load(files("cifar100", tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
     found = data.load(files("cifar10", tmp_path))
-    assert (len(found.train), len(found.val), len(found.classes), found.channels) == (30, 6, 10, 3)
+    assert (len(found.train), len(found.val), len(found.classes), found.preprocessing.channels) == (
+        30,
+        6,
+        10,
+        3,
+    )
     images, labels = found.val[[5, 0]]
     assert labels.tolist() == [9, 0]
     assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
-    assert found.mean == (125.3, 123.0, 113.9)
+    assert found.preprocessing.mean == (0.4914, 0.4822, 0.4465)
     folder = tmp_path / CIFAR100.base_folder
     folder.mkdir()
     for name in ("train", "test"):
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "fine_labels": [0, 1, 2, 3, 4, 99]}))
     (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(i) for i in range(100)]}))
     found = data.load(files("cifar100", tmp_path))
-    assert (len(found.classes), found.mean, found.std) == (100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4))
+    assert (len(found.classes), found.preprocessing.std) == (100, (0.2675, 0.2565, 0.2761))
 
 
 def test_images_in_folders(tmp_path: Path) -> None:
@@ -207,10 +217,15 @@ def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
         )  # val goes before test
         images, labels = found.train[[6, 0]]
         assert labels.tolist() == [1, 0]
-        assert np.array_equal(images.numpy(), first[[6, 0]] if found.channels == 3 else none[[6, 0]][:, None])
-        assert found.mean == pytest.approx(first[:, : found.channels].mean((0, 2, 3)), abs=0.01)
-        assert found.std == pytest.approx(first[:, : found.channels].std((0, 2, 3)), abs=0.01)
-    config = completed(composed("data=arrays", f"data.root={tmp_path}/last.npz"), found._replace(channels=3))
+        how = found.preprocessing
+        assert np.array_equal(images.numpy(), first[[6, 0]] if how.channels == 3 else none[[6, 0]][:, None])
+        pixels = first[:, : how.channels] / 255
+        assert how.mean == pytest.approx(pixels.mean((0, 2, 3)), abs=1e-4)
+        assert how.std == pytest.approx(pixels.std((0, 2, 3)), abs=1e-4)
+        assert how.image_size == 4
+    colour = replace(how, channels=3)
+    found = found._replace(preprocessing=colour)
+    config = completed(composed("data=arrays", f"data.root={tmp_path}/last.npz"), found)
     assert (config.data.image_size, config.model["image_size"], config.model["in_channels"]) == (4, 4, 3)
 
 
@@ -306,7 +321,7 @@ def test_batches_have_the_size_that_was_asked_for(tmp_path: Path, kind: str) -> 
     if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
         assert {images.shape[-1] for images, _ in feed.loader} == {8}
         assert found.val[[0]][0].shape[-1] == 9
-    prepare = data.Prepare(found, config.side_in_eval, CPU)
+    prepare = data.Prepare(found.preprocessing, config.side_in_eval, CPU)
     held_out = data.EvalFeed(found.val, Share(2, 1, 0, 1), prepare, workers=0)
     assert {batch.images.shape[-1] for batch in held_out} == {9}
     assert config.sides == {8, 9}
@@ -349,7 +364,7 @@ def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_tak
 def test_images_alternate_from_epoch_to_epoch() -> None:
     pixels = torch.arange(40, dtype=torch.uint8).view(10, 1, 1, 4)
     arrays = Arrays(pixels, torch.arange(10))
-    small = data.DataSet(arrays, arrays, "small", numbered(10), 1, (0.0,), (1.0,))
+    small = data.DataSet(arrays, arrays, "small", prepared(10))
     flipped: list[dict[int, bool]] = []
     for world in (1, 2):  # two epochs of five steps
         seen: list[dict[int, bool]] = [{}, {}]
@@ -377,7 +392,7 @@ def test_images_alternate_from_epoch_to_epoch() -> None:
 def test_global_batches_do_not_depend_on_ranks_and_micro_batches(options: dict[str, Any]) -> None:
     pixels = torch.randint(0, 256, (48, 3, 6, 6), dtype=torch.uint8, generator=generator("pixels"))
     arrays = Arrays(pixels, torch.arange(48) % 2)
-    data = DataSet(arrays, arrays, "small", ("a", "b"), 3, (0.0,) * 3, (1.0,) * 3)
+    data = DataSet(arrays, arrays, "small", prepared(("a", "b"), mean=(0.0,) * 3))
     state = torch.get_rng_state()
     first, second = global_batches(data, 6, 24, 1, 1, **options)
     assert not torch.equal(first[0].sum(), second[0].sum())
@@ -418,13 +433,18 @@ def test_a_data_set_of_ones_own() -> None:
         return data.load(config.data, config.allow)
 
     found = loaded()
-    assert (len(found.train), len(found.val), found.classes, found.channels) == (10, 10, ("a", "b"), 2)
+    assert (len(found.train), len(found.val), found.classes, found.preprocessing.channels) == (
+        10,
+        10,
+        ("a", "b"),
+        2,
+    )
     first, second = (train_feed(loaded(), 5, steps=range(2)) for _ in range(2))
     for ours, again in zip(first, second, strict=True):  # random changes are those of the image's position
         assert torch.equal(ours.images, again.images)
     split = loaded("data.what=one", "data.validation=0.2", "data.mean=[0.5]", "data.std=[0.25,0.5]")
     assert (len(split.train), len(split.val), split.test) == (8, 2, None)
-    assert (split.mean, split.std) == ((127.5, 127.5), (63.75, 127.5))
+    assert (split.preprocessing.mean, split.preprocessing.std) == ((0.5, 0.5), (0.25, 0.5))
     for keys, message in (
         (
             ["data.what=one"],
@@ -476,9 +496,9 @@ def test_evaluation_counts_every_image_once(images: int, world_size: int, batch_
 def test_batches_are_normalised_and_the_last_one_is_filled_up() -> None:
     images = torch.randint(0, 256, (10, 3, 6, 6), dtype=torch.uint8, generator=generator("test"))
     arrays = Arrays(images, torch.arange(10))
-    small = data.DataSet(arrays, arrays, "small", numbered(10), 3, (10.0, 20.0, 30.0), (2.0, 4.0, 8.0))
+    how = prepared(10, mean=(10 / 255, 20 / 255, 30 / 255), std=(2 / 255, 4 / 255, 8 / 255))
     with patch("shardtrain.job.data.feed.EVAL_BATCH", 4):
-        batches = list(data.EvalFeed(small.val, Share(4, 1, 0, 1), data.Prepare(small, 6, CPU), workers=0))
+        batches = list(data.EvalFeed(arrays, Share(4, 1, 0, 1), data.Prepare(how, 6, CPU), workers=0))
     assert [batch.valid for batch in batches] == [4, 4, 2]
     assert torch.allclose(batches[0].images[:, 1], (images[:4, 1].float() - 20) / 4)
 
@@ -575,7 +595,7 @@ def test_a_batch_that_never_arrives_is_an_error(kind: str, told: str) -> None:
 
 def test_loaders_have_a_time_out_and_queues_that_tell() -> None:
     items = Items([*range(4)], "")
-    prepare = data.Prepare(DataSet(items, items, "", numbered(2), 1, (0.0,), (1.0,)), 8, CPU)
+    prepare = data.Prepare(prepared(2), 8, CPU)
     feed = EvalFeed(items, Share(4, 1, 0, 1), prepare, workers=2)
     assert feed.loader.timeout == workers.PATIENCE_S
     assert isinstance(feed.loader.multiprocessing_context.Queue(), workers._Batches)

@@ -30,7 +30,7 @@ def trained(config: Any) -> tuple[Any, data.DataSet, torch.nn.Module, Inference]
     config = completed(config, images)
     torch.manual_seed(0)
     model = plain_model(config.model, config.allow).eval()
-    return config, images, model, inference_of(config, images, model)
+    return config, images, model, inference_of(config, images.preprocessing, model)
 
 
 def answers(inference: Inference, model: torch.nn.Module, image: Path, folder: Path) -> tuple[str, Any]:
@@ -60,7 +60,7 @@ def test_the_program_answers_as_the_evaluation_does(tmp_path: Path) -> None:
     assert (inference.resize, inference.crop, inference.image_size) == (46, 40, 40)
     assert inference.mean == config.data.mean == pytest.approx((0.485, 0.456, 0.406), abs=1e-3)
     pixels, _ = images.val[[2]]
-    expected = model(data.Prepare(images, config.data.side_in_eval, CPU)(pixels))
+    expected = model(data.Prepare(images.preprocessing, config.data.side_in_eval, CPU)(pixels))
     name, logits = answers(inference, model, file, tmp_path)
     assert torch.allclose(logits, expected, atol=1e-5)
     assert name == inference.classes[int(expected.argmax())]
@@ -79,7 +79,7 @@ def test_the_program_answers_for_small_grey_images_resized(tmp_path: Path, name:
     assert inference.classes == (*"0123456789", "10")
     pixels, _ = images.val[[5]]
     Image.fromarray(pixels[0, 0].numpy()).save(tmp_path / "digit.png")
-    expected = model(data.Prepare(images, config.data.side_in_eval, CPU)(pixels))
+    expected = model(data.Prepare(images.preprocessing, config.data.side_in_eval, CPU)(pixels))
     printed, logits = answers(inference, model, tmp_path / "digit.png", tmp_path)
     assert torch.allclose(logits, expected, atol=1e-4)
     assert printed == str(int(expected.argmax()))

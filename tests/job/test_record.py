@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from shardtrain import comm
+from shardtrain.evaluate.__main__ import Evaluation
 from shardtrain.evaluate.__main__ import read as read_evaluation
 from shardtrain.export import __main__ as exporting
 from shardtrain.job import data
@@ -33,10 +34,10 @@ from key_table import FOUR_STEPS, ROWS, UNITS, photos
 from pool import each_rank
 from tiny import ALONE, CPU, VIT, context, result_of
 
-QUIET = ("monitor.tensorboard=false",)
+QUIET = ("monitor.writers=[]",)
 # Keys without a row of their own in `key_table.py`, with a value for this test.
 OTHERS = (
-    *("train.best=val/loss train.best_mode=min", "train.eval_batch_size=3", "train.channels_last=true"),
+    *("train.best=val/loss", "train.eval_batch_size=3", "train.channels_last=true"),
     *("data.classes=[a,b,c,d,e,f,g,h,i,j]", "parallel.virtual_ranks=2", "checkpoint.memory_every_steps=1"),
     *("optim._target_=torch.optim.RAdam", "train.loss._target_=torch.nn.MultiMarginLoss", "threads=1"),
     *("augment=none", "model.freeze=[body]", "monitor.scores=[]", "data.validation=0.25 seed=3"),
@@ -55,13 +56,15 @@ def ran(folder: Path, *words: str) -> dict[str, Any]:
     """Train in ``folder``, and return result.json."""
     with contextlib.redirect_stdout(io.StringIO()):
         train(command(f"run.dir={folder}", *words), context(folder))
+    comm.barrier()
     return result_of(folder)
 
 
-def scored(config: Config) -> dict[str, float]:
+def scored(config: Config, *, all_held_out: bool = False) -> dict[str, float]:
     """Return the scores of an evaluation alone, which rank 0 prints."""
+    place = dataclasses.replace(context(config.run.dir or "nowhere"), all_held_out=all_held_out)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        train(config, context(config.run.dir or "nowhere"))
+        train(config, place)
     texts = comm.gather_texts(said.getvalue(), comm.plain_transport())
     scores: dict[str, float] = json.loads(texts[0].splitlines()[-1])
     return scores
@@ -111,13 +114,25 @@ def require_agreement(folder: Path, words: list[str]) -> None:
     found = scored(command("eval_only=true", f"run.dir={run}"))
     assert {name: found[name] for name in names} == numbers, "eval_only by run.dir"
 
-    exported(run, folder / "out.pth")
+    if comm.world_size() == 1:
+        require_equal_export(run, folder / "out.pth", result)
+    require_equal_continuations(run, folder, result, numbers)
+
+
+def require_equal_export(run: Path, out: Path, result: dict[str, Any]) -> None:
+    """Export the run, and score the file in plain PyTorch."""
+    exported(run, out)
     config = command(f"config={run}/config.yaml")
     if config.train.tta == 0 and config.ema.decay is None and config.parallel.precision == "fp32":
-        assert accuracy_of_plain_model(folder / "out.pth", config) == pytest.approx(result["val/acc1"])
+        assert accuracy_of_plain_model(out, config) == pytest.approx(result["val/acc1"])
 
+
+def require_equal_continuations(
+    run: Path, folder: Path, result: dict[str, Any], numbers: dict[str, Any]
+) -> None:
+    """Resume the run, start from it, and run its record again."""
     again = ran(run)  # no word but the directory
-    assert {name: again[name] for name in names} == numbers, "resume"
+    assert {name: again[name] for name in numbers} == numbers, "resume"
     assert again["step"] == result["step"]
 
     start = folder / "start"
@@ -127,7 +142,7 @@ def require_agreement(folder: Path, words: list[str]) -> None:
     assert not others, f"resume=PATH: {others}"
 
     repeated = ran(folder / "repeated", f"config={run}/config.yaml")
-    assert {name: repeated[name] for name in names} == numbers, "config=FILE"
+    assert {name: repeated[name] for name in numbers} == numbers, "config=FILE"
     others = differences(run, folder / "repeated") - {"run.dir"}
     assert not others, f"config=FILE: {others}"
 
@@ -166,6 +181,30 @@ def test_what_follows_a_run_agrees_with_it_for_every_key(part: int, tmp_path: Pa
     assert not wrong, "\n".join(wrong)
 
 
+# What only several ranks divide, copy or send.
+OF_RANKS = (
+    *(
+        "parallel.replicate=2 parallel.transport=process_group",
+        "parallel.virtual_ranks=2 train.replay_every=1",
+    ),
+    *("train.accumulate=2 train.class_weights=balanced", "parallel.reduce=bf16 ema.decay=0.5"),
+    *("parallel.layout=whole parallel.reshard_after_forward=false", "data.validation=0.25 train.mixup=1"),
+)
+
+
+@each_rank(2, transport="auto")
+def test_what_follows_a_run_of_two_ranks_agrees_with_it(tmp_path: Path) -> None:
+    for number, words in enumerate(OF_RANKS[:2]):
+        require_agreement(tmp_path / str(number), words.split())
+
+
+@pytest.mark.long
+@each_rank(2, transport="auto")
+def test_what_follows_a_run_of_two_ranks_agrees_with_it_for_every_key(tmp_path: Path) -> None:
+    for number, words in enumerate(OF_RANKS[2:]):
+        require_agreement(tmp_path / str(number), words.split())
+
+
 def photo_run(folder: Path, *words: str) -> Path:
     """Train two epochs on photographs in folders; return the run."""
     if comm.rank() == 0:
@@ -180,10 +219,16 @@ def photo_run(folder: Path, *words: str) -> Path:
     return folder / "run"
 
 
-def evaluation(*words: str) -> Config:
-    config = read_evaluation(words, False)
-    assert config is not None
-    return config
+def evaluation(*words: str) -> Evaluation:
+    settings = read_evaluation(words, False)
+    assert settings is not None
+    return settings
+
+
+def scored_by(*words: str) -> dict[str, float]:
+    """Return the scores of `shardtrain.evaluate`."""
+    settings = evaluation(*words)
+    return scored(settings.config, all_held_out=settings.names_images)
 
 
 def predicted(run: Path, root: Path, out: Path, **keys: Any) -> list[list[str]]:
@@ -205,7 +250,7 @@ def right_of(run: Path, new: Path, out: Path) -> list[list[str]]:
     lines = predicted(run, new, out)
     assert [path for path, *_ in lines] == sorted(map(str, new.rglob("*.png")))
     right = [path.split("/")[-2] == name for path, name, _ in lines]
-    found = scored(evaluation(f"run={run}", f"data.root={new}"))
+    found = scored_by(f"run={run}", f"data.root={new}")
     assert found["val/acc1"] == pytest.approx(100 * sum(right) / len(right)) == result_of(run)["val/acc1"]
     return lines
 
@@ -232,19 +277,38 @@ def test_predictions_are_those_of_plain_pytorch(tmp_path: Path) -> None:
 def test_other_images_are_scored_without_any_to_train_on(tmp_path: Path) -> None:
     run = photo_run(tmp_path, "data.validation=4")
     new = tmp_path / "photos/val"
-    by_folder = scored(evaluation(f"run={run}", f"data.root={new}"))
+    by_folder = scored_by(f"run={run}", f"data.root={new}")
     table = tmp_path / "new.csv"
     table.write_text(
         "image,label\n" + "".join(f"{p.relative_to(new)},{p.parent.name}\n" for p in new.rglob("*.png"))
     )
     words = (f"run={run}", "data=csv", f"data.root={new}", f"data.table={table}")
-    assert scored(evaluation(*words)) == pytest.approx(by_folder)
-    config = evaluation(*words).data
+    assert scored_by(*words) == pytest.approx(by_folder)
+    config = evaluation(*words).config.data
     assert (config.mean, config.classes, config.image_size) == ((0.4,) * 3, ("cat", "dog"), 8)
     (new / "cow").mkdir()
     Image.new("RGB", (9, 9)).save(new / "cow/0.png")
     with pytest.raises(UserError, match=r"^data.root=.*val: the run has no class cow \(valid: cat, dog\)$"):
-        scored(evaluation(f"run={run}", f"data.root={new}"))
+        scored_by(f"run={run}", f"data.root={new}")
+    with pytest.raises(UserError, match=r"^unknown key data.all_held_out"):
+        evaluation(f"run={run}", "data.all_held_out=true")
+
+
+def test_balanced_weights_are_those_of_the_run_where_none_can_be_counted(tmp_path: Path) -> None:
+    for number in range(8):  # more cats than dogs
+        file = tmp_path / f"photos/train/cat/more{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), (30 * number, 0, 0)).save(file)
+    run = photo_run(tmp_path, "train.class_weights=balanced", "data.validation=4")
+    new = tmp_path / "photos/val"
+    found = scored_by(f"run={run}", f"data.root={new}")
+    assert found["val/loss"] == pytest.approx(result_of(run)["test/loss"])
+    plain = scored_by(f"run={run}", f"data.root={new}", "train.class_weights=null")
+    assert plain["val/loss"] != pytest.approx(found["val/loss"])
+    (given,) = run.glob(f"checkpoints/step-{result_of(run)['step']:08}/manifest.json")
+    given.write_text(given.read_text().replace('"class_weights": "balanced"', '"class_weights": null'))
+    with pytest.raises(UserError, match=r"class_weights=balanced needs the training images; train.class_w"):
+        scored_by(f"run={run}", f"data.root={new}")
 
 
 def test_what_an_evaluation_or_a_prediction_lacks_is_named(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ import shardtrain
 from shardtrain import comm, shard
 from shardtrain.checkpoint.store import step_name
 from shardtrain.job import losses, pictures, scores
-from shardtrain.job.build import build, is_minimised
+from shardtrain.job.build import build
 from shardtrain.job.data import EvalFeed, Prepare, Share
-from shardtrain.job.data.feed import Arrays, DataSet, numbered
+from shardtrain.job.data.feed import Arrays, DataSet
 from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Scoring, evaluate
+from shardtrain.job.preprocessing import numbered
 from shardtrain.job.step import Step
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
@@ -29,7 +30,7 @@ from shardtrain.train.sweep import Outcome
 
 from pool import each_rank
 from small import Parts
-from tiny import CPU, TINY, composed, context, events_of, result_of, run
+from tiny import CPU, TINY, composed, context, events_of, prepared, result_of, run
 
 IMAGES = 23  # divided by no number of ranks or batches here
 NAMES = ("cat", "dog", "bird", "fish", "none")
@@ -39,7 +40,7 @@ def small_data() -> DataSet:
     """Return images whose pixels are logits of four of five classes."""
     images = torch.randint(0, 256, (IMAGES, 1, 2, 2), generator=torch.Generator().manual_seed(0))
     arrays = Arrays(images.to(torch.uint8), torch.arange(IMAGES) ** 2 % 4)
-    return DataSet(arrays, arrays, "small", NAMES, 1, (0.0,), (1.0,))
+    return DataSet(arrays, arrays, "small", prepared(NAMES))
 
 
 def everything(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def scored(virtual: int = 0) -> Any:
         lambda self, images: F.pad(images.flatten(1), (0, 1)) * self.scale, scale=nn.Parameter(torch.ones(()))
     )
     options = {"virtual_ranks": virtual} if virtual else {}
-    feed = EvalFeed(data.val, share, Prepare(data, 2, CPU), workers=0, batch_size=3)
+    feed = EvalFeed(data.val, share, Prepare(data.preprocessing, 2, CPU), workers=0, batch_size=3)
     functions = {"per_class": scores.per_class, "mine.everything": everything}
     return evaluate(shard(model, **options), feed, Scoring(functions=functions, classes=NAMES)).results
 
@@ -186,7 +187,10 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
     def mine(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
         return {"mine": next(falling), "shown": np.zeros((2, 3, 3), np.uint8), "lines": "of text"}
 
-    words = ("monitor.scores=[mine.mine,per_class]", "train.best=val/mine", "train.best_mode=min")
+    words = (
+        "monitor.scores=[{_target_: mine.mine, higher_is_better: false},per_class]",
+        "train.best=val/mine",
+    )
     words += ("train.epochs=9", "train.eval_every=1", "train.patience=2", "allow=[mine]")
     with patch.object(scores, "find_target", lambda *_: mine):
         assert train(composed("+recipe=resnet", *TINY, *words), context(tmp_path)) == 3.0
@@ -212,8 +216,7 @@ def judged(score: float, best: Best | None, *words: str) -> Any:
     saver.best = best
     saver.evaluation = lambda feed: MagicMock(ranking=lambda: {saver._config.train.best: score})
     train = saver._config.train
-    says = {"val/loss": False, "val/acc1": True}.get(train.best)
-    saver._job.scoring = Scoring(is_minimised=is_minimised(train, says))
+    saver._job.scoring = Scoring(is_minimised=train.best == "val/loss")
     better = saver._evaluate(7)
     assert saver._monitor.say.called == math.isnan(score)
     return better, saver.best
@@ -224,13 +227,9 @@ def test_directions() -> None:
     assert judged(50.0, best) == (False, best)
     assert judged(60.0, best) == (True, Best(7, 60.0, "val/acc1"))
     assert judged(40.0, best, "train.best=val/loss") == (True, Best(7, 40.0, "val/loss"))
-    assert judged(40.0, best, "train.best=val/blossom", "train.best_mode=min")[0]
     for word in ("val_recall/blossom", "val/loss_free"):  # a class or a score of any name
         assert judged(40.0, best, f"train.best={word}") == (False, best)
         assert judged(60.0, best, f"train.best={word}")[0]
-    message = "train.best_mode=max: val/loss itself says min; leave train.best_mode=null"
-    with pytest.raises(UserError, match=f"^{message}"):
-        judged(40.0, best, "train.best=val/loss", "train.best_mode=max")
     assert judged(math.nan, None) == (False, None)
     assert judged(-5.0, None)[0]
 
@@ -248,7 +247,6 @@ error_rate.higher_is_better = False  # type: ignore[attr-defined]
 def test_a_score_takes_keywords_and_says_what_is_better() -> None:
     """As functions of torchmetrics do: `k` has a default, which names of classes must not replace."""
     entry = {"_target_": "mine.error_rate", "k": 2}
-    best = composed(*TINY, "train.best=val/error2").train
     with patch.object(scores, "find_target", lambda *_: error_rate):
         for chosen, name in ((["mine.error_rate"], "error1"), ([entry], "error2")):
             results = scores.rehearse(scores.chosen_scores(chosen, 10, ()), NAMES)
@@ -259,13 +257,36 @@ def test_a_score_takes_keywords_and_says_what_is_better() -> None:
             scores.chosen_scores([{**entry, "kk": 1}], 10, ())
         with pytest.raises(UserError, match=r"monitor.scores: mine.error_rate is there twice"):
             scores.chosen_scores([entry, "mine.error_rate"], 10, ())
-    assert is_minimised(best, False)
+        reverse = {**entry, "higher_is_better": True}
+        assert scores.chosen_scores([reverse], 10, ())["mine.error_rate"].higher_is_better is True
+        message = r"^monitor.scores=\[mine.error_rate\]: higher_is_better=maybe: expected true or false$"
+        with pytest.raises(UserError, match=message):
+            scores.chosen_scores([{**entry, "higher_is_better": "maybe"}], 10, ())
     text = "monitor.scores=[per_class,{_target_:mine.error_rate,k:2}]"
     assert composed(text).monitor.scores == ("per_class", entry)
     job, _ = build(composed(*TINY, "train.best=val/balanced"), 0, 1, CPU)
     assert job.scoring.is_better(2.0, 1.0)
     job, _ = build(composed(*TINY, "train.best=val/loss"), 0, 1, CPU)
     assert job.scoring.is_better(1.0, 2.0)
+
+
+def test_functions_of_torchmetrics_are_scores_with_keywords() -> None:
+    pytest.importorskip("torchmetrics", reason='pip install -e ".[wild]": torchmetrics is missing')
+    text = (
+        "monitor.scores=[{_target_: torchmetrics.functional.classification.multiclass_f1_score},"
+        "{_target_: torchmetrics.functional.accuracy, task: multiclass, top_k: 2, average: macro},"
+        "{_target_: torchmetrics.functional.calibration_error, task: multiclass, higher_is_better: false}]"
+    )
+    allow = ("torchmetrics",)
+    entries = composed(text, "allow=[torchmetrics]").monitor.scores
+    results = scores.rehearse(scores.chosen_scores(entries, len(NAMES), allow), NAMES)
+    assert results.numbers.keys() == {"multiclass_f1_score", "accuracy", "calibration_error"}
+    assert results.higher_is_better == {"calibration_error": False}
+    logits = torch.eye(5)[[0, 1, 2, 0]]
+    labels = torch.tensor([0, 1, 2, 1])
+    functions = scores.chosen_scores(entries, 5, allow)
+    found = scores.results_of(functions, logits, labels, NAMES).numbers
+    assert found["multiclass_f1_score"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
 
 def test_metrics_of_each_image_have_gone() -> None:
@@ -317,7 +338,7 @@ def test_unknown_scores_are_refused_before_the_first_step() -> None:
         ("monitor.metric=val/loss", "did you mean train.best=val/balanced"),
         ("train.metric_for_best_model=accuracy", "did you mean train.best=val/balanced"),
         ("early_stopping=true", "train.patience=5 ends training after five"),
-        ("greater_is_better=false", "did you mean train.best_mode=min"),
+        ("greater_is_better=false", "higher_is_better: false}] says that less is better"),
         ("train.class_weight=balanced", "did you mean train.class_weights=balanced"),
         ("train.loss.weight=[1,2]", "train.class_weights=.* weights cross-entropy by classes"),
         ("train.class_weights=[1,0]", "class_weights=0.0: expected more than 0"),
@@ -332,7 +353,7 @@ def test_what_others_call_it_leads_there(words: str, advice: str) -> None:
 # weights of classes
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0, 1.0, 3.0, 0.1, 1.0, 7.0, 1.0])
-FOUR = ("data=fake", "data.train_images=24", "data.channels=1", "data.image_size=8", "train.batch_size=16")
+FOUR = ("data=fake", "data.limit=24", "data.channels=1", "data.image_size=8", "train.batch_size=16")
 
 
 class Computed(NamedTuple):
@@ -421,7 +442,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_balanced_weights() -> None:
     labels = torch.tensor([0] * 6 + [1] * 2)
     arrays = Arrays(torch.zeros(8, 1, 2, 2, dtype=torch.uint8), labels)
-    data = DataSet(arrays, arrays, "small", ("cat", "dog", "none"), 1, (0.0,), (1.0,))
+    data = DataSet(arrays, arrays, "small", prepared(("cat", "dog", "none")))
     assert losses.weights_of("balanced", data).tolist() == pytest.approx([8 / 12, 8 / 4, 1.0])
     assert losses.weights_of(None, data) is None
     with pytest.raises(
@@ -453,7 +474,9 @@ def test_the_validation_loss_is_the_one_that_is_trained() -> None:
         ),
     ):
         feeds = [
-            EvalFeed(data.val, Share(1, 1, 0, 1), Prepare(data, 2, CPU), workers=0, batch_size=size)
+            EvalFeed(
+                data.val, Share(1, 1, 0, 1), Prepare(data.preprocessing, 2, CPU), workers=0, batch_size=size
+            )
             for size in (3, 5)
         ]
         feed = feeds[0]
@@ -509,5 +532,5 @@ def test_a_weighted_loss_of_ones_own_is_warned_of(tmp_path: Path) -> None:
 
 
 def test_a_run_says_its_weights(tmp_path: Path) -> None:
-    run(str(tmp_path), "train.class_weights=balanced", "train.max_steps=1", "monitor.tensorboard=false")
+    run(str(tmp_path), "train.class_weights=balanced", "train.max_steps=1", "monitor.writers=[]")
     assert "class weights  0 1.5, 1 0.75" in (tmp_path / "log.txt").read_text()

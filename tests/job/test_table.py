@@ -16,7 +16,7 @@ from shardtrain.job.data.sets import stratified
 from shardtrain.job.errors import UserError
 from shardtrain.train.loop import train
 
-from tiny import CPU, composed, context
+from tiny import CPU, composed, context, prepared
 
 LABELS = ["dog"] * 10 + ["cat"] * 6 + ["bird"] * 4
 
@@ -58,7 +58,7 @@ def test_a_run_names_the_files_that_it_holds_out(tmp_path: Path) -> None:
     config = composed(
         *("data=csv", f"data.root={tmp_path}", f"data.table={keys.table}", "data.image_size=8"),
         *("data.validation=0.25", "model=resnet20", "train.batch_size=5", "train.max_steps=1"),
-        *("checkpoint.keep=0", "monitor.tensorboard=false", "data.workers=0"),
+        *("checkpoint.keep=0", "monitor.writers=[]", "data.workers=0"),
     )
     train(config, context(tmp_path / "run"))
     lines = (tmp_path / "run/held_out.csv").read_text().splitlines()
@@ -100,6 +100,8 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
         ),
         (["image,label", "0.png,a,b"], "line 2 has more cells than the first line; a text with a comma goes"),
         (["image,label", "0.png,a", "0.png,b"], "0.png is in 2 lines; expected each image once"),
+        (["image,label", "0.png,a", "./0.png,b"], "0.png and ./0.png is in 2 lines; expected each image"),
+        (["image,label", "x/../0.png,a", "{root}/0.png,b"], "x/../0.png and {root}/0.png is in 2 lines; ex"),
         (
             ["image,label", "0.png,a", "x.png,b", "y.png,b"],
             "2 of 3 images are not in data.root={root}: x.png;",
@@ -114,11 +116,20 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
     ],
 )
 def test_mistakes_in_a_table_are_named(tmp_path: Path, rows: list[str], message: str) -> None:
-    config = write_table(tmp_path, "\n".join(rows), images=2)
+    config = write_table(tmp_path, "\n".join(rows).format(root=tmp_path), images=2)
+    (tmp_path / "x").mkdir()
     with pytest.raises(UserError) as caught:
         data.load(config)
     assert str(caught.value).startswith(f"data.table={tmp_path}/labels.csv: ")
     assert message.format(root=tmp_path) in str(caught.value)
+
+
+def test_labels_that_are_nan_come_after_numbers(tmp_path: Path) -> None:
+    rows = [f"{number}.png,{label}" for number, label in enumerate(["10", "nan", "9", "1.0", "1"])]
+    found = data.load(write_table(tmp_path, "\n".join(["image,label", *rows]), validation=1))
+    assert found.classes == ("1", "1.0", "9", "10", "nan")
+    doubtful = "warning: classes of their own, perhaps by mistake: 1 and 1.0; nan (a label that is missing?)"
+    assert found.notes[0] == doubtful
 
 
 def test_class_names_are_given_where_a_data_set_has_none(tmp_path: Path) -> None:
@@ -164,7 +175,7 @@ RETURNED: dict[str, Any] = {
     "grey": (GOOD, [(picture(mode="L"), 0)]),
     "number": (type("Ten", (Mixed,), {"classes": 10})(GOOD), GOOD),
     "targets": (Targets(GOOD), GOOD),
-    "ours": data.DataSet(None, None, "", 10, 3, (0.0,), (1.0,)),  # type: ignore[arg-type]
+    "ours": data.DataSet(None, None, "", replace(prepared(2), classes=10)),  # type: ignore[arg-type]
 }
 
 
@@ -227,7 +238,7 @@ def test_what_a_function_returns_is_refused_by_name_and_shape(what: str, message
 def test_images_of_mixed_sizes_are_cropped_to_the_size_that_is_asked_for() -> None:
     found = of_own("returned", 6, what="mixed")
     images, labels = found.train[[0, 2]]
-    assert (images.shape, labels.tolist(), found.resize) == ((2, 3, 6, 6), [0, 1], 6)
+    assert (images.shape, labels.tolist(), found.preprocessing.resize) == ((2, 3, 6, 6), [0, 1], 6)
     found = of_own("sized", 6)  # whose function takes the size
     assert found.val[[0]][0].shape == (1, 3, 6, 6)
     with pytest.raises(
@@ -237,8 +248,7 @@ def test_images_of_mixed_sizes_are_cropped_to_the_size_that_is_asked_for() -> No
 
 
 def test_a_wrong_item_in_a_worker_has_no_traceback() -> None:
-    items = Items(GOOD, "found")
-    prepare = data.Prepare(data.DataSet(items, items, "", ("a",), 3, (0.0,), (1.0,)), 9, CPU)
+    prepare = data.Prepare(prepared(1), 9, CPU)
     wrong = Items([(picture(), "cat")], "found")
     with pytest.raises(UserError) as caught:
         next(iter(data.EvalFeed(wrong, Share(1, 1, 0, 1), prepare, workers=1)))

@@ -54,7 +54,7 @@ def clock() -> Iterator[Callable[[float], None]]:
 
 
 def built(*arguments: str, model: Sequence[str] = VIT) -> tuple[Job, Config]:
-    return build(configure(*model, "monitor.tensorboard=false", *arguments), 0, 1, CPU)
+    return build(configure(*model, "monitor.writers=[]", *arguments), 0, 1, CPU)
 
 
 def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,7 +366,7 @@ def test_ranges_outside_of_a_profile_are_dropped(tmp_path: Path) -> None:
 
 def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "profile").touch()  # seen with the first report, so steps 2 to 4
-    steps = ("data.train_images=96", "train.max_steps=8", "train.log_every=1", "monitor.tensorboard=false")
+    steps = ("data.limit=96", "train.max_steps=8", "train.log_every=1", "monitor.writers=[]")
     on_ranks(2, run, str(tmp_path), *steps, "debug=profile", "monitor.profile_at=5")
     assert not (tmp_path / "profile").exists()
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
@@ -452,7 +452,8 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
     assert "batch_size: 12" in text
     assert {*events.Tags()["images"]} == {"samples/as_trained", "val/confusion"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
-    assert first == {"model", "optim.lr", "train.batch_size"}
+    # As many as TensorBoard shows, and the scores follow: another one by name would be `augment`.
+    assert first == {"model", "optim.lr", "seed", "train.batch_size", "train.epochs"}
 
 
 def test_hyperparameters_have_the_same_keys_for_every_run() -> None:

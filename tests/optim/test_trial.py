@@ -1,14 +1,25 @@
 """Optimizers that are right on whole parameters alone are refused before their first step."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 import shardtrain
+
+import small
+from pool import each_rank
 
 
 class Own(torch.optim.Optimizer):
@@ -200,3 +211,105 @@ def test_an_optimizer_is_tried_once_with_the_same_options() -> None:
     assert steps[1:] == [steps[0] + number for number in (1, 2, 3)]
     Own(net.parameters(), counts, lr=1.0, other=math.pi).step()
     assert len(tried) > 2 * steps[0]
+
+
+class Sometimes(torch.optim.Optimizer):
+    """Normalizes each ``every``-th gradient. It counts steps as ``counts`` says."""
+
+    def __init__(self, params: Any, every: int = 10, counts: str = "state") -> None:
+        super().__init__(params, {"lr": 0.1, "every": every})
+        self.counts = counts
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            steps = group.get("steps", self.steps)
+            for param in group["params"]:
+                grad = torch.zeros_like(param).add_(param.grad)
+                state = self.state[param]
+                if self.counts in ("state", "before"):
+                    steps = state.setdefault("step", torch.zeros(()) if self.counts == "state" else 0)
+                if (int(steps) + (self.counts != "before")) % group["every"] == 0 and steps:
+                    grad /= grad.norm()
+                param.sub_(grad, alpha=group["lr"])
+                if "step" in state:
+                    state["step"] += 1
+            if self.counts == "group":
+                group["steps"] = steps + 1
+        self.steps += 1
+
+
+@pytest.mark.parametrize("counts", ["state", "before", "group", "attribute"])
+@pytest.mark.parametrize("every", [2, 7, 10, 11, 13, 50, 100, 128, 1000, 1024, 10_000])
+def test_what_comes_every_so_many_steps_is_refused(every: int, counts: str) -> None:
+    net = nn.Sequential(nn.Linear(40, 30))
+    shardtrain.shard(net)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer = Sometimes(net.parameters(), every, counts)
+    with pytest.raises(ValueError, match=r"^Sometimes cannot step on a sharded model: it gives a piece"):
+        optimizer.step()
+
+
+def test_counts_that_begin_elsewhere_count() -> None:
+    """Such as those of an optimizer that goes on from a checkpoint."""
+    optimizer = Sometimes(model().parameters(), 1000, "attribute")
+    optimizer.steps = 12_345
+    with pytest.raises(ValueError, match=r"^Sometimes cannot step on a sharded model: it gives a piece"):
+        optimizer.step()
+
+
+def test_an_optimizer_whose_later_steps_cannot_be_imitated_is_said_to_be_tried_in_its_first() -> None:
+    def reads_a_table(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+        return grad * [1.0] * 100 if state["step"] > 100 else grad
+
+    with pytest.warns(
+        UserWarning, match=r"^Own was tried on .* in its first steps only: .* \(TypeError: .*\)\. "
+    ):
+        Own(model().parameters(), reads_a_table).step()
+
+
+class Hooked(torch.optim.SGD):
+    """Registers a hook of its own steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kind: str = "pre", norms: bool = True) -> None:
+        super().__init__(params, lr)
+        register = self.register_step_pre_hook if kind == "pre" else self.register_step_post_hook
+        register(self.divide)
+        self.kind = kind
+        self.norms = norms
+
+    @staticmethod
+    @torch.no_grad()
+    def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.div_(param.norm().clamp_min(1e-3) if optimizer.norms else 2.0)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_that_a_class_registers_are_tried(kind: str) -> None:
+    Hooked(model().parameters(), kind=kind, norms=False).step()
+    with pytest.raises(ValueError, match=r"^Hooked cannot step on a sharded model: it gives a piece"):
+        Hooked(model().parameters(), kind=kind).step()
+
+
+@each_rank(2)
+def test_optimizers_and_averagers_that_average_parameters_are_refused() -> None:
+    """Pieces of different elements would be averaged."""
+    net = small.shard(nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), units=[nn.Linear])
+    net(torch.ones(2, 5)).sum().backward()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = shardtrain.full_state_dict(net)
+    hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2)]), warmup_steps=0)
+    for averager in (PeriodicModelAverager(2, warmup_steps=0), hierarchical):
+        with pytest.raises(ValueError, match=r"^averages of a sharded model's parameters .*: leave them out"):
+            averager.average_parameters(net.parameters())
+        message = r"^PostLocalSGDOptimizer owns, averages or broadcasts whole parameters"
+        with pytest.raises(ValueError, match=message):
+            PostLocalSGDOptimizer(inner, averager).step()
+    with pytest.raises(ValueError, match=r"^averages of a sharded model's parameters"):
+        average_parameters(nn.Sequential(net).parameters(), dist.group.WORLD)
+    assert all(map(torch.equal, before.values(), shardtrain.full_state_dict(net).values()))
+    inner.step()

@@ -194,7 +194,7 @@ FROM_DEFAULTS = {
     "sched.final_lr_fraction=0 train.mixup=0",
     "resnet18_cifar10": "model.stem=auto data.image_size=32 sched.warmup_epochs=0 augment.pad=4 "
     "augment.policy=none augment.erase=0",
-    "resnet9_cifar10": "model.widths=[64,256,256] augment.policy=none augment.erase=0 ema.after_epochs=0",
+    "resnet9_cifar10": "model.widths=[64,256,256] augment.policy=none augment.erase=0",
     "resnet20_cifar10": "model.depth=20 sched.warmup_epochs=0 augment.pad=4 train.label_smoothing=0",
     "resnet50_imagenet_v1": "data.crop_area=0.08 train.label_smoothing=0 train.mixup=0 train.cutmix=0 "
     "ema.decay=null sched.warmup_epochs=0 augment.pad=0 augment.policy=none augment.erase=0",
@@ -218,9 +218,9 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
 # Tiny in everything but what the recipe is about.
 TWO_EPOCHS = (
     *("train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),
-    "monitor.tensorboard=false",
+    "monitor.writers=[]",
 )
-FAKE = ("data=fake", "data.train_images=16", "train.batch_size=8")
+FAKE = ("data=fake", "data.limit=16", "train.batch_size=8")
 SMALL = {
     "resnet": (*FAKE, "data.channels=1", "data.image_size=8"),
     "cifar": (*FAKE, "data.image_size=20"),

@@ -16,7 +16,7 @@ from shardtrain import comm, shard
 from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
-from shardtrain.job.data.feed import Arrays, DataSet, numbered
+from shardtrain.job.data.feed import Arrays
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, evaluate, views_of
 from shardtrain.job.model import parameter_groups, plain_model
@@ -24,11 +24,11 @@ from shardtrain.train.loop import scores_as_json
 
 import tiny
 from small import Parts
-from tiny import CPU
+from tiny import CPU, prepared
 
 TWO_STEPS = (
-    *("data.train_images=48", "train.max_steps=2", "train.log_every=1"),
-    *("monitor.tensorboard=false", "checkpoint.keep=0"),
+    *("data.limit=48", "train.max_steps=2", "train.log_every=1"),
+    *("monitor.writers=[]", "checkpoint.keep=0"),
 )
 
 
@@ -96,13 +96,13 @@ def _evaluation(tta: int) -> Evaluation:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
-    small = DataSet(arrays, arrays, "small", numbered(7), 1, (128.0,), (64.0,))
+    how = prepared(7, mean=(128 / 255,), std=(64 / 255,))
     model = shard(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7)), units=[nn.Linear])
     with torch.no_grad():  # a rank's own training batches
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2
     share = Share(1, 1, comm.rank(), comm.world_size())
     with patch("shardtrain.job.data.feed.EVAL_BATCH", 3):
-        feed = EvalFeed(small.val, share, Prepare(small, 2, CPU), workers=0)
+        feed = EvalFeed(arrays, share, Prepare(how, 2, CPU), workers=0)
     found = evaluate(model, feed, tta=tta)
     assert model.training
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from shardtrain.device import is_accelerator
 from shardtrain.job.config import Images
 from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
 from shardtrain.job.data.workers import PATIENCE_S, arriving, context
+from shardtrain.job.errors import UserError
+from shardtrain.job.preprocessing import Preprocessing
 from shardtrain.job.signals import end_with_parent
 
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -37,6 +40,9 @@ class Batches(Protocol):
     labels: Tensor | None = None
     """int64 [count], where labels are known before images are loaded."""
 
+    in_memory: bool = False
+    """Whether images are there already, so that none can turn out to be unreadable."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
@@ -50,14 +56,23 @@ class DataSet(NamedTuple):
     train: Batches
     val: Batches
     name: str
-    classes: tuple[str, ...]  # names, by label
-    channels: int
-    mean: tuple[float, ...]  # per channel, in stored pixel values
-    std: tuple[float, ...]
+    preprocessing: Preprocessing
     test: Batches | None = None
     train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
-    # Pixels of the shorter side before a centre crop; None: squares of whole images.
-    resize: int | None = None
+    notes: tuple[str, ...] = ()  # lines that a run prints at its start
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, by label."""
+        return self.preprocessing.classes
+
+    @property
+    def side(self) -> int:
+        """Pixels per side of the images as they are. Raises UserError if they are not square."""
+        height, width = self.train[[0]][0].shape[2:]
+        if height != width:
+            raise UserError(f"{self.name}: {height}×{width} pixels; data.image_size=N makes them squares")
+        return int(width)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -70,14 +85,17 @@ class DataSet(NamedTuple):
                 counts[name] = dict(zip(self.classes, by_label, strict=True))
         return counts
 
-
-def numbered(count: int) -> tuple[str, ...]:
-    """Return names for classes that have none: their labels."""
-    return tuple(map(str, range(count)))
+    @property
+    def labels_digest(self) -> str:
+        """A digest of the labels of the training images in their order; empty where they are not known."""
+        labels = self.train.labels
+        return "" if labels is None else hashlib.sha256(labels.numpy().tobytes()).hexdigest()[:16]
 
 
 class Arrays(Batches):
     """Hold images in memory."""
+
+    in_memory = True
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
@@ -98,6 +116,7 @@ class Chosen(Batches):
         self.source = source
         self.indices = indices
         self.random = source.random
+        self.in_memory = source.in_memory
         self.labels = None if source.labels is None else source.labels[indices]
 
     def __len__(self) -> int:
@@ -139,11 +158,12 @@ class Batch(NamedTuple):
 class Prepare:
     """Turn uint8 batches into normalised float32 batches on ``device``, resized there to ``side`` pixels."""
 
-    def __init__(self, data: DataSet, side: int, device: torch.device) -> None:
+    def __init__(self, preprocessing: Preprocessing, side: int, device: torch.device) -> None:
         self.side = side
         self.device = device
-        self.mean = torch.tensor(data.mean, device=device)[:, None, None]
-        self.std = torch.tensor(data.std, device=device)[:, None, None]
+        # Of stored pixels, 0 to 255: to divide each image by 255 would be one more pass over it.
+        self.mean = torch.tensor([255 * value for value in preprocessing.mean], device=device)[:, None, None]
+        self.std = torch.tensor([255 * value for value in preprocessing.std], device=device)[:, None, None]
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return normalised images."""
@@ -273,16 +293,17 @@ class TrainFeed:
         mix: Mix | None = None,
     ) -> None:
         self.share = share
+        self.images = data.train_as_val or data.train
         self.classes = data.classes
         self.augment = augment
         self.mix = mix
         self.seed = seed
         self._data = data
         self._keys = keys
-        self.prepare = Prepare(data, keys.image_size, device)
+        self.prepare = Prepare(data.preprocessing, keys.image_size, device)
         self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
-        self.loader = _loader(images, self.sampler, share.rank, keys.workers, device, seed)
+        self.loader = loader_of(images, self.sampler, share.rank, keys.workers, device, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         size = self.share.micro_batch
@@ -337,7 +358,7 @@ class EvalFeed:
         self.images = images
         self.prepare = prepare
         self.sampler = EvalSampler(len(images), batch_size or EVAL_BATCH, share)
-        self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
+        self.loader = loader_of(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:
         for index, (images, labels) in enumerate(arriving(self.loader)):
@@ -345,7 +366,7 @@ class EvalFeed:
             yield Batch(self.prepare(images), labels, self.sampler.valid[index])
 
 
-def _loader(
+def loader_of(
     batches: Any, sampler: Any, rank: int, workers: int, device: torch.device, seed: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return a loader in the order of ``sampler``, whose lists of indices a data set loads at once."""

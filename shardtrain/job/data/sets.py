@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.resources
 import inspect
 import io
+import re
+import unicodedata
 from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
 from typing import IO, Any
 
 import numpy as np
@@ -15,33 +19,43 @@ from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
 from shardtrain.job.config import Cifar, Data, Digits, Fake, Npz, OwnData
-from shardtrain.job.data.feed import Arrays, Chosen, DataSet, numbered, of_length
+from shardtrain.job.data.feed import Arrays, Chosen, DataSet, of_length
 from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, path_of, plain_file, reading
+from shardtrain.job.format import first_of
+from shardtrain.job.preprocessing import Preprocessing, as_configured, numbered
 from shardtrain.job.target import find_target, instantiate
 
 FAKE_CLASSES = 10  # of random labels
+NO_NUMBER = "nan"
 SAMPLE = 256  # images of a user's data set that give mean and standard deviation
 # Mean and standard deviation of the training images, per channel.
 STATISTICS = {
-    "cifar10": ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
-    "cifar100": ((129.3, 124.1, 112.4), (68.2, 65.4, 70.4)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
 }
 
 
-def load(config: Data, allow: Sequence[str] = ()) -> DataSet:
-    """Return the data set that the configuration names. ``allow``: packages of `data._target_`."""
-    data = _read(config, allow)
+def load(config: Data, allow: Sequence[str] = (), *, all_held_out: bool = False) -> DataSet:
+    """Return the data set that the configuration names. ``allow``: packages of `data._target_`.
+
+    With ``all_held_out`` all images are to be scored: `data.validation` divides none of them, and files need
+    no part to train on.
+    """
+    data = _read(config, allow, all_held_out)
     limit = config.limit
-    mean, std = (_per_channel(key, getattr(config, key), data) for key in ("mean", "std"))
-    data = data._replace(mean=mean, std=std, classes=_names(config.classes, data))
-    if config.validation and not config.all_held_out:
+    own = data.preprocessing
+    if own.image_size == 0:
+        own = dataclasses.replace(own, image_size=data.side)
+    data = data._replace(preprocessing=as_configured(own, config, data.name))
+    if config.validation and not all_held_out:
         data = with_validation(data, config.validation, config.split)
+    data = data._replace(notes=(*data.notes, *class_notes(data)))
     if limit is None:
         return data
-    names = ("val", "test") if config.all_held_out else ("train", "train_as_val", "val", "test")
+    names = ("val", "test") if all_held_out else ("train", "train_as_val", "val", "test")
     parts = {name: getattr(data, name) for name in names}
     some: dict[str, Any] = {
         name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
@@ -49,25 +63,37 @@ def load(config: Data, allow: Sequence[str] = ()) -> DataSet:
     return data._replace(**some)
 
 
-def _per_channel(key: str, values: tuple[float, ...] | None, data: DataSet) -> tuple[float, ...]:
-    """Return `data.mean` or `data.std` in stored pixel values, one per channel."""
-    if values is None:
-        return data.mean if key == "mean" else data.std
-    if len(values) not in (1, data.channels):
-        raise UserError(f"data.{key}={[*values]}: expected one value, or {data.channels}, one per channel")
-    return tuple(255 * value for value in values) * (data.channels // len(values))
+def class_notes(data: DataSet) -> list[str]:
+    """Return warnings of classes that have no image to train on, and of names that may mean one class."""
+    notes = []
+    by_meaning: dict[object, list[str]] = {}
+    for name in data.classes:
+        by_meaning.setdefault(_meaning(name), []).append(name)
+    doubtful = [" and ".join(map(_shown, names)) for names in by_meaning.values() if len(names) > 1]
+    if len(by_meaning.get(NO_NUMBER, ())) == 1:
+        doubtful += [f"{by_meaning[NO_NUMBER][0]} (a label that is missing?)"]
+    if doubtful:
+        notes.append(f"warning: classes of their own, perhaps by mistake: {first_of(doubtful)}")
+    counts = data.counts.get("train", {})
+    absent = [name for name, count in counts.items() if not count]
+    if len(data.train) and absent:
+        notes.append(f"warning: no training image of {first_of(absent)}")
+    return notes
 
 
-def _names(given: tuple[str, ...] | None, data: DataSet) -> tuple[str, ...]:
-    """Return `data.classes`, or without it the names that the data set has. Raises UserError for others."""
-    if given is None:
-        return data.classes
-    key = f"data.classes=[{','.join(given)}]"
-    if len(given) != len(data.classes) or len(set(given)) < len(given):
-        raise UserError(f"{key}: expected {len(data.classes)} different names, one for each class")
-    if given != data.classes != numbered(len(given)):
-        raise UserError(f"{key}: the classes of {data.name} have names: {', '.join(data.classes)}")
-    return given
+def _meaning(name: str) -> object:
+    """Return what names share that differ in case, in what is between words, or as numbers are written."""
+    plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+    try:
+        number = Decimal(plain)
+    except InvalidOperation:
+        return re.sub(r"(?<=[^\W_])[ _-]+(?=[^\W_])", " ", plain)
+    return NO_NUMBER if number.is_nan() else number
+
+
+def _shown(name: str) -> str:
+    """Return a name such that others that look like it differ from it."""
+    return name if name.isascii() and name == " ".join(name.split()) else ascii(name)
 
 
 def stratified(labels: Tensor, split: int) -> Tensor:
@@ -112,24 +138,25 @@ def with_validation(data: DataSet, amount: float, split: int | None = 0) -> Data
     return data._replace(train=train, val=val, test=test, train_as_val=Chosen(as_val, rest))
 
 
-def _read(config: Data, allow: Sequence[str]) -> DataSet:
+def _read(config: Data, allow: Sequence[str], all_held_out: bool) -> DataSet:
     match config:
         case OwnData():
             return _own(config, allow)
         case Digits():  # `digits.md` has their source and licence
             packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
-            return _arrays(io.BytesIO(packed), "digits")
+            return _arrays(config, io.BytesIO(packed), "digits")
         case Npz():
             path = path_of("data.root", config.root)
             expected = "expected an .npz with train_images, train_labels and val_… or test_…"
             with reading(f"data.root={config.root}", expected), plain_file(path).open("rb") as file:
-                return _arrays(file, f"arrays {config.root}")
+                return _arrays(config, file, f"arrays {config.root}")
         case Cifar():
             return _cifar(config)
         case Fake():
             return _fake(config)
         case _:
-            opened: DataSet = find_target(config._target_, "data", DataSet, allow)(config)
+            how = {"all_held_out": True} if all_held_out else {}
+            opened: DataSet = find_target(config._target_, "data", DataSet, allow)(config, **how)
             return opened
 
 
@@ -161,16 +188,34 @@ def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
     if classes is None:
         classes = numbered(1 + int(labels.max()))
         train = Items(parts[0], names[0], side, expected._replace(classes=len(classes)))
+        known = labels if len(some) == len(train) else train.labels
+        with reading(names[0], "an attribute `classes` of it names all", ValueError):
+            _require_all(known, len(classes))
     mean, std = statistics(images)
     return DataSet(
         train=train,
         val=train if parts[1] is None else Items(parts[1], names[1], side, train.expected),
         name=config._target_,
-        classes=tuple(map(str, classes)),
+        preprocessing=_preprocessing(config, tuple(map(str, classes)), mean, std, side or None),
+    )
+
+
+def _preprocessing(
+    config: Data,
+    classes: tuple[str, ...],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    resize: int | None = None,
+) -> Preprocessing:
+    """Return how images that are stored as arrays are prepared. An image size of 0 is left open."""
+    return Preprocessing(
+        classes=classes,
         channels=len(mean),
         mean=mean,
         std=std,
-        resize=side or None,
+        image_size=config.side_in_eval,
+        resize=resize,
+        interpolation="bilinear",
     )
 
 
@@ -188,20 +233,23 @@ def _returned(config: OwnData, allow: Sequence[str]) -> Any:
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation per channel of uint8 images [count, channels, height, width].
 
-    Sums of whole numbers, so neither threads nor machines change them. A standard deviation of 0 becomes 1.
+    They are of pixels from 0 to 1. Sums of whole numbers, so neither threads nor machines change them. A
+    standard deviation of 0 becomes that of one step of a pixel.
     """
     values = images.transpose(0, 1).flatten(1).long()
     count = values.shape[1]
     mean = values.sum(1).double() / count
     variance = (values.square().sum(1).double() / count - mean.square()).clamp(min=0)
-    return _rounded(mean), tuple(value or 1.0 for value in _rounded(variance.sqrt()))
+    deviation = variance.sqrt()
+    return _of_one(mean), _of_one(torch.where(deviation < 0.005, 1.0, deviation))
 
 
-def _rounded(values: Tensor) -> tuple[float, ...]:
-    return tuple(round(value, 2) for value in values.tolist())
+def _of_one(values: Tensor) -> tuple[float, ...]:
+    """Return stored pixel values, rounded to hundredths, as values from 0 to 1."""
+    return tuple(round(value, 2) / 255 for value in values.tolist())
 
 
-def _arrays(file: IO[bytes], title: str) -> DataSet:
+def _arrays(config: Digits | Npz, file: IO[bytes], title: str) -> DataSet:
     """Read an `.npz` that has MedMNIST's keys. Raises ValueError if anything in it is wrong."""
     archive = np.load(file, allow_pickle=False)
     if not isinstance(archive, NpzFile):
@@ -219,17 +267,27 @@ def _arrays(file: IO[bytes], title: str) -> DataSet:
             raise ValueError(f"{name}_labels are from {low} to {high}, not 0 to {bound - 1}")
         if part.images.shape[1:] != train.images.shape[1:]:
             raise ValueError(f"{name}_images have another size or other channels than train_images")
+    _require_all(train.labels, classes)
     mean, std = statistics(train.images[:: 1 + len(train) // 2048])
     return DataSet(
         train=train,
         val=parts[held_out[0]],
         name=title,
-        classes=numbered(classes),
-        channels=len(mean),
-        mean=mean,
-        std=std,
+        preprocessing=_preprocessing(config, numbered(classes), mean, std),
         test=parts["test"] if len(held_out) > 1 else None,
     )
+
+
+def _require_all(labels: Tensor | None, classes: int) -> None:
+    """Raise ValueError if no training image has one of the ``labels``, numbers from 0."""
+    if labels is None:
+        return
+    absent = (labels.bincount(minlength=classes) == 0).nonzero().flatten().tolist()
+    if absent:
+        raise ValueError(
+            f"no training image of class {first_of([*map(str, absent)])} of 0 to {classes - 1}; "
+            "each needs some"
+        )
 
 
 def _part(archive: NpzFile, part: str) -> Arrays:
@@ -277,21 +335,20 @@ def _cifar(config: Cifar) -> DataSet:
         Arrays(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in parts
     )
-    mean, std = STATISTICS[config.name]
     classes = tuple(parts[0].classes)
-    return DataSet(train, val, config.name, classes, channels=3, mean=mean, std=std)
+    return DataSet(train, val, config.name, _preprocessing(config, classes, *STATISTICS[config.name]))
 
 
 def _fake(config: Fake) -> DataSet:
     """Return random images with random labels, a few of them repeated, to measure speed and memory."""
-    few = min(256, config.train_images)
+    few = min(256, config.limit)
     shape = (few, config.channels, config.image_size, config.image_size)
     with reading("data=fake", "expected images of a size that fits into memory"):
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
     labels = torch.randint(0, FAKE_CLASSES, (few,), generator=generator("fake labels"))
     pool = Arrays(images, labels)
-    train = of_length(pool, config.train_images)
-    val = of_length(pool, max(1, config.train_images // 4))
-    mean = (127.5,) * config.channels
-    std = (73.9,) * config.channels
-    return DataSet(train, val, "fake", numbered(FAKE_CLASSES), config.channels, mean, std)
+    train = of_length(pool, config.limit)
+    val = of_length(pool, max(1, config.limit // 4))
+    mean = (0.5,) * config.channels
+    std = (73.9 / 255,) * config.channels
+    return DataSet(train, val, "fake", _preprocessing(config, numbered(FAKE_CLASSES), mean, std))

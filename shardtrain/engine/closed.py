@@ -1,0 +1,138 @@
+"""Refuse to compute with parameters of units that are closed while a forward of their model runs.
+
+Such a parameter shows this rank's local shard. A parent that computes with it (a penalty, a tied weight, a
+size of it) would get another value on each rank, in evaluation and of frozen parameters without any error::
+
+    def forward(self, x):
+        return self.head(x) * self.blocks[1].weight.abs().mean()     refused
+
+So the parameters of a closed unit have another class while the root's forward runs: one whose
+``__torch_function__`` refuses by name all that would see elements or sizes. What tells neither, such as
+``dtype``, passes. A unit that is called opens: its parameters are plain ones. At rest and in backward all are
+plain, since there each use would cost a call of Python. Giving an object another class costs 0.1 µs.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardtrain import torch_private
+from shardtrain.engine import user_code
+from shardtrain.engine.unit import Unit
+
+# Attributes and methods that tell neither elements nor sizes.
+_PASSING = frozenset(
+    """
+    _backward_hooks _base _grad _grad_fn _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu
+    is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize layout name
+    ndim output_nr requires_grad retains_grad
+    __dir__ __format__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous
+    is_floating_point is_inference is_neg is_pinned is_shared is_signed ndimension register_hook
+    register_post_accumulate_grad_hook requires_grad_ retain_grad untyped_storage
+    """.split()
+)
+
+
+class ClosedParameter(nn.Parameter):
+    """Be the class of parameters of closed units. ``closed``: the model's `Closed`; ``own``: the class before."""
+
+    closed: weakref.ReferenceType[Closed]
+    own: type[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _name_of(func)
+        closed = cls.closed()
+        if name not in _PASSING and closed is not None:
+            leaves = torch_private.tree_leaves((args, kwargs))
+            closed.refuse(name, next(leaf for leaf in leaves if isinstance(leaf, ClosedParameter)))
+        with torch_private.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Closed:
+    """Close and open the ``units`` of a model. Classes of parameters are written here only."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._closed = set[Unit]()
+        self._classes: dict[type, type] = {}
+
+    def close(self, unit: Unit) -> None:
+        """Refuse to compute with parameters of ``unit``, until `open`."""
+        self._closed.add(unit)
+        for member in unit.members:
+            kind = type(member.param)
+            member.param.__class__ = self._classes.get(kind) or self._closed_class(kind)
+
+    def open(self, units: Iterable[Unit]) -> None:
+        """Undo `close`."""
+        for unit in self._closed.intersection(units):
+            self._closed.remove(unit)
+            for member in unit.members:
+                param = member.param
+                if isinstance(param, ClosedParameter):
+                    param.__class__ = param.own
+
+    def _closed_class(self, kind: type) -> type:
+        """Return the class of closed parameters of the class ``kind``, a user's own perhaps."""
+        closed_class: type = kind
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, ClosedParameter):
+            described = {
+                "__module__": kind.__module__,
+                "__qualname__": kind.__qualname__,
+                "closed": weakref.ref(self),
+                "own": kind,
+            }
+            bases = (ClosedParameter, *([] if kind is nn.Parameter else [kind]))
+            closed_class = types.new_class(kind.__name__, bases, exec_body=lambda n: n.update(described))
+        self._classes[kind] = closed_class
+        return closed_class
+
+    def refuse(self, use: str, param: nn.Parameter) -> NoReturn:
+        """Raise ValueError for the ``use`` of ``param``."""
+        for unit in self._units:
+            for member in unit.members:
+                if member.param is param:
+                    raise ValueError(
+                        f"{member.name} was used ({use}) in forward outside of a call of {unit.title}, where "
+                        "it shows this rank's shard, with which other ranks may compute: call the module, or "
+                        "choose units= so that both are in one; compute with it, or change it, between steps "
+                        "(a momentum encoder after optimizer.step()), whole inside shardtrain.unsharded(model)"
+                    )
+        raise ValueError(f"a parameter was used ({use}) in forward that its module no longer has")
+
+
+def attach(module: nn.Module, units: Sequence[Unit], closed: Closed) -> list[RemovableHandle]:
+    """Open layers where torch's own code looks at their parameters and computes nothing.
+
+    ``nn.TransformerEncoder`` chooses its fast path, with zeros for what is padded, where its first layer's
+    parameters are plain.
+    """
+
+    @user_code.undisturbed
+    def before(layers: Sequence[Unit], *_: Any) -> None:
+        closed.open(layers)
+
+    handles = []
+    for encoder in module.modules():
+        if isinstance(encoder, nn.TransformerEncoder):
+            below = set(encoder.modules())
+            layers = [unit for unit in units if not below.isdisjoint(unit.modules.values())]
+            handles.append(encoder.register_forward_pre_hook(partial(before, layers)))
+    return handles
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of a function of torch, or of the attribute that it gets or sets."""
+    attribute = getattr(func, "__self__", None)
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return str(getattr(attribute, "__name__", func.__name__))
+    return str(func.__name__)

@@ -1,0 +1,82 @@
+"""Read every image of a data set once, and list those that cannot be read.
+
+Its own file, since it reads what the feeds read, and trains on nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from shardtrain import comm
+from shardtrain.job.config import Images
+from shardtrain.job.data.feed import Batches, loader_of
+from shardtrain.job.data.workers import arriving
+from shardtrain.job.errors import UserError, reason_with_line
+from shardtrain.job.format import counted
+
+CHUNK = 64  # images that a rank reads at once
+REPORTS = 10  # of a part, while it is read
+
+
+class _Problems:
+    """Return what is wrong with images, by their numbers, in place of the images."""
+
+    def __init__(self, images: Batches, part: str) -> None:
+        self.images = images
+        self.part = part
+
+    def __getitem__(self, indices: list[int]) -> list[str]:
+        problems = []
+        for index in indices:
+            try:
+                self.images[[index]]
+            except UserError as error:
+                problems.append(" ".join(str(error).split()))
+            except Exception as error:  # a user's data set raises anything
+                problems.append(f"image {index} of {self.part}: {reason_with_line(error)}")
+        return problems
+
+
+def require_readable(parts: Mapping[str, Batches | None], keys: Images, say: Callable[[str], object]) -> None:
+    """Read the images of all ``parts``, shared over the ranks, and report on them by ``say``. Collective.
+
+    Those in memory have been read. Raises UserError on every rank if an image cannot be read.
+    """
+    files = {part: source for part, source in parts.items() if source is not None and not source.in_memory}
+    bad = sum(_read(source, part, keys.workers, say) for part, source in files.items())
+    if bad:
+        images = sum(map(len, files.values()))
+        raise UserError(
+            f"data={keys.name}: {bad:,} of {counted(images, 'image')} cannot be read; they "
+            "are listed above: remove or replace them"
+        )
+
+
+def _read(source: Batches, part: str, workers: int, say: Callable[[str], object]) -> int:
+    """Read one part, report each image that cannot be read, and return how many these are. Collective."""
+    count = len(source)
+    size = CHUNK * comm.world_size()
+    chunks = [
+        [*range(start + comm.rank(), min(start + size, count), comm.world_size())]
+        for start in range(0, count, size)
+    ]
+    loader = loader_of(_Problems(source, part), chunks, comm.rank(), workers, torch.device("cpu"), seed=0)
+    own: list[str] = []
+    bad = 0
+    every = -(-len(chunks) // REPORTS)
+    with torch.random.fork_rng(devices=[]):
+        for number, problems in enumerate(arriving(loader), 1):
+            own += problems
+            if number % every and number != len(chunks):
+                continue
+            # Ranks meet at each report, so that none waits longer than the others read until then.
+            text = "\n".join(own).encode(errors="backslashreplace").decode()  # names may not be UTF-8
+            texts = comm.gather_texts(text, comm.plain_transport())
+            own = []
+            lines = [line for text in texts for line in text.splitlines()]
+            bad += len(lines)
+            done = min(count, number * size)
+            say("\n".join([*lines, f"{part}: {done:,} of {counted(count, 'image')} read"]))
+    return bad

@@ -1,0 +1,69 @@
+"""Define how a run's images become the model's input: one record, which everything that prepares images has.
+
+The data set makes it (`job/data/sets.py`), and the card beside `model.weights` may change it. The feeds
+normalise by it, `config.yaml` gets its values, and an export writes it (`job/inference.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardtrain.job.errors import UserError
+from shardtrain.job.schema import above, at_least, one_of
+
+if TYPE_CHECKING:
+    from shardtrain.job.config import Images
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """Hold what turns an image into the model's input in evaluation, and its answer into a name."""
+
+    classes: tuple[str, ...]  # names, by label
+    channels: int
+    mean: tuple[float, ...] = at_least(0, at_most=1)  # per channel, of pixels from 0 to 1
+    std: tuple[float, ...] = above(0, at_most=1)
+    image_size: int  # pixels per side of what the model gets
+    resize: int | None  # pixels of the shorter side before the crop; None: the whole image becomes a square
+    interpolation: str = one_of("bilinear", "bicubic")
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if not all(0 <= value <= 1 for value in values):
+                raise UserError(f"{name}={[*values]}: expected values of pixels from 0 to 1")
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """Return names for classes that have none: their labels."""
+    return tuple(map(str, range(count)))
+
+
+def as_configured(found: Preprocessing, keys: Images, name: str) -> Preprocessing:
+    """Return what the data set ``name`` says of its images, with the values of `data.mean`, `std`, `classes`.
+
+    Raises UserError for a wrong number of values, and for names of classes that have others.
+    """
+    mean = _per_channel("mean", keys.mean, found.channels) or found.mean
+    std = _per_channel("std", keys.std, found.channels) or found.std
+    return replace(found, mean=mean, std=std, classes=_names(keys.classes, found.classes, name))
+
+
+def _per_channel(key: str, values: tuple[float, ...] | None, channels: int) -> tuple[float, ...]:
+    if values is None:
+        return ()
+    if len(values) not in (1, channels):
+        raise UserError(f"data.{key}={[*values]}: expected one value, or {channels}, one per channel")
+    return values * (channels // len(values))
+
+
+def _names(given: tuple[str, ...] | None, own: tuple[str, ...], name: str) -> tuple[str, ...]:
+    if given is None:
+        return own
+    key = f"data.classes=[{','.join(given)}]"
+    if len(given) != len(own) or len(set(given)) < len(given):
+        raise UserError(f"{key}: expected {len(own)} different names, one for each class")
+    if given != own != numbered(len(given)):
+        raise UserError(f"{key}: the classes of {name} have names: {', '.join(own)}")
+    return given

@@ -1,0 +1,238 @@
+"""Which files are images, what of them a run says before it trains, and a dry run that reads all of them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from shardtrain import comm
+from shardtrain.job import data
+from shardtrain.job.data import check
+from shardtrain.job.data.check import require_readable
+from shardtrain.job.data.sets import class_notes
+from shardtrain.job.errors import UserError
+from shardtrain.recipes.photos import images_in, opened_image
+from shardtrain.train.loop import train
+
+from pool import each_rank
+from tiny import QUIET, VIT, composed, context, run_to_end, write_folders
+
+PHOTOS: dict[str, Any] = {"image_size": 8, "resize": 8, "workers": 0}
+
+
+def folder(root: Path, **options: Any) -> Any:
+    return replace(composed("data=imagefolder", "data.root=.").data, root=str(root), **PHOTOS | options)
+
+
+def test_image_files_are_those_that_pillow_decodes(tmp_path: Path, monkeypatch: Any) -> None:
+    write_folders(tmp_path, 2)
+    place = tmp_path / "train/class0"
+    for ending in ("jfif", "gif", "avif", "jp2", "JPE", "apng", "dds"):
+        Image.new("RGB", (12, 14)).save(place / f"a.{ending}")
+    assert data.load(folder(tmp_path)).notes == ()
+    for name in ("b.heic", "c.heic", "film.mpg", "page.eps", "table.h5", "notes", "._0.png"):
+        (place / name).touch()
+    Image.new("RGB", (12, 14)).save(tmp_path / "train/lonely.png")
+    (tmp_path / "val/README.md").touch()
+    found = data.load(folder(tmp_path))
+    assert len(found.train) == 2 + 7
+    assert found.train[[*range(9)]][0].shape == (9, 3, 8, 8)
+    assert found.notes == (
+        f"left out of {tmp_path}/train: 6 files that Pillow does not read (2 .heic, 1 .eps, 1 .h5, 1 .mpg, "
+        "1 without an ending) and 1 image beside the folders of classes",
+        f"left out of {tmp_path}/val: 1 file that Pillow does not read (1 .md)",
+    )
+    paths, notes = images_in(tmp_path / "train")
+    assert len(paths) == 10
+    assert notes[0].startswith(f"left out of {tmp_path}/train: 6 files that Pillow does not read (2 .heic, ")
+    # What another package registers in Pillow is read, too.
+    monkeypatch.setitem(Image.EXTENSION, ".heic", "HEIF")
+    monkeypatch.setitem(Image.OPEN, "HEIF", (Image.Image, None))
+    assert len(images_in(tmp_path / "train")[0]) == 12
+
+
+@pytest.mark.parametrize(
+    ("highest", "words"),
+    [
+        (255, "values up to 255, which is 8 bits, become dark or black, .*: multiply their values by 256"),
+        (4095, "values up to 4095, which is 12 bits, .*: multiply their values by 16"),
+        (12000, "values up to 12000, which is 14 bits, .*: multiply their values by 4"),
+        (40000, None),
+    ],
+)
+def test_grey_images_of_16_bits_that_hold_fewer_are_warned_of(
+    tmp_path: Path, highest: int, words: str | None
+) -> None:
+    write_folders(tmp_path)
+    assert data.load(folder(tmp_path)).notes == ()  # 8 bits in 8
+    for path in tmp_path.glob("train/*/1.png"):
+        Image.fromarray(np.full((12, 14), highest, np.uint16)).save(path)
+    (tmp_path / "train/class0/0.png").write_bytes(b"")  # which another message is about
+    notes = data.load(folder(tmp_path)).notes
+    assert [bool(re.search(words or "", note)) for note in notes] == [True] * (words is not None)
+
+
+def test_pgm_of_12_bits_is_read_as_bright_as_it_is(tmp_path: Path) -> None:
+    """Pillow scales its values to 16 bits, unlike those of other files."""
+    write_folders(tmp_path)
+    (tmp_path / "train/class0/0.png").unlink()
+    path = tmp_path / "train/class0/0.pgm"
+    path.write_bytes(b"P5 14 12 4095\n" + np.full((12, 14), 2048, ">u2").tobytes())
+    found = data.load(folder(tmp_path))
+    assert found.notes == ()
+    assert np.asarray(opened_image(found.train.source, 0)).max() == 128
+
+
+def named(*names: str) -> data.DataSet:
+    """Return a data set with one training image of each class."""
+    images = torch.zeros(len(names), 1, 2, 2, dtype=torch.uint8)
+    arrays = data.sets.Arrays(images, torch.arange(len(names)))
+    return data.DataSet(arrays, arrays, "some", names, 1, (0.0,), (1.0,))
+
+
+@pytest.mark.parametrize(
+    ("names", "doubtful"),
+    [
+        (("1", "1.0", "2"), "1 and 1.0"),
+        (("01", "1", "1e0", "cat", "Cat"), "01 and 1 and 1e0; cat and Cat"),
+        (("nan", "0", "1"), "nan (a label that is missing?)"),
+        (("NaN", "nan"), "NaN and nan"),
+        (("ice cream", "ice_cream", "ice-Cream", "ice"), "ice cream and ice_cream and ice-Cream"),
+        (("caf\xe9", "cafe\u0301", "cafe"), r"'caf\xe9' and 'cafe\u0301'"),
+        (("a  b", "a b"), "'a  b' and a b"),
+        (("A", "A+", "A-", "-1", "1", "10", "1.5"), None),
+        (("12345678901234567890", "12345678901234567891"), None),
+    ],
+)
+def test_classes_that_only_their_spelling_tells_apart_are_warned_of(
+    names: tuple[str, ...], doubtful: str | None
+) -> None:
+    expected = [] if doubtful is None else [f"warning: classes of their own, perhaps by mistake: {doubtful}"]
+    assert class_notes(named(*names)) == expected
+
+
+def test_classes_without_a_training_image_are_refused_or_named(tmp_path: Path) -> None:
+    pixels = np.zeros((6, 4, 4), np.uint8)
+    config = replace(composed("data=arrays", "data.root=.").data, root=f"{tmp_path}/a.npz")
+    for labels, absent in (
+        ([1, 2, 3, 1, 2, 3], "class 0 of 0 to 3"),
+        ([0, 3, 0, 3, 0, 3], "class 1; 2 of 0 to 3"),
+    ):
+        parts = {"train_labels": labels, "test_labels": labels}
+        np.savez(tmp_path / "a.npz", train_images=pixels, test_images=pixels, **parts)
+        with pytest.raises(UserError, match=f"no training image of {absent}; each needs some; expected an"):
+            data.load(config)
+    write_folders(tmp_path, 4)
+    (tmp_path / "train/class1/1.png").unlink()
+    # Whichever is held out of three, with half of them one class may be left without.
+    split = [data.load(folder(tmp_path, validation=0.7, split=number)) for number in range(3)]
+    for found in split:
+        absent_names = [name for name, count in found.counts["train"].items() if not count]
+        assert found.notes == tuple(f"warning: no training image of {name}" for name in absent_names)
+    assert any(found.notes for found in split)
+
+
+class FromOne(list[Any]):
+    """Labels from 1, and no names of classes."""
+
+
+def from_one() -> Any:
+    items = FromOne((torch.zeros(1, 4, 4, dtype=torch.uint8), 1 + number % 2) for number in range(6))
+    return items, items
+
+
+def test_labels_of_a_function_begin_at_0() -> None:
+    config = composed("data._target_=test_image_files.from_one", "allow=[test_image_files]")
+    message = (
+        "the training set: no training image of class 0 of 0 to 2; each needs some; an attribute `classes`"
+    )
+    with pytest.raises(UserError, match=message):
+        data.load(config.data, config.allow)
+
+
+def broken(root: Path) -> list[Path]:
+    """Break five images, of both parts; return them."""
+    write_folders(root, 20)
+    paths = [*sorted(root.glob("train/*/*"))[::6], *sorted(root.glob("val/*/*"))[:1]]
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:40])
+    assert len(paths) == 5
+    return paths
+
+
+ON_FOLDERS = ("data=imagefolder", "data.image_size=16", "data.resize=16", "data.workers=0", "dry_run=true")
+
+
+@each_rank(1, 2, transport="auto")
+def test_a_dry_run_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    if comm.rank() == 0:
+        broken(root)
+    comm.barrier()
+    said: list[str] = []
+    config = composed(*ON_FOLDERS, f"data.root={root}").data
+    found = data.load(config)
+    parts = {"train": found.train_as_val, "val": found.val, "test": None}
+    with (
+        patch.object(check, "CHUNK", 3),
+        pytest.raises(UserError, match="^data=imagefolder: 5 of 40 images cannot be read; they are listed"),
+    ):
+        require_readable(parts, config, said.append)
+    lines = [line for text in said for line in text.splitlines()]
+    bad = sorted(line.split()[4].rstrip(":") for line in lines if line.startswith("cannot read the image "))
+    assert bad == sorted(str(path) for path in root.glob("*/*/*") if path.stat().st_size <= 40)
+    progress = [line for line in lines if line.endswith(" images read")]
+    assert progress[-1] == "val: 20 of 20 images read"
+    assert progress[0] == f"train: {3 * comm.world_size()} of 20 images read"
+    ending = run_to_end(str(tmp_path / "run"), *ON_FOLDERS, f"data.root={root}", QUIET)
+    assert ending.startswith("UserError data=imagefolder: 5 of 40 images cannot be read")
+
+
+def test_a_dry_run_lists_all_images_where_the_first_one_stops_it_before(tmp_path: Path, capsys: Any) -> None:
+    """An augmentation is tried on image 0 before the first step."""
+    broken(tmp_path)
+    keys = (
+        *VIT,
+        "train.batch_size=4",
+        *ON_FOLDERS,
+        f"data.root={tmp_path}",
+        "augment=photo",
+        "augment.policy=trivial",
+    )
+    with pytest.raises(UserError, match="5 of 40 images cannot be read"):
+        train(composed(*keys), context(tmp_path / "run"))
+    assert capsys.readouterr().out.count("cannot read the image") == 5
+    with pytest.raises(UserError, match="^cannot read the image"):
+        train(composed(*keys, "dry_run=false"), context(tmp_path / "run"))
+
+
+def failing() -> Any:
+    """Return a data set whose fourth image raises what no program expects."""
+
+    class Failing(list[Any]):
+        classes = ("a", "b")
+
+        def __getitem__(self, index: Any) -> Any:
+            if index == 3:
+                raise OSError("no such\nkey")
+            return super().__getitem__(index)
+
+    items = Failing((torch.zeros(1, 4, 4, dtype=torch.uint8), number % 2) for number in range(600))
+    return items, items
+
+
+def test_a_data_set_of_ones_own_is_read_too() -> None:
+    config = composed("data._target_=test_image_files.failing", "allow=[test_image_files]")
+    found = data.load(config.data, config.allow)
+    said: list[str] = []
+    with pytest.raises(UserError, match="^data=own: 1 of 600 images cannot be read"):
+        require_readable({"train": found.train}, config.data, said.append)
+    assert said[0].startswith("image 3 of train: OSError: no such (")
+    require_readable({"train": named("a").train}, config.data, said.append)  # in memory
+    assert len(said) == 10
