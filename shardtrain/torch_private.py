@@ -46,6 +46,9 @@ NAMES = {
         "test_schedule.py::test_programs_of_up_to_four_calls",
     ),
     "torch._C:_current_autograd_node": Row("to name what holds memory in backward", _PLAN),
+    "torch._C:DisableTorchFunction": Row(
+        "to run an operation as it is", "test_capture.py::test_collectives_of_the_host_are_refused"
+    ),
     "torch._C:DisableTorchFunctionSubclass": Row(
         "to compute with a subclass of Tensor as a plain one",
         "test_engine.py::test_clipping_equals_ddp_s",

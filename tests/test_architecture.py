@@ -247,6 +247,7 @@ TESTS = ROOT / "tests"
 # Programs that are run by hand, hosts and devices that are simulated, the step that is checked by eye, and
 # the tables of keys and of ways to shard.
 PROGRAMS = {
+    "gpu_capture",
     "gpu_first",
     "mutants",
     "naive_twin",

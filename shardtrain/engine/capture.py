@@ -445,7 +445,7 @@ class _NoHostCollectives(TorchDispatchMode):
     """Refuse collectives on the CPU, which would run while a step is recorded, and never again."""
 
     def __init__(self, recorder: devices.Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -454,7 +454,8 @@ class _NoHostCollectives(TorchDispatchMode):
                 f"the step calls a collective ({func.name()}) on the CPU, which no replay would call: do so "
                 "before or after the captured step"
             )
-        return func(*args, **(kwargs or {}))
+        with torch_private.DisableTorchFunction():  # which has run: these are operations
+            return func(*args, **(kwargs or {}))
 
 
 class Rates:

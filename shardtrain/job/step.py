@@ -226,6 +226,7 @@ class CapturedStep:
         with phase("data"):
             own = [(images, labels) for images, labels, *_ in itertools.islice(batches, count)]
         with phase("forward"), _as_mistake():
+            norm: Tensor
             norm, results = self._run(*own)
         for (images, labels), (loss, logits) in zip(own, results, strict=True):
             observe(images, loss, logits, labels)

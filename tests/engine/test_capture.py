@@ -1019,7 +1019,7 @@ def test_a_scaler_that_is_off_is_no_reason(records: Recorder) -> None:
 
 def run_program(folder: Path, *keys: str, warmup: int = 3) -> tuple[dict[str, Any], list[str], str]:
     """Train on the simulated device; return result.json, the lines of metrics, and log.txt."""
-    lengths = ("train.log_every=1", "train.eval_every=1", "monitor.tensorboard=false")
+    lengths = ("train.log_every=1", "train.eval_every=1", "monitor.writers=[]")
     with simulated() as (device, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "capture", partial(shardtrain.capture, warmup=warmup))
         train(configure(*TINY, *lengths, "train.capture=true", *keys), Context(ALONE, DEVICE, folder))
