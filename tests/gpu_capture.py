@@ -175,6 +175,7 @@ def play(scene: Scene, captures: bool, sizes: tuple[int, ...], batch_size: int, 
                 shardtrain.checkpoint.save(Path(folder) / "saved", model, optimizer)
             if scene.saves and number == 7:
                 shardtrain.checkpoint.load(Path(folder) / "saved", model, optimizer)
+                optimizer.param_groups[0]["lr"] = rate
     digest = digest_of(model)
     again = batches(0)
     for _ in range(3):

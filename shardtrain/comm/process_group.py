@@ -163,7 +163,8 @@ class ProcessGroupTransport(Transport):
         is_supported = tensor.device.type in self._device_types
         # Gloo takes as many elements from the first one on, whatever the strides.
         moved = tensor.to(tensor.device if is_supported else self._device_types[0]).contiguous()
-        if self.reports is not None:
+        # While a step is recorded nothing moves, and other ranks may not record.
+        if self.reports is not None and not self._paths.recording:
             token = torch.zeros(self.world, 1)
             self._send([([token[self.rank]] * self.world, list(token))], self._tags)()
         yield moved
