@@ -144,6 +144,18 @@ def digest_of(model: nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
+def milliseconds(action: Callable[[], object], rounds: int) -> float:
+    """Return the time of one ``action``, after three to warm up."""
+    for _ in range(3):
+        action()
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        action()
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / rounds * 1e3
+
+
 def play(scene: Scene, captures: bool, sizes: tuple[int, ...], batch_size: int, rounds: int) -> Figures:
     """Take the scene's steps, and time more of them."""
     model = wrapped(scene, sizes)
@@ -177,21 +189,13 @@ def play(scene: Scene, captures: bool, sizes: tuple[int, ...], batch_size: int, 
                 shardtrain.checkpoint.load(Path(folder) / "saved", model, optimizer)
                 optimizer.param_groups[0]["lr"] = rate
     digest = digest_of(model)
-    again = batches(0)
-    for _ in range(3):
-        step(*again)
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
-    for _ in range(rounds):
-        step(*again)
-    torch.accelerator.synchronize()
-    ms = (time.perf_counter() - start) / rounds * 1e3
+    ms = milliseconds(partial(step, *batches(0)), rounds)
     reserved = torch.accelerator.memory_reserved() >> 20
     return Figures(losses, digest, round(ms, 2), reserved, getattr(step, "summary", ""))
 
 
 def findings(is_dry: bool, seconds_left: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Yield what is found of each scene: an error, or figures of both kinds of step and whether bits are equal."""
+    """Yield of each scene an error, or figures of both kinds of step, and whether bits are equal."""
     sizes = (8, 4, 1, 2, 16, 32) if is_dry else (224, 16, 12, 6, 384, 1536)
     for name, scene in SCENES.items():
         if seconds_left() < 20:

@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gpu_capture
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +44,8 @@ import shardtrain
 from shardtrain import Precision
 from shardtrain import device as devices
 from shardtrain.comm import ProcessGroupTransport
+
+import gpu_capture
 
 sys.path.append(str(Path(__file__).parent / "bench"))  # a folder of scripts
 from contenders import BLOCKS, Contender, adamw, build

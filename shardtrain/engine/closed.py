@@ -29,57 +29,14 @@ from shardtrain.engine.unit import Unit
 
 # Attributes and methods that tell neither elements nor sizes.
 _PASSING = frozenset(
-    [
-        "_backward_hooks",
-        "_base",
-        "_grad",
-        "_grad_fn",
-        "_post_accumulate_grad_hooks",
-        "_version",
-        "device",
-        "dtype",
-        "grad",
-        "grad_fn",
-        "is_cpu",
-        "is_cuda",
-        "is_leaf",
-        "is_meta",
-        "is_mps",
-        "is_nested",
-        "is_quantized",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_xpu",
-        "itemsize",
-        "layout",
-        "name",
-        "ndim",
-        "output_nr",
-        "requires_grad",
-        "retains_grad",
-        "__dir__",
-        "__format__",
-        "__repr__",
-        "data_ptr",
-        "dim",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_conj",
-        "is_contiguous",
-        "is_floating_point",
-        "is_inference",
-        "is_neg",
-        "is_pinned",
-        "is_shared",
-        "is_signed",
-        "ndimension",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "retain_grad",
-        "untyped_storage",
-    ]
+    """
+    _backward_hooks _base _grad _grad_fn _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu
+    is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize layout name
+    ndim output_nr requires_grad retains_grad
+    __dir__ __format__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous
+    is_floating_point is_inference is_neg is_pinned is_shared is_signed ndimension register_hook
+    register_post_accumulate_grad_hook requires_grad_ retain_grad untyped_storage
+    """.split()
 )
 
 
