@@ -34,9 +34,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
 _built_for = torch.accelerator.current_accelerator()
 ACCELERATOR = _built_for.type if _built_for is not None and _built_for.type in BACKENDS else "cuda"
 
-# Up to how many bytes of parameters neighbouring blocks are one unit: where moving a unit takes as long as the
-# host takes for it, whatever its size. On the CPU a unit takes 0.4 ms per step over shared memory and 0.8 over
-# messages, 1 MiB of it 0.3 and 1.3 to 2.2.
+# Up to how many bytes of parameters neighbouring blocks are one unit: where moving a unit takes as long as
+# the host takes for it, whatever its size. On the CPU a unit takes 0.4 ms per step over shared memory and 0.8
+# over messages, 1 MiB of it 0.3 and 1.3 to 2.2.
 _UNIT_BYTES = 1 << 20
 _UNIT_BYTES_ON_ACCELERATORS = 32 << 20
 

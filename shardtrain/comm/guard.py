@@ -25,7 +25,18 @@ from typing import NamedTuple
 
 import torch
 
-from shardtrain.comm.trace import MOVEMENTS, NOTES, REPLAY, STEP, TRAIN, Movement
+from shardtrain.comm.trace import (
+    ENTER,
+    GATHER,
+    LEAVE,
+    MOVEMENTS,
+    NOTES,
+    REDUCE,
+    REPLAY,
+    STEP,
+    TRAIN,
+    Movement,
+)
 from shardtrain.errors import Diverged as Diverged
 from shardtrain.errors import PeerLost as PeerLost
 
@@ -36,8 +47,16 @@ EVERY = 100  # steps from one comparison of hashes to the next, after the first 
 
 _STEP_HINT = (
     ". All ranks must take the same steps and forwards: run what stands under `if rank == 0:`, an evaluation "
-    "for example, on every rank, and use shardtrain.GradScaler: with torch.amp.GradScaler each rank decides"
+    "for example, on every rank, and skip an update on all ranks or on none, by a number that they have "
+    "all-reduced (shardtrain.comm.all_reduce). If a scaler skips it, use shardtrain.GradScaler: with "
+    "torch.amp.GradScaler each rank decides"
 )
+_UNITS_HINT = (
+    ". Modules that only some ranks call (experts, heads for some images) belong into shard(..., "
+    "conditional=[module]); forwards of which ranks make different numbers (generate() to other lengths) "
+    "into shardtrain.unsharded(model)"
+)
+_OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE)}
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
     "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
@@ -146,6 +165,8 @@ class Paths:
         hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
         if any(entry.kind == TRAIN.number for entry in shown):
             hint = _FROZEN_HINT
+        if all(entry.kind in _OF_FORWARDS for entry in shown):
+            hint = _UNITS_HINT
         if any(entry.kind == REPLAY.number for entry in shown):
             hint = _CAPTURE_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")

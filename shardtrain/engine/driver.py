@@ -368,7 +368,8 @@ class Driver:
             self._captured = []
             raise ValueError(
                 f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
-                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
+                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks. "
+                "make_graphed_callables calls it, too: graph an unsharded model"
             )
 
     def require_reduced(self, what: str) -> None:
