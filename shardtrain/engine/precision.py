@@ -86,7 +86,13 @@ def leaves(value: Any) -> list[Any]:
     """
     if isinstance(value, torch.Tensor) and is_plain():  # most modules return one tensor
         return [value]
+    if type(value) is tuple and all(map(_is_flat, value)) and is_plain():  # attention, and weights or None
+        return [*value]
     return [*_each_leaf(value)]
+
+
+def _is_flat(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _each_leaf(value: Any) -> Iterator[Any]:

@@ -279,19 +279,16 @@ class Segment:
 
         Autograd keeps one node per parameter while a graph holds it, and checks gradients against the shape
         that the parameter had when the node was made. Assigning data of another dtype makes it forget the
-        node. So a loss on pieces reaches the hook that refuses it by name.
+        node. So a loss on pieces reaches the hook that refuses it by name. What users have
+        replaced is adopted before.
         """
         if not self._shows_alike:
             return
         for member in self.members:
             param = member.param
             if param.requires_grad:  # others have no node
-                view = member.local_view
-                # A user may have replaced it since. Reading `data` makes a tensor, which takes longest.
-                is_own = param.data_ptr() == view.data_ptr() and param.shape == view.shape
-                shown = view if is_own else param.data
                 param.data = self._of_another_dtype
-                param.data = shown
+                param.data = member.local_view
 
     @property
     def trains(self) -> bool:
