@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain import device as devices
 from shardtrain import torch_private
@@ -441,11 +440,11 @@ class Captured:
         return torch_private.tree_map(_copied, graph.outputs) if self._copies else graph.outputs
 
 
-class _NoHostCollectives(TorchDispatchMode):
+class _NoHostCollectives(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Refuse collectives on the CPU, which would run while a step is recorded, and never again."""
 
     def __init__(self, recorder: devices.Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
