@@ -54,7 +54,14 @@ def image_table(config: Csv, *, all_held_out: bool = False) -> DataSet:
     _require_parts(parts, classes, where, held_out=config.validation > 0)
     val = parts.get("val", parts.get("test"))
     test = parts.get("test") if "val" in parts else None
-    return photographs(config, classes, parts["train"], val, test)
+    data = photographs(config, classes, parts["train"], val, test)
+    if "val" in parts or "test" not in parts or config.validation:
+        return data
+    note = (
+        f"{where}: no row has split=val, so those of split=test decide the best step; data.validation=0.1 "
+        "holds out training images for that, and scores test once, at the end"
+    )
+    return data._replace(notes=(*data.notes, note))
 
 
 def _to_score(config: Csv, rows: Sequence[Row], root: Path, where: str) -> list[Files | None]:

@@ -57,12 +57,13 @@ def held(model: nn.Module) -> list[str]:
 
 
 def look_inside(model: nn.Sequential) -> list[str]:
-    """Return a list that the next forward fills: what parameters show while each layer computes."""
+    """Return a list that the next forward fills: what each layer's parameters show while it computes."""
     seen: list[str] = []
     for name, layer in model.named_children():
 
         def look(layer: nn.Module, _: object, name: str = name) -> None:
-            seen.append(f"inside {name}: " + ", ".join(held(model)))
+            # Those of other layers are this rank's shards, which nobody may use meanwhile.
+            seen.append(f"inside {name}: " + ", ".join(held(layer)))
 
         layer.register_forward_pre_hook(look)
     return seen

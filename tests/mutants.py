@@ -37,7 +37,7 @@ def mutants() -> list[Mutant]:
     tests = ""
     listed = list[Mutant]()
     problems = []
-    for line in LIST.read_text().splitlines():
+    for line in filter(None, LIST.read_text().splitlines()):
         if not line.startswith("  "):
             tests = line
             continue

@@ -246,7 +246,16 @@ def test_recipes_and_package_meet_in_hydra_alone() -> None:
 TESTS = ROOT / "tests"
 # Programs that are run by hand, hosts and devices that are simulated, the step that is checked by eye, and
 # the tables of keys and of ways to shard.
-PROGRAMS = {"gpu_first", "mutants", "naive_twin", "restarts", "simulated_device", "two_hosts"}
+PROGRAMS = {
+    "gpu_capture",
+    "gpu_first",
+    "mutants",
+    "naive_twin",
+    "restarts",
+    "simulated_device",
+    "simulated_graph",
+    "two_hosts",
+}
 NO_HELPERS = {*PROGRAMS, "key_table", "ways"}
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -45,6 +46,8 @@ Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter 
 Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
+_PAIRS = "__pairs__"  # {"__pairs__": [[1, "one"]]} stands for a dict with keys that are integers
+_COUNTER = "__counter__"  # the same for a Counter
 
 
 class LocalShard(NamedTuple):
@@ -309,21 +312,42 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
         tensors[name := f"extra/{len(tensors)}"] = value
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str) or key == _TENSOR:
-                raise ValueError(
-                    f"{where} has the key {key!r}, expected texts other than {_TENSOR!r}: store pairs, "
-                    "[*values.items()], and make a dict of them after load"
-                )
-        return {key: encode_extra(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
+        return _encode_mapping(value, tensors, where)
     if isinstance(value, list | tuple):
         return [encode_extra(item, tensors, f"{where}[{index}]") for index, item in enumerate(value)]
     return _plain(value, where)
 
 
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], where: str) -> Any:
+    """Return a dict, or pairs where JSON would make texts of keys that are integers, or a dict of a Counter.
+
+    A MultiStepLR holds its milestones in a Counter of integers.
+    """
+    items = {}
+    for key, item in value.items():
+        if type(key) not in (str, int) or key in (_TENSOR, _COUNTER, _PAIRS):
+            raise ValueError(
+                f"{where} has the key {key!r}, expected integers, and texts other than {_TENSOR!r}, "
+                f"{_PAIRS!r} and {_COUNTER!r}: store pairs, [*values.items()], and make a dict of them after "
+                "load"
+            )
+        items[key] = encode_extra(item, tensors, f"{where}[{key!r}]")
+    if isinstance(value, Counter):
+        return {_COUNTER: [*items.items()]}
+    return items if all(isinstance(key, str) for key in items) else {_PAIRS: [*items.items()]}
+
+
 def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Undo `encode_extra`, except that tuples are lists."""
-    return json.loads(text, object_hook=lambda node: tensors[node[_TENSOR]] if _TENSOR in node else node)
+
+    def decode(node: dict[str, Any]) -> Any:
+        if _TENSOR in node:
+            return tensors[node[_TENSOR]]
+        if _PAIRS in node:
+            return dict(node[_PAIRS])
+        return Counter(dict(node[_COUNTER])) if _COUNTER in node else node
+
+    return json.loads(text, object_hook=decode)
 
 
 def exchange(

@@ -66,11 +66,11 @@ DESCRIPTIONS = """
 # What a piece tells of its sizes, which are those of what this rank has of the gradient.
 SIZES = ("shape", "size", "numel", "nelement", "stride")
 # What reads a piece, or its sizes in TorchScript, without asking its class; and plain tensors that take one.
-UNSEEN = ("to_dlpack", "data_ptr", "untyped_storage", "pickle", "size", "add_", "copy_")
+UNSEEN = ("to_dlpack", "data_ptr", "untyped_storage", "pickle", "size", "add_", "copy_", "reduce_scatter")
 # Steps of torch's fused optimizers, and their loss scaling.
 FUSED = """
     _amp_foreach_non_finite_check_and_unscale_ _amp_non_finite_check_and_unscale_ _fused_adagrad_ _fused_adam_
-    _fused_adamw_ _fused_sgd_ _group_tensors_by_device_and_dtype
+    _fused_adamw_ _fused_sgd_
     """
 _DESCRIBING = frozenset((*DESCRIPTIONS.split(), *FUSED.split()))
 _COMBINING = frozenset(ARITHMETIC.split())
@@ -80,7 +80,7 @@ _EXACT = {f"__{name}__" for name in _NAMES}
 _EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max", "min"}
 _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
 _OF_TORCH = {"aten", "prim", "prims"}
-_JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
+JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
 _READING = {"__getitem__", "masked_select"}
 _SELECTING = {*_READING, "__setitem__", "index_put", "index_put_"}
 # Views that add or take a dimension of two numbers per element; others keep a piece's shape, or are flat.
@@ -106,9 +106,9 @@ def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:
     if name == "where":  # of a condition alone it lists places
         return len(args) > 1
     if name in _SELECTING:
-        return _selects_by_element(args)
-    if name in _JOINING:
-        return all(isinstance(tensor, kind) for tensor in args[0])
+        return len(args) > 1 and _selects_by_element(args)
+    if name in JOINING:
+        return bool(args) and all(isinstance(tensor, kind) for tensor in args[0])
     return describes(func) or changes_no_shape(func) or _plain_name(name) in _OTHERS or tells_sizes(func)
 
 

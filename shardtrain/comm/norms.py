@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
+from shardtrain import torch_private
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.element_wise import (
     NORMS,
@@ -52,6 +53,11 @@ from shardtrain.comm.trace import ALL_REDUCE, waiting
 
 M = TypeVar("M", bound="Mark")
 
+# What `PieceSize` refuses, without underscores.
+_COMPUTING = """
+    abs add ceil divmod float floor floordiv ge int le lt mod mul neg pow radd rdivmod rfloordiv rmod rmul
+    round rpow rsub rtruediv sub truediv
+    """
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
 
@@ -99,20 +105,21 @@ class PieceSize:
     def __bool__(self) -> bool:
         return self._size != 0
 
+    def __gt__(self, other: object) -> bool:
+        return bool(self) if other == 0 else self.compute()
+
     def __repr__(self) -> str:
         return repr(self._size)
 
     def __format__(self, spec: str) -> str:
         return format(self._size, spec)
 
-    def _compute(self, *_: Any) -> NoReturn:
+    def compute(self, *_: Any) -> NoReturn:
         _refuse_text("arithmetic with a size of a gradient")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _compute
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = (
-        _compute
-    )
-    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __round__ = __ceil__ = __floor__ = _compute
+
+for _name in _COMPUTING.split():
+    setattr(PieceSize, f"__{_name}__", PieceSize.compute)
 
 
 class Mark(Tensor):
@@ -149,9 +156,7 @@ def plain(value: Any) -> Any:
     """Return ``value`` with the plain tensor of each mark in it, lists included."""
     if isinstance(value, Mark):
         return value.plain
-    if isinstance(value, list | tuple) and any(isinstance(item, Mark | list | tuple) for item in value):
-        return type(value)(map(plain, value))
-    return value
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 class GradientPiece(Mark):
@@ -162,8 +167,6 @@ class GradientPiece(Mark):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            raise ValueError("the compiler leaves functions of pieces to eager code, which asks this class")
         kwargs = kwargs or {}
         if PieceNorm in types:
             return NotImplemented  # so that `PieceNorm` decides
@@ -182,6 +185,9 @@ class GradientPiece(Mark):
         if not (owners.whole and free):
             _require_same_elements(func, arguments)
         result = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
+        if func.__name__ == "__set__":  # `Module.to` sets a gradient's data
+            with torch_private.DisableTorchFunctionSubclass():
+                func(args[0], plain(args[1]))
         if owners.whole:
             return result if free else _of_an_owner(func, result, arguments)
         return _element_by_element(func, result, arguments)
@@ -194,6 +200,10 @@ class GradientPiece(Mark):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), self.clone())
+
+
+# ``torch.compile`` breaks the graph there, and does not look inside: it would call itself without end.
+GradientPiece.__torch_function__.__func__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class PieceNorm(Mark):
@@ -288,7 +298,12 @@ def _leaves(args: Sequence[Any]) -> list[Any]:
 
 
 def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
-    """Return the norm of each of ``grads``, as ``func`` does: one, or a list."""
+    """Return the norm of each of ``grads``, as ``func`` does: one, or a list. ``order``: above 0."""
+    if not order > 0:  # the norm of an empty piece would count
+        raise ValueError(
+            f"a norm of order {order} of a gradient cannot be added up over ranks: call clip_grad_norm_ with "
+            "a positive norm_type"
+        )
     piece = _first(GradientPiece, grads)
     table: Sequence[Tensor | None] = [None] * len(grads)
     if piece.owners.virtual:
@@ -358,13 +373,13 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
     return _marked(result, pieces[0].owners, args)
 
 
-def _marked(result: Any, owners: Owners, args: Sequence[Any] = ()) -> Any:
+def _marked(result: Any, owners: Owners, args: Any) -> Any:
     """Return ``result`` with new tensors in it marked as pieces: not those of ``args``, changed in place."""
     if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
         return type(result)([_marked(item, owners, args) for item in result])
     if type(result) is not Tensor:
         return result
-    for leaf in _leaves(args):
+    for leaf in _leaves(args if isinstance(args, list | tuple) else [args]):
         if result is leaf or (isinstance(leaf, Mark) and result is leaf.plain):
             return leaf
     return GradientPiece.on(result, owners)
@@ -390,7 +405,7 @@ def _marked_by_position(result: Any, first: Sequence[Tensor], piece: GradientPie
     if result is None:
         return None
     owners = [tensor.owners if isinstance(tensor, GradientPiece) else piece.owners for tensor in first]
-    return type(result)([_marked(*row, first) for row in zip(result, owners, strict=True)])
+    return type(result)([_marked(*row) for row in zip(result, owners, first, strict=True)])
 
 
 def _sizes(tensor: Tensor) -> list[int]:

@@ -34,6 +34,7 @@ from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.signals import connect
 from shardtrain.comm.transport import Alone, Transport
 from shardtrain.comm.wrappers import Replicated
+from shardtrain.errors import PeerLost
 
 
 class Opening:
@@ -42,7 +43,7 @@ class Opening:
     ``process_group``: the transport between all ranks of all groups, for vectors on the CPU if there is gloo;
     ``all_ranks``: those of it. ``groups``: the ranks of every shard group. ``own``: those of this
     rank's group; ``shards``: its part of ``process_group``. Raises ValueError if ranks ask for different
-    kinds.
+    kinds, PeerLost if some do not come.
     """
 
     def __init__(
@@ -52,8 +53,15 @@ class Opening:
         groups: Sequence[Sequence[int]] | None = None,
         inside: dist.ProcessGroup | None = None,
     ) -> None:
-        with guarded(group):
-            reports = Reports(group) if native.has_gloo(group) else None
+        try:
+            with guarded(group):
+                reports = Reports(group) if native.has_gloo(group) else None
+        except RuntimeError as error:  # gloo's: no guard can tell more yet
+            raise PeerLost(
+                "shard() has waited in vain for other ranks: every rank must call it, between the same "
+                "collectives; a rank that wraps its model in DistributedDataParallel or fully_shard instead "
+                f"waits for something else ({error})"
+            ) from error
         self.process_group = ProcessGroupTransport(group, reports).on(())
         self.shards = self.process_group
         self.all_ranks = Ranks(self.process_group)

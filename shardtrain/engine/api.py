@@ -109,6 +109,7 @@ def shard(
     devices = [initial.device(param) for param in module.parameters()]
     link = _open(transport, mesh, devices, offload)
     if virtual_ranks:
+        require_dense_buffers(module, virtual_ranks)
         check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
         require_deterministic_kernels(devices)
     choices = joined(module, choices, most_bytes(unit_bytes, units, devices))

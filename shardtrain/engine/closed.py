@@ -28,20 +28,19 @@ from shardtrain.engine import user_code
 from shardtrain.engine.unit import Unit
 
 # Attributes and methods that tell neither elements nor sizes.
-_PASSING = frozenset(
-    """
+_DESCRIBING = """
     _backward_hooks _base _grad _grad_fn _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu
     is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize layout name
     ndim output_nr requires_grad retains_grad
     __dir__ __format__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous
     is_floating_point is_inference is_neg is_pinned is_shared is_signed ndimension register_hook
     register_post_accumulate_grad_hook requires_grad_ retain_grad untyped_storage
-    """.split()
-)
+    """
+_PASSING = frozenset(_DESCRIBING.split())
 
 
 class ClosedParameter(nn.Parameter):
-    """Be the class of parameters of closed units. ``closed``: the model's `Closed`; ``own``: the class before."""
+    """Be the class of parameters of closed units. ``own``: the class before."""
 
     closed: weakref.ReferenceType[Closed]
     own: type[nn.Parameter]
@@ -79,7 +78,8 @@ class Closed:
             for member in unit.members:
                 param = member.param
                 if isinstance(param, ClosedParameter):
-                    param.__class__ = param.own
+                    own: Any = param.own
+                    param.__class__ = own
 
     def _closed_class(self, kind: type) -> type:
         """Return the class of closed parameters of the class ``kind``, a user's own perhaps."""
@@ -105,7 +105,8 @@ class Closed:
                         f"{member.name} was used ({use}) in forward outside of a call of {unit.title}, where "
                         "it shows this rank's shard, with which other ranks may compute: call the module, or "
                         "choose units= so that both are in one; compute with it, or change it, between steps "
-                        "(a momentum encoder after optimizer.step()), whole inside shardtrain.unsharded(model)"
+                        "(a momentum encoder after optimizer.step()), whole inside "
+                        "shardtrain.unsharded(model)"
                     )
         raise ValueError(f"a parameter was used ({use}) in forward that its module no longer has")
 

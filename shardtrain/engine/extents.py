@@ -51,13 +51,19 @@ def require_apart(module: nn.Module, left_alone: set[nn.Parameter]) -> None:
                 furthest[extent.device, only_cut] = extent
 
 
-def require_dense_buffers(module: nn.Module, world: int) -> None:
-    """Raise ValueError if one of several ranks has a sparse buffer."""
-    if world == 1:
+def require_dense_buffers(module: nn.Module, ranks: int) -> None:
+    """Raise ValueError if a buffer cannot get the values of another of the ``ranks``, real or virtual."""
+    if ranks <= 1:
         return
     for name, buffer in module.named_buffers():
         if buffer.layout is not torch.strided:
             raise ValueError(
                 f"buffer {name} is sparse, and ranks exchange dense buffers only: make it a plain attribute "
                 "of its module, which stays each rank's own"
+            )
+        if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
+            raise ValueError(
+                f"buffer {name} is expanded: several of its elements are one in memory, which cannot get "
+                f"another rank's values. Register {name}.contiguous(), or what was expanded, and expand that "
+                "in forward"
             )

@@ -73,7 +73,9 @@ class Optimizers:
                 trial(optimizer, self._tryable())
                 self.describe_state(optimizer)
                 for member in self._members:
-                    _cut_state(member, optimizer.state.get(member.param, {}))
+                    state = optimizer.state.get(member.param, {})
+                    pieces.require_own(member.part, state)  # loaded before this knew the optimizer
+                    _cut_state(member, state)
             self._known[optimizer] = sizes, steps
         if not steps:
             return
@@ -83,15 +85,31 @@ class Optimizers:
         driver.reset_failed_backward()
         driver.require_reduced("an optimizer's step()")
         driver.show_shards()
-        if driver.awaits_backward and all(member.param.grad is None for member in self._members):
-            warnings.warn(
-                "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
-                "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
-                stacklevel=4,
-            )
+        if driver.awaits_backward:
+            self._check_before_backward()
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
+
+    def _check_before_backward(self) -> None:
+        """Check a step between forward and backward. Raises ValueError for gradients of whole parameters.
+
+        Warns (UserWarning) if there are none.
+        """
+        grads = {member: member.param.grad for member in self._members}
+        if all(grad is None for grad in grads.values()):
+            warnings.warn(
+                "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
+                "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
+                stacklevel=5,
+            )
+        for member, grad in grads.items():
+            if grad is not None and grad.as_subclass(torch.Tensor).shape != member.part.local_shape:
+                raise ValueError(
+                    f"the gradient of {member.name} was set while it was whole, between forward and "
+                    "backward: step after backward. torch's get_optimizer_state_dict sets such gradients for "
+                    "an optimizer without state: call it before forward, or after the first step"
+                )
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the code of ``optimizer``, which was tried, use gradients as it likes, until `end_step`.

@@ -15,8 +15,7 @@ stores tensors would store this rank's part under the parameter's name, and is r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+_PART = "shardtrain_part"  # the key in a pickled state that says of which part it is
 _WAY_OUT = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
 
 
@@ -163,13 +163,22 @@ class LocalState(dict[Any, Any]):
     """Hold an optimizer's state by parameter, whose tensors are pieces. Pickled, it is plain tensors.
 
     So what ``optimizer.state_dict()`` returns can be saved per rank, as always. What torch's
-    ``get_optimizer_state_dict`` makes of it, by parameter names, cannot.
+    ``get_optimizer_state_dict`` makes of it, by parameter names, cannot. ``parts``: of parameters. Pickled, a
+    state says which part it is of, since pieces of two ranks may have one shape.
     """
+
+    def __init__(self, state: Mapping[Any, Any], parts: Mapping[Any, Part]) -> None:
+        super().__init__(state)
+        self.parts = parts
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: OrderedDict[Any, Any] = OrderedDict()  # which `torch.load` reads with weights_only
         for key, items in self.items():
             plain[key] = {name: getattr(value, "plain", value) for name, value in items.items()}
+            if key in self.parts:
+                part = self.parts[key]
+                # Numbers alone: torch's load_state_dict would convert a text.
+                plain[key][_PART] = part.start, part.stop, *part.shape
         return plain.__reduce_ex__(protocol)
 
 
@@ -179,10 +188,49 @@ def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedPa
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         described = _changed(_as_piece, members, optimizer, saved)
-        return {**described, "state": LocalState(described["state"])}
+        parts = {key: part for key, _, part in _parts_of(members, optimizer, saved)}
+        return {**described, "state": LocalState(described["state"], parts)}
+
+    def take(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        state = dict(saved["state"])
+        for key, _, part in _parts_of(members, optimizer, saved):
+            state[key] = dict(state[key])  # what the user has keeps its entry
+            require_own(part, state[key])
+        return _changed(_as_tensor, members, optimizer, {**saved, "state": state})
 
     optimizer.register_state_dict_post_hook(give)
-    optimizer.register_load_state_dict_pre_hook(partial(_changed, _as_tensor, members))
+    optimizer.register_load_state_dict_pre_hook(take)
+
+
+def require_own(part: Part, state: dict[str, Any]) -> None:
+    """Raise ValueError if ``state``, an optimizer's of a parameter, was saved of another part than ``part``.
+
+    Remove what says so: no optimizer's step may see it.
+    """
+    own = part.start, part.stop, *part.shape
+    start, stop, *shape = state.pop(_PART, own)
+    if (start, stop, *shape) != own:
+        raise ValueError(
+            f"load_state_dict() was given optimizer state of elements {start}:{stop} of {part.name} "
+            f"{tuple(shape)}, where this rank has {part.start}:{part.stop} of {part.shape}: "
+            "optimizer.state_dict() is a rank's own, so save and load one file per rank; "
+            "torch.distributed.checkpoint carries shardtrain.optimizer_state_dict(model, optimizer) to other "
+            "ranks"
+        )
+
+
+def _parts_of(
+    members: Iterable[ShardedParam], optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+) -> list[tuple[Any, nn.Parameter, Part]]:
+    """Return the key in the state dict ``saved`` of each sharded parameter that has state, and its part."""
+    parts = {member.param: member.part for member in members}
+    keys = [*chain.from_iterable(group["params"] for group in saved["param_groups"])]
+    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    described = []
+    for key, param in zip(keys, params, strict=False):  # torch compares the groups itself
+        if key in saved["state"] and param in parts:
+            described.append((key, param, parts[param]))
+    return described
 
 
 def _changed(
@@ -192,15 +240,11 @@ def _changed(
     saved: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the state dict ``saved`` with ``change`` applied to each tensor of sharded parameters' state."""
-    parts = {member.param: member.part for member in members}
-    keys = [*chain.from_iterable(group["params"] for group in saved["param_groups"])]
-    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     state = dict(saved["state"])
-    for key, param in zip(keys, params, strict=False):  # torch compares the groups itself
-        if key in state and param in parts:
-            items = state[key].items()
-            tensors = {k: change(v, param, parts[param]) for k, v in items if isinstance(v, Tensor)}
-            state[key] = {**state[key], **tensors}
+    for key, param, part in _parts_of(members, optimizer, saved):
+        items = state[key].items()
+        tensors = {k: change(v, param, part) for k, v in items if isinstance(v, Tensor)}
+        state[key] = {**state[key], **tensors}
     return {**saved, "state": state}
 
 

@@ -135,7 +135,6 @@ class Backward(Generic[U]):
     following: dict[int, U] = field(default_factory=dict)  # by moments of ends: the unit that ends next
     entered: dict[U, None] = field(default_factory=dict)  # units that have been opened, in order
     reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
-    late: dict[U, None] = field(default_factory=dict)  # units completed again after that
     under_way: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
     bytes_under_way: int = 0  # of their full gradients
 
@@ -236,7 +235,7 @@ class Schedule(Generic[U]):
         """Append ``unit`` to ``units``. If ``expected`` has another one there, release what waits for it."""
         position = len(units)
         units.append(unit)
-        if self._alike and expected[position : position + 1] != [unit]:
+        if expected[position : position + 1] != [unit]:
             self._alike = False
             for other in self._in_advance() - {unit}:
                 self.release(other)
@@ -246,7 +245,6 @@ class Schedule(Generic[U]):
         if len(self._order) == 1 and self.keeps.issuperset(self.units[1:]):
             for unit in self._expected[1:]:
                 self._gather(unit)
-            return
         self._gather(self._following[len(self._order) - 1])
 
     def _in_advance(self) -> set[U]:
@@ -255,8 +253,7 @@ class Schedule(Generic[U]):
 
     def announce(self, unit: U) -> None:
         """Note that autograd may run a node that made an output of ``unit``'s call under way."""
-        if unit in self.calls:
-            self.calls[unit].announced = True
+        self.calls[unit].announced = True
 
     def leave(self, unit: U, learns: bool, unannounced: bool = False) -> None:
         """Release ``unit`` as a call of it ends, if it is the outermost one.
@@ -372,7 +369,7 @@ class Schedule(Generic[U]):
     def end_backward(self) -> None:
         """Complete all units, start and finish all reductions.
 
-        A unit that got gradients again after its reduction had started is reduced twice.
+        A unit that got gradients again after its reduction had started is reduced again.
         """
         backward = self.backward
         assert backward is not None
@@ -385,8 +382,6 @@ class Schedule(Generic[U]):
         for unit in ready:
             if unit not in backward.reduced:
                 self._reduce(backward, unit)
-        for unit in backward.late:
-            self._reduce(backward, unit)
         while backward.under_way:
             self._finish_oldest(backward)
         self.unreduced.difference_update(ready)
@@ -420,7 +415,6 @@ class Schedule(Generic[U]):
         others = _next_others([edge.call.unit for edge in ends])
         backward.following = {edge.moment: other for edge, other in zip(ends, others, strict=True)}
         backward.forward = forward
-        backward.moment = sys.maxsize
 
     def _descend(self, backward: Backward[U], moment: int) -> None:
         """Open units where a call of theirs ended after ``moment``, and close them where it began."""
@@ -458,16 +452,12 @@ class Schedule(Generic[U]):
         """
         self.opened.discard(unit)
         reduces = unit in self.trains and unit not in backward.accumulates and not awaits
-        if reduces and unit not in backward.reduced:
+        if reduces:
             self._make_room(backward, unit)  # before `take` allocates another full gradient
         self.act.take(unit)
         if unit not in self.calls and not (awaits and unit in self.unannounced):
             self.release(unit)
-        if not reduces:
-            return
-        if unit in backward.reduced:
-            backward.late[unit] = None
-        else:
+        if reduces:
             self._reduce(backward, unit)
 
     def _make_room(self, backward: Backward[U], unit: U) -> None:

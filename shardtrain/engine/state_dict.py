@@ -201,11 +201,16 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     them as parts of the whole and loads into them. Pass the result to ``load_state_dict`` to set options such
     as learning rates. An optimizer without state first makes a step with a learning rate of 0.
 
-    Raises ValueError inside forward, backward or `unsharded`.
+    Raises ValueError inside forward, backward or `unsharded`, and for that step between forward and backward.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     engine = engine_of(module)
+    if engine.driver.awaits_backward and not optimizer.state:
+        raise ValueError(
+            "optimizer_state_dict() of an optimizer without state makes a step, which cannot be done between "
+            "forward and backward: call it before forward, or after the first optimizer.step()"
+        )
     engine.require_rest("optimizer_state_dict() cannot be called")
     engine.optimizers.describe_state(optimizer)
     return dict(get_optimizer_state_dict(module, optimizer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,22 +79,15 @@ def build(
     share = share_of(config, rank, world_size)
     if share.virtual and devices.is_accelerator(device):
         devices.choose_deterministic_kernels()
-    # Data may be missing on one host only.
-    images = together(lambda: data.load(config.data, config.allow, all_held_out=all_held_out))
-    preprocessing, notes = as_on_card(config, images.preprocessing, images.name)
-    images = images._replace(preprocessing=preprocessing)
+    images = opened_images(config, all_held_out=all_held_out)
     config = completed(config, images)
-    if config.train.tta > 1 and config.data.side_in_eval == 1:  # there is no pixel beside to reflect
-        raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
+    require_pixels_beside(config)
     steps, steps_per_epoch = length_of(config, images, share)
 
     model = initial_model(config, deferred=True, resumed=first_step > 0)
-    sample = (max(1, share.micro_batch), preprocessing.channels)
-    flops = {  # for every size, so that a size that the model refuses fails now, not after hours
-        side: forward_flops(model, (*sample, side, side), len(images.classes)) / sample[0]
-        for side in sorted(config.data.sides)
-    }
-    inference = inference_of(config, preprocessing, model)
+    sample = (max(1, share.micro_batch), images.preprocessing.channels)
+    flops = flops_by_side(model, sample, config.data.sides, len(images.classes))
+    inference = inference_of(config, images.preprocessing, model)
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
     if first_step == 0 and not config.model.get("weights"):
@@ -123,12 +116,30 @@ def build(
         steps=steps,
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
-        data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
-        + (f" + {len(images.test):,} to test" if images.test else ""),
+        data_name=_name_and_sizes(images),
         forward_flops=flops,
-        notes=[*images.notes, *notes],
+        notes=images.notes,
     )
     return job, config
+
+
+def require_pixels_beside(config: Config) -> None:
+    """Raise UserError for an evaluation that moves images by a pixel where none is beside to reflect."""
+    if config.train.tta > 1 and config.data.side_in_eval == 1:
+        raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
+
+
+def opened_images(config: Config, *, all_held_out: bool) -> data.DataSet:
+    """Return the data set, prepared as the card of `model.weights` says. Collective."""
+    # Data may be missing on one host only.
+    images = together(lambda: data.load(config.data, config.allow, all_held_out=all_held_out))
+    preprocessing, notes = as_on_card(config, images.preprocessing, images.name)
+    return images._replace(preprocessing=preprocessing, notes=(*images.notes, *notes))
+
+
+def _name_and_sizes(images: data.DataSet) -> str:
+    to_test = f" + {len(images.test):,} to test" if images.test else ""
+    return f"{images.name}, {len(images.train):,} + {len(images.val):,} held out{to_test}"
 
 
 def for_evaluation(config: Config) -> Config:
@@ -188,6 +199,16 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
     seed = generator("step", seed, rank, step).initial_seed()
     devices.seed(device, seed)
     np.random.seed(seed % (1 << 32))
+
+
+def flops_by_side(
+    model: nn.Module, sample: tuple[int, int], sides: Collection[int], classes: int
+) -> dict[int, float]:
+    """Return the FLOP of one image's forward, by the image's side.
+
+    For every size, so that a size that the model refuses fails now, not after hours.
+    """
+    return {side: forward_flops(model, (*sample, side, side), classes) / sample[0] for side in sorted(sides)}
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:

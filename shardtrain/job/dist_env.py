@@ -9,6 +9,8 @@ import datetime
 import functools
 import os
 import platform
+import socket
+import sys
 import threading
 import time
 import uuid
@@ -138,6 +140,29 @@ class RankInfo:
         while isinstance(store, PrefixStore):  # torchrun gives each attempt its own prefix
             store = store.underlying_store
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
+
+
+def wait_for_name(host: str, patience: datetime.timedelta = START_UP) -> None:
+    """Wait until this host knows where ``host``, MASTER_ADDR, is: the other host may start later.
+
+    Raises UserError after ``patience``. (torch would log each try, and end with a traceback.)
+    """
+    found = f"MASTER_ADDR={host}: this host does not know that name"
+    deadline = time.monotonic() + patience.total_seconds()
+    is_said = False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it cannot be a name"
+        else:
+            return
+        if time.monotonic() >= deadline:
+            raise UserError(f"{found}: {reason}; expected the name or address of rank 0's host")
+        if not is_said:
+            print(f"waiting: {found} yet: {reason}", file=sys.stderr, flush=True)
+            is_said = True
+        time.sleep(LONGEST_PAUSE)
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:

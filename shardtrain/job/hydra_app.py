@@ -361,7 +361,7 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for text in overrides:
         if text.startswith("-"):
             valid = "--help, -h, --version, --cfg, -c, --config-dir, -cd, -m"
-            require_current(text)
+            require_current(text.partition("=")[0])
             key = text.lstrip("-").partition("=")[0]
             raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
     return flags, overrides

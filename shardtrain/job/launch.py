@@ -31,7 +31,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
+from shardtrain.job.dist_env import (
+    START_UP,
+    RankInfo,
+    Result,
+    choose_device,
+    cpu_threads,
+    meet,
+    wait_for_name,
+)
 from shardtrain.job.errors import UserError, not_valid, path_of
 from shardtrain.job.format import write_any_text
 from shardtrain.job.read import read_config
@@ -94,7 +102,10 @@ def start(
     devices.keep_freed_memory()
     rank_info = RankInfo(0, 1, 0, 1)  # until the environment has been read
     try:
-        rank_info = RankInfo.from_environment(os.environ)
+        launched = RankInfo.from_environment(os.environ)
+        if launched.world_size > 1:
+            wait_for_name(os.environ["MASTER_ADDR"])
+        rank_info = launched
         config: Any = read(sys.argv[1:], rank_info.rank == 0)
         if config is None:
             return None

@@ -116,7 +116,9 @@ def rate_warnings(opened: Opened, job: Job, config: Config) -> list[str]:
             return []
         keys = ("epochs", "max_steps")
         lengths = [(key, train[key], getattr(config.train, key)) for key in keys]
-        changed = [f"train.{key}={old} → {new}" for key, old, new in lengths if old != new]
+        changed = [
+            f"train.{key}={old or 'null'} → {new or 'null'}" for key, old, new in lengths if old != new
+        ]
         last = config.optim.lr * usual(step - 1)
         return [
             f"warning: {', '.join(changed)}: the learning rate jumps from {last:.3g} in step {step} to "

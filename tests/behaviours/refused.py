@@ -14,7 +14,7 @@ REFUSED = {
     "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
-    "The parent reads a unit's weight": r"blocks.0.inside.weight was used \(linear\) in forward outside of .*: "
+    "The parent reads a unit's weight": r"blocks.0.inside.weight was used \(linear\) in forward outside .*: "
     "call the module, or choose units=",
     "A momentum encoder updated inside forward": CLOSED.format("mul_"),
     "A momentum encoder replaced inside forward": CLOSED.format("data"),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,12 +73,24 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "deep/er/one"
     model, optimizer = fresh(kind, make=late_layer)
     train(model, optimizer, 2)
-    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "at": (2, torch.arange(3))})
+    steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5])  # a Counter of integers
+    extra = {
+        "rank": dist.get_rank(),
+        "at": (2, torch.arange(3)),
+        "steps": steps.state_dict(),
+        "of": {1: [{2: 3}]},
+    }
+    checkpoint.save(path, model, optimizer, extra=extra)
     other, its_optimizer = fresh(kind, seed=1, make=late_layer)
     train(other, its_optimizer, 0 if kind == "asgd" else 1)  # its first step may come after the load
     extra = checkpoint.load(path, other, its_optimizer)
     assert extra["rank"] == dist.get_rank()
     assert (extra["at"][0], extra["at"][1].tolist()) == (2, [0, 1, 2])
+    assert extra["of"] == {1: [{2: 3}]}
+    steps = torch.optim.lr_scheduler.MultiStepLR(its_optimizer, [1])
+    steps.load_state_dict(extra["steps"])
+    assert steps.milestones == Counter({3: 1, 5: 2})
+    assert sorted(steps.milestones.elements()) == [3, 5, 5]
     model.uses = dist.get_rank() == 0
     other.uses = model.uses
     assert train(other, its_optimizer, 3, start=2) == train(model, optimizer, 3, start=2)
@@ -296,7 +309,11 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, reason: str)
     ("how", "path", "text"),
     [
         ("extra", "one", "rank 1: extra['a'][1] is a set, expected tensors, numbers, texts, None, lists and"),
-        ("key", "one", "rank 1: extra has the key 1, expected texts other than '__tensor__': store pairs, ["),
+        (
+            "key",
+            "one",
+            "rank 1: extra has the key 1.5, expected integers, and texts other than '__tensor__', '__",
+        ),
         ("piece", "one", "rank 1: extra[0] is a rank's piece of fc.bias, which only its model can load"),
         ("long", "one", "rank 1: rank-00001.safetensors: ValueError names and texts take 1000"),
         ("deep", "one", "rank 1: maximum recursion depth exceeded"),
@@ -315,7 +332,7 @@ def test_a_save_fails_everywhere_with_its_reason(tmp_path: Path, how: str, path:
     model, optimizer = fresh()
     train(model, optimizer, 1)
     odd = dist.get_rank() == 1
-    extras = {"extra": {"a": [1, {2, 3}]}, "key": {1: 2}, "long": ["x" * 100_000_000], "deep": []}
+    extras = {"extra": {"a": [1, {2, 3}]}, "key": {1.5: 2}, "long": ["x" * 100_000_000], "deep": []}
     extras |= {"piece": [model.state_dict()["fc.bias"]]}
     extras["deep"].append(extras["deep"])
     extra = extras.get(how) if odd else None

@@ -16,7 +16,6 @@ from behaviours.rows import Net, Unit, batch
 from pool import each_rank
 from small import average_gradients, like_a_replica, shard
 
-
 USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "abs": lambda self, y: y * self.blocks[1].inside.weight.abs().mean(),
     "detach": lambda self, y: y * self.blocks[1].inside.weight.detach().mean(),
@@ -93,9 +92,11 @@ class Own(nn.Parameter):
 def test_what_tells_no_size_of_a_closed_unit_s_parameter_is_right() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         for param in self.parameters():
-            assert isinstance(param, nn.Parameter) and "Parameter" in repr(param)
+            assert isinstance(param, nn.Parameter)
+            assert "Parameter" in repr(param)
             assert (param.dtype, param.device.type, param.requires_grad) == (torch.float32, "cpu", True)
-            assert param.is_leaf and param.grad is None and param.dim() and param.is_floating_point()
+            assert (param.is_leaf, param.grad, param.is_floating_point()) == (True, None, True)
+            assert param.dim() > 0
         assert type(self.blocks[0].inside.weight).__name__ == "Own"
         return self.head(self.blocks[0](self.stem(x)))
 

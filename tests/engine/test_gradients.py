@@ -1,9 +1,13 @@
 """Gradients on a rank: what is right on pieces, or on whole gradients of one owner; all else is refused."""
 
 import copy
+import itertools
+import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,19 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.torch_version import TorchVersion
+from torch.utils.dlpack import to_dlpack
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.comm import element_wise
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.recipes.muon import Muon
 
 from pool import Ranks, each_rank
-from small import Block, OddNet, classify, images, raised_soon, shard
+from small import Block, OddNet, classify, images, raised_soon, shard, sharded_and_replica
 
 SEES = "would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ for the norm of all "
 
@@ -39,7 +45,18 @@ def with_gradients(**options: Any) -> nn.Module:
     return model
 
 
-# By name: the function that the refusal names, and a use.
+def quietly(call: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return call()
+
+
+def without_classes(call: Callable[[], object]) -> object:
+    with torch._C.DisableTorchFunctionSubclass():
+        return call()
+
+
+# By name: the function that the refusal names, and a use. From "vmap" on none asks by `__torch_function__`.
 LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "centred rows (GC)": ("mean", lambda g: g - g.mean(dim=-1, keepdim=True)),
     "unit rows": ("linalg_vector_norm", lambda g: g / torch.linalg.vector_norm(g, dim=-1, keepdim=True)),
@@ -85,6 +102,24 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "numpy": ("numpy", lambda g: g.numpy()),
     "by keyword": ("sum", lambda g: torch.sum(input=g)),
     "an operator": ("sum", lambda g: torch.ops.aten.sum(g)),
+    "a count of a mask": ("sum", lambda g: torch.isclose(g, torch.zeros_like(g)).sum()),
+    "some of the memory": ("as_strided", lambda g: g.as_strided((1,), (1,))),
+    "length": ("len", lambda g: len(g)),
+    "storage": ("storage", lambda g: g.storage()),
+    "memory of a device": ("cuda_array_interface", lambda g: g.__cuda_array_interface__),
+    "vmap": ("sum", lambda g: torch.vmap(lambda row: row.abs().sum())(g.view(-1, 1))),
+    "vmap over columns": ("softmax", lambda g: torch.vmap(lambda c: c.softmax(0), in_dims=1)(g.view(-1, 1))),
+    "torch.func": ("sum", lambda g: torch.func.grad(lambda values: values.square().sum())(g)),
+    "a new tensor": ("to_copy", lambda g: quietly(lambda: torch.tensor(g, dtype=torch.double))),
+    "a new one of a norm": ("detach", lambda g: quietly(lambda: torch.tensor(g.norm()))),
+    "torch.Tensor": ("sum", lambda g: torch.Tensor(g).sum()),
+    "new_tensor": ("sum", lambda g: quietly(lambda: g.new_tensor(g)).sum()),
+    "copy.copy": ("sum", lambda g: copy.copy(g).sum()),
+    "a parameter": ("sum", lambda g: nn.Parameter(g).sum()),
+    "another's memory": ("set", lambda g: torch.empty(0).set_(g)),
+    "no class asked": ("sum", lambda g: without_classes(lambda: g.sum())),
+    "dlpack": ("dlpack_device", lambda g: torch.from_dlpack(g)),
+    "compiled code": ("sum", lambda g: torch.compile(lambda values: values.sum(), backend="eager")(g)),
     "a grid of the other": ("cat", lambda g: torch.cat([g, torch.zeros(1, *g.shape[1:])])),
 }
 
@@ -107,8 +142,9 @@ def test_virtual_ranks_on_one_rank_refuse_what_several_refuse() -> None:
     for number in range(2):
         with shardtrain.virtual_rank(model, number):
             model(torch.ones(2, 5)).sum().backward()
-    for _, look in LOOKS.values():
-        raised_soon(ValueError, lambda look=look: look(model[0].weight.grad))
+    for name, (says, look) in LOOKS.items():
+        text = raised_soon(ValueError, lambda look=look: look(model[0].weight.grad))
+        assert text.split(" of a gradient ")[0] == says, name
 
 
 # Right on pieces: `same[name](g)` of a piece is the piece of that of the whole gradient.
@@ -126,6 +162,10 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "dtypes": lambda g: g.double().to(torch.float32).contiguous(),
     "special": lambda g: torch.special.erf(g) + F.relu(g) + torch.special.xlogy(g.abs(), 2.0),
     "copies": lambda g: copy.deepcopy(g).detach(),
+    "views of numbers": lambda g: torch.view_as_complex(torch.stack([g, g], -1)).real.clone(),
+    "vmap": lambda g: torch.vmap(lambda row: 2 * row)(g.view(-1, 1)).view(g.shape),
+    "torch.Tensor": lambda g: torch.Tensor(g) + copy.copy(g).data,
+    "compiled code": lambda g: torch.compile(lambda values: values * 2, backend="eager")(g),
     "new ones": lambda g: g.new_zeros(g.shape) + torch.full_like(g, 2.0),
 }
 
@@ -147,6 +187,162 @@ def test_what_treats_each_element_by_itself_is_right() -> None:
             assert type(param.grad) is type(grad), name  # a norm of it is a norm of all
             param.grad = grad
     assert type(pickle.loads(pickle.dumps(kept[0]))) is Tensor
+
+
+SIZE_LOOKS: dict[str, Callable[[Tensor], object]] = {
+    "fan in": lambda g: g / g.shape[-1] ** 0.5,
+    "a factor": lambda g: g * (0.1 * g.size(0)),
+    "a mean": lambda g: 1 / g.numel(),
+    "a sum": lambda g: sum([g.nelement()]),
+    "a root": lambda g: math.sqrt(torch.numel(g)),
+    "a product": lambda g: math.prod(g.shape),
+    "the longest": lambda g: max(g.size(0), 1),
+    "a number": lambda g: int(g.numel()),
+    "columns": lambda g: g.stride(0) % 2,
+    "many": lambda g: g.numel() > 1,
+    "half": lambda g: g.numel() // 2,
+    "negative": lambda g: -g.numel(),
+}
+
+
+@each_rank(2)
+def test_sizes_of_a_piece_are_told_and_not_computed_with() -> None:
+    """They are those of the parameter at rest, equal if equal; tensors are made of them."""
+    model = with_gradients()
+    for param in model.parameters():
+        grad = param.grad
+        assert grad.shape == param.shape == grad.size()
+        assert param.shape == grad.shape
+        assert hash(grad.shape) == hash(param.shape)
+        assert (grad.size(0), grad.stride()) == (param.size(0), param.stride())
+        assert grad.numel() == grad.nelement() == torch.numel(grad) == param.numel()
+        assert f"{grad.shape} {grad.numel():3d}" == f"{tuple(param.shape)} {param.numel():3d}"
+        assert bool(grad.numel()) == (grad.numel() > 0) == bool(param.numel())
+        assert torch.zeros(grad.shape).shape == torch.zeros(grad.size(0), 2)[:, :1].view(grad.shape).shape
+        assert grad.nbytes == param.nbytes
+        for name, look in SIZE_LOOKS.items():
+            text = raised_soon(ValueError, lambda look=look, grad=grad: look(grad))
+            assert text.startswith("arithmetic with a size of a gradient would see this rank's piece"), name
+        assert repr(grad).startswith("GradientPiece(tensor(")
+        for count in (
+            lambda grad=grad: bool(grad[grad.abs() > 1.0].numel()),
+            lambda grad=grad: torch.masked_select(grad, grad > 1.0).abs().shape[0],
+        ):
+            text = raised_soon(ValueError, count)
+            assert " of elements of a gradient that a mask selects would see this rank's piece" in text
+
+
+@each_rank(2)
+def test_a_piece_has_no_rows() -> None:
+    """A factor per row of (4, -1) would multiply other elements on each rank."""
+    model = shard(nn.Linear(8, 12))
+    model(torch.ones(2, 8)).sum().backward()
+    grad = model.weight.grad
+    for look in (
+        lambda: grad.view(4, -1) * torch.ones(4, 1),
+        lambda: grad.reshape(-1, 4, 1),
+        lambda: grad.flatten().unflatten(0, (4, -1)),
+        lambda: torch.Tensor.view_as(grad, torch.ones(4, model.weight.numel() // 4)),
+        lambda: torch.vmap(lambda row: row.view(4, -1))(grad.view(1, -1)),
+    ):
+        assert " of a gradient into rows would see " in raised_soon(ValueError, look)
+    assert grad.view(-1).reshape(1, -1, 1).squeeze().t().shape == (model.weight.numel(),)
+
+
+@each_rank(2)
+def test_sizes_of_a_whole_gradient_are_its_owner_s() -> None:
+    model = with_gradients(layout="whole")
+    for param in model.parameters():
+        if param.grad is not None:
+            assert len(param.grad) * 1.0 == param.grad.shape[0] + 0.0 == param.shape[0]
+
+
+class ByShape(torch.optim.SGD):
+    """Ask sizes of gradients in a step: a trial has found that nothing depends on them."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    flat = param.grad.view(param.grad.numel() // 1, 1)
+                    param.data.sub_(flat.view(param.grad.shape), alpha=len(flat) / max(1, flat.size(0)))
+
+
+@each_rank(2)
+def test_an_optimizer_that_was_tried_computes_with_sizes() -> None:
+    model = with_gradients()
+    before = shardtrain.full_state_dict(model)
+    with shardtrain.unsharded(model, grads=True):
+        for name, param in model.named_parameters():
+            before[name].sub_(param.grad)
+    ByShape(model.parameters(), lr=0.1).step()
+    after = shardtrain.full_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@each_rank(2)
+def test_torchscript_and_whole_graphs_end_in_torch_s_own_errors() -> None:
+    grad = with_gradients()[0].weight.grad
+    scripted = torch.jit.script(mean_of)
+    traced = torch.jit.trace(mean_of, torch.ones(16, 1))
+    for function in (scripted, traced):
+        with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter"):
+            function(grad)
+    graph = torch.compile(mean_of, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="GradientPiece"):
+        graph(grad)
+
+
+def mean_of(values: Tensor) -> Tensor:
+    return values.abs().mean()
+
+
+# What `element_wise.UNSEEN` names: each reads a piece as if it were a whole gradient.
+UNSEEN_USES: dict[str, Callable[[Tensor], object]] = {
+    "to_dlpack": lambda g: torch.from_dlpack(to_dlpack(g)).sum(),
+    "data_ptr": lambda g: g.data_ptr() + 0,
+    "untyped_storage": lambda g: torch.empty(0).set_(g.untyped_storage()).sum(),
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)).sum(),
+    "size": lambda g: torch.jit.script(rows_of)(g) * 2,
+    "add_": lambda g: torch.zeros(g.shape).add_(g).sum(),
+    "copy_": lambda g: torch.zeros(g.shape).copy_(g).sum(),
+    "reduce_scatter": lambda g: dist.reduce_scatter(torch.empty(g.shape), [g, g]),
+}
+
+
+def rows_of(values: Tensor) -> int:
+    return values.size(0)
+
+
+@each_rank(2)
+def test_the_promise_is_as_wide_as_the_list() -> None:
+    """All that Python can override is listed or refused; failures.md names sizes, and what is not seen."""
+    lines = (Path(__file__).parents[2] / "docs" / "failures.md").read_text().split("\n")
+    [refused] = [line for line in lines if line.startswith("| all functions of a gradient but")]
+    [sizes] = [line for line in lines if line.startswith("| arithmetic with sizes of a gradient")]
+    start = next(number for number, line in enumerate(lines) if line.startswith("- Not seen in a gradient"))
+    unseen = " ".join([lines[start], *itertools.takewhile(lambda line: line[:1] == " ", lines[start + 1 :])])
+    assert "`shardtrain/comm/element_wise.py`" in refused
+    assert tuple(re.findall("`([a-z_]+)`", sizes.split("|")[1])) == (*element_wise.SIZES, "len")
+    assert tuple(re.findall("`([a-z_]+)`", unseen)) == element_wise.UNSEEN == tuple(UNSEEN_USES)
+
+    model = shard(nn.Linear(8, 4, bias=False))  # as many elements on each rank
+    model(torch.ones(1, 8)).sum().backward()
+    grad = model.weight.grad
+    for look in UNSEEN_USES.values():
+        assert not isinstance(look(grad), GradientPiece)
+    for functions in torch.overrides.get_overridable_functions().values():
+        for function in functions:
+            # Functions of lists are asked with one.
+            args = ([grad],) if function.__name__ in element_wise.JOINING else (grad,)
+            listed = element_wise.is_element_wise(function, args, GradientPiece)
+            if not listed and function not in element_wise.NORMS:
+                text = raised_soon(ValueError, lambda f=function: ask(f, grad))
+                assert "piece alone" in text or "leave it out" in text, function
+
+
+def ask(function: Any, grad: Tensor) -> object:
+    return GradientPiece.__torch_function__(function, (GradientPiece,), (grad,), {})
 
 
 class Two(nn.Module):
@@ -267,22 +463,19 @@ COLLECTIVES: dict[str, Callable[[Any, Tensor], object]] = {
     "reduce_scatter_tensor": lambda of, g: of.reduce_scatter_tensor(torch.empty(g.numel()), g),
     "all_to_all": lambda of, g: of.all_to_all([g, g], [g, g]),
     "all_to_all_single": lambda of, g: of.all_to_all_single(torch.empty(g.numel()), g),
-    "gather": lambda of, g: of.gather(g, None, 0),
-    "scatter": lambda of, g: of.scatter(g, None, 0),
-    "send": lambda of, g: of.send(g, 0),
+    "gather": lambda of, g: of.gather(g, None if dist.get_rank() else [torch.empty(g.shape)] * 2, 0),
+    "scatter": lambda of, g: of.scatter(g, None if dist.get_rank() else [torch.empty(g.shape)] * 2, 0),
+    "send": lambda of, g: of.send(g, 1 - dist.get_rank()),
     "a norm of one": lambda of, g: of.all_reduce(g.norm()),
 }
 TORCH_S: dict[str, Callable[[Any, Tensor], object]] = {
     "reduce": lambda of, g: of.reduce(g, 0),
     "all_reduce_coalesced": lambda of, g: of.all_reduce_coalesced([g]),
-    "isend in a batch": lambda of, g: of.batch_isend_irecv([of.P2POp(of.isend, g, 0)]),
+    "isend in a batch": lambda of, g: of.batch_isend_irecv([of.P2POp(of.isend, g, 1 - dist.get_rank())]),
+    "a group's method": lambda of, g: of.group.WORLD.allreduce([g]).wait(),
     "functional": lambda _, g: functional_collectives.all_reduce(g, "sum", dist.group.WORLD),
     "with gradients": lambda _, g: dist.nn.functional.all_reduce(g),
 }
-# Those of torch 2.11 that ask a tensor's class first, and those of ours that do not leave that to torch.
-ASK = {"all_reduce", "all_reduce of its data", "all_reduce later", "all_gather", "a norm of one"}
-OURS = COLLECTIVES.keys() - {"gather", "scatter", "send"}
-ALL_ASK = TorchVersion(torch.__version__) >= (2, 14)
 
 
 @pytest.mark.parametrize("layout", ["even", "whole"])
@@ -291,9 +484,8 @@ def test_collectives_of_gradients_are_refused(layout: str) -> None:
     """Each rank refuses by itself, before anything is sent; ours by an agreement, where they have one."""
     model = with_gradients(layout=layout)
     grad = next(param.grad for param in model.parameters() if param.grad is not None and param.numel())
-    ours = {f"ours: {name}": (comm, call) for name, call in COLLECTIVES.items() if ALL_ASK or name in OURS}
-    torch_s = {**COLLECTIVES, **TORCH_S}
-    theirs = {name: (dist, call) for name, call in torch_s.items() if ALL_ASK or name in ASK}
+    ours = {f"ours: {name}": (comm, call) for name, call in COLLECTIVES.items()}
+    theirs = {name: (dist, call) for name, call in {**COLLECTIVES, **TORCH_S}.items()}
     for name, (of, call) in {**ours, **theirs}.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch renames some
@@ -472,3 +664,29 @@ def test_optimizers_of_whole_parameters_with_virtual_ranks(ranks: Ranks, name: s
     torch.testing.assert_close(alone, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
     for other in ranks(2, with_virtual_ranks, name):
         torch.testing.assert_close(other, alone, rtol=0, atol=0)
+
+
+@each_rank(2)
+def test_compiled_functions_of_gradients_are_pieces_or_refused() -> None:
+    """torch.compile breaks the graph at them."""
+    model, _ = sharded_and_replica()
+    classify(model, 0).backward()
+    grad = model.fc.weight.grad
+    doubled = torch.compile(lambda g: g * 2 + 1, backend="eager")(grad)
+    assert type(doubled) is GradientPiece
+    assert torch.equal(doubled.as_subclass(Tensor), grad.as_subclass(Tensor) * 2 + 1)
+    with pytest.raises(ValueError, match=r"^mean of a gradient would see"):
+        torch.compile(lambda g: g.mean(), backend="eager")(grad)
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, math.nan])
+@each_rank(2)
+def test_norms_of_orders_that_are_not_positive_are_refused(order: float) -> None:
+    model, _ = sharded_and_replica()
+    classify(model, 0).backward()
+    with pytest.raises(
+        ValueError, match=r"^a norm of order .* cannot be added up over ranks: .* positive norm_type"
+    ):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order)
+    with pytest.raises(ValueError, match=r"^norm_type must be positive"):
+        shardtrain.clip_grad_norm_(model, 1.0, norm_type=order)

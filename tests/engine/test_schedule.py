@@ -66,17 +66,16 @@ class Frame:
     events: "list[tuple[bool, Facts]]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.around: list[Frame] = [
-            self,
-            *(self.outer.around if self.outer else ()),
-        ]  # it, and calls around it
+        # This call and those around it.
+        self.around: list[Frame] = [self, *(self.outer.around if self.outer else ())]
 
 
 @dataclass(eq=False)
 class Node:
     """A node that ``frame`` made after ``moment``, in ``forward``. ``marked``: autograd tells when it runs.
 
-    ``again``: calls that it makes, and whose nodes it runs: a reentrant checkpoint.
+    ``again``: calls that it makes, and whose nodes it runs: a reentrant checkpoint. ``passed``: marks of later
+    calls, which returned what it has made.
     """
 
     moment: int
@@ -84,6 +83,7 @@ class Node:
     frame: Frame
     marked: bool
     again: "Sequence[tuple[bool, Facts]]" = ()
+    passed: "list[tuple[Forward, int]]" = field(default_factory=list)
 
     @property
     def unit(self) -> Facts:
@@ -126,22 +126,29 @@ class Recorder:
         self.again: set[Facts] = set()  # units that this backward computes again
         self.passes = "always"  # gradients, through frozen units; or "never", or "after" a trainable one
         self.silent: set[Facts] = set()  # trainable units whose outputs other nodes made, on this rank
+        self.passing: set[Facts] = set()  # units that return the output of a call before
         self.nodes: list[Node] = []
         self.to_run: list[Node] = []  # nodes of this backward that have not ended
         self.stack: list[Frame] = []
         self.began: dict[Facts, int] = {}  # when the first call of each unit began whose backward is to come
         self.learns = True  # whether calls make nodes
+        self.reaching = False  # whether backward descends to a node
 
     # verbs
 
     def gather(self, unit: Facts) -> None:
         assert unit not in self.full
+        late = self.schedule.calls.keys() - self.full.keys() - {unit}
+        assert not late, f"P8: {unit.name} is gathered in advance, before {late}"
         self.full[unit] = "gathering"
         self._note("gather", unit)
         self._count()
 
     def show(self, unit: Facts) -> None:
         assert self.full[unit] in ("gathering", "gathered")
+        if self.reaching:
+            later = [*self.full][[*self.full].index(unit) :]
+            assert all(state != "gathering" or other in later for other, state in self.full.items()), "P8"
         self.full[unit] = "shown"
         self.log.append(Started("show", unit.name))
 
@@ -162,6 +169,9 @@ class Recorder:
         self.untaken.discard(unit)
         late = [n for n in self.to_run if n.unit is unit and n.forward is backward.forward]
         assert not late, f"P7: {unit.name} is taken before {late}"
+        awaits = self.began.get(unit, 0) < backward.first.get(unit, 0)
+        if unit in self.trains - backward.accumulates and not awaits:
+            assert not self.reducing or self._bytes_under_way() + unit.gradient_bytes <= ROOM, "P5"
 
     def reduce(self, unit: Facts) -> None:
         assert unit not in self.reducing
@@ -209,6 +219,7 @@ class Recorder:
         schedule = self.schedule
         if unit not in schedule.calls and not (schedule.backward or schedule.in_forward):
             schedule.refresh(unit, self.trains)
+            assert unit not in self.full  # its values may be from before an update
         schedule.enter(unit)
         self._note_computing(unit)
         self.stack.append(Frame(unit, self.stack[-1] if self.stack else None, unit in self.hiding))
@@ -222,7 +233,11 @@ class Recorder:
         unit = frame.unit
         learns = self.learns and not (failed or schedule.backward)
         if learns:
-            if not frame.hides and unit not in self.silent:
+            made = next((node for node in reversed(self.nodes) if node.marked), None)
+            if unit in self.passing and made is not None:
+                made.passed.append((schedule.recorded, schedule.moment))
+                schedule.announce(unit)
+            elif not frame.hides and unit not in self.silent:
                 self._make(True)
             if unit in self.trains or schedule.calls[unit].announced:
                 self.began.setdefault(unit, schedule.calls[unit].began)
@@ -279,12 +294,14 @@ class Recorder:
         self,
         program: Program,
         fails_at: int = -1,
+        abruptly: bool = False,
         learns: bool = True,
         reentrant: Collection[int] = (),
         backward_at: int = -1,
     ) -> None:
         """Run a forward of the root that calls units as ``program`` says, and fails at one of its events.
 
+        ``abruptly``: in hooks, so that calls under way do not end.
         ``reentrant``: numbers of the root's own calls that run without gradients, and again in backward.
         ``backward_at``: the event after which a backward runs inside.
         """
@@ -292,12 +309,14 @@ class Recorder:
         before = len(self.nodes)
         self.learns = learns
         schedule.begin_forward(self.trains)
+        assert not self.full  # values may be from before an update
         self.enter(self.units[0])
         events = self.events(program)
         if 0 <= fails_at < len(events):
             self.replay(events[:fails_at])
-            while self.stack:
+            while self.stack and not abruptly:
                 self.leave(failed=True)
+            self.stack.clear()
             schedule.end_forward(failed=True)
             del self.nodes[before:]
             self.began.clear()
@@ -318,6 +337,8 @@ class Recorder:
                 self.replay(call)
         self.leave()
         schedule.end_forward(failed=False)
+        assert all(self.full[unit] == "shown" for unit in schedule.unannounced)  # a loss may use them
+        self._require_nothing_recorded()
 
     def own_calls(self, events: Sequence[tuple[bool, Facts]]) -> Iterator[Sequence[tuple[bool, Facts]]]:
         """Cut ``events`` into those of each outermost call."""
@@ -334,11 +355,16 @@ class Recorder:
         self.forward(program, learns=False)
         self.require_rest()
 
-    def call(self, program: Program) -> None:
-        """Call units by themselves, outside of the root's forward."""
+    def call(self, program: Program, backward_at: int = 0) -> None:
+        """Call units by themselves, outside of the root's forward. ``backward_at``: as in `forward`."""
         self.learns = True
         of_root = len(self.schedule.forward.calls)
-        self.replay(self.events(program))
+        events = self.events(program)
+        self.replay(events[:backward_at])
+        if backward_at:
+            self.backward()
+        self.replay(events[backward_at:])
+        assert "gathering" not in self.full.values()
         assert len(self.schedule.forward.calls) == of_root
         self._require_nothing_recorded()
 
@@ -380,10 +406,11 @@ class Recorder:
         self.nodes = [node for node in self.nodes if node.frame in self.stack and not node.marked]
         self.again.clear()
         self.awaited.clear()
-        if not schedule.in_forward:
+        if not self.stack:
             self.began.clear()
-        if began and not schedule.in_forward:
+        if began and not self.stack:
             self.require_rest()
+            assert not schedule.forward.calls
 
     def _needed(self, outputs: Collection[Node]) -> Iterator[Node]:
         """Return what autograd runs, the last node first: ``outputs``, and what their calls need for them."""
@@ -400,7 +427,10 @@ class Recorder:
         unit = node.unit
         if node.marked:
             self._require_begun(node.forward)
-            schedule.reach(node.forward, node.moment)
+            self.reaching = True
+            for forward, moment in ((node.forward, node.moment), *node.passed):
+                schedule.reach(forward, moment)
+            self.reaching = False
             self._require_reduced(node)
         if self.log and node.frame not in self.ran:
             self.ran.add(node.frame)
@@ -411,7 +441,7 @@ class Recorder:
             self.again.update(other for _, other in node.again)
             self.replay(node.again)
             for begins, other in reversed(node.again):
-                if not begins:
+                if not begins and other not in self.silent:
                     self._bring_gradient(other)
         else:
             self._bring_gradient(unit)
@@ -498,6 +528,19 @@ class Recorder:
                 assert unit not in gathered, f"P8: {unit} is gathered for nothing: {self.log[: number + 1]}"
         return gathers
 
+    def gathered_for_nothing(self) -> int:
+        """Return how often a unit was released without having been shown since its gather."""
+        count = 0
+        gathered = set[str]()
+        for verb, unit in self.log:
+            if verb == "release" and unit in gathered:
+                count += 1
+            if verb == "gather":
+                gathered.add(unit)
+            else:
+                gathered.discard(unit)
+        return count
+
 
 # programs
 
@@ -563,6 +606,15 @@ def step(recorder: Recorder, program: Program) -> None:
     recorder.backward()
     assert recorder.reductions() == recorder.expected(program)
     assert recorder.most <= 2
+
+
+def step_alone(recorder: Recorder, program: Program) -> None:
+    """P3 of units that are called by themselves, and make their own outputs."""
+    outermost = {call[0][1] for call in recorder.own_calls(recorder.events(program))}
+    recorder.silent -= outermost
+    recorder.call(program)
+    recorder.backward()
+    assert recorder.reductions() == recorder.expected(program) - Counter(["root"])
 
 
 def last_two(events: list[tuple[bool, Facts]]) -> list[Facts]:
@@ -644,25 +696,30 @@ def other_order(program: Program) -> None:
     for each in (program, other, half, program, program):
         recorder.log.clear()
         step(recorder, each)
+        assert recorder.gathered_for_nothing() <= 1
     recorder.require_overlap()
 
 
 def evaluations(program: Program) -> None:
     """Evaluations between steps, after which training prefetches as before."""
-    recorder = Recorder(unit_count(program))
-    for number in range(3):
-        recorder.log.clear()
-        step(recorder, program)
-        if number:
-            recorder.require_overlap()
-        recorder.evaluate(program)
-        recorder.evaluate(first_call(program))
-        recorder.evaluate(program)
-        recorder.take_started()
+    for keeps in (False, True):
+        recorder = Recorder(unit_count(program), keeps)
+        for number in range(3):
+            recorder.log.clear()
+            step(recorder, program)
+            if number:
+                recorder.require_overlap()
+            recorder.evaluate(program)
+            recorder.evaluate(first_call(program))
+            recorder.evaluate(program)
+            recorder.take_started()
 
 
 def frozen(program: Program) -> None:
-    """Each set of frozen units, perhaps the root, too: these are not reduced."""
+    """Each set of frozen units, perhaps the root, too: these are not reduced until they train again.
+
+    Then other nodes make their outputs on this rank (P2).
+    """
     count = unit_count(program)
     trained = Recorder(count)
     step(trained, program)
@@ -680,6 +737,18 @@ def frozen(program: Program) -> None:
             if numbers == (0,):  # the root stays gathered from forward to backward, so this changes nothing
                 gathers = [entry for entry in recorder.log if entry.verb == "gather"]
                 assert gathers == [entry for entry in trained.log if entry.verb == "gather"]
+            frozen_ones = {recorder.units[number] for number in numbers}
+            for step_again in (step, step_alone):
+                recorder.trains = {*recorder.units} - frozen_ones
+                step(recorder, program)
+                recorder.trains = {*recorder.units}
+                recorder.silent = frozen_ones - {recorder.units[0]}
+                step_again(recorder, program)
+                recorder.silent.clear()
+            recorder.forward(program)
+            recorder.trains = {*recorder.units} - frozen_ones  # between forward and backward
+            recorder.backward()
+            assert recorder.reductions() == recorder.expected(program)
 
 
 def absent_gradients(program: Program) -> None:
@@ -730,28 +799,39 @@ def objects(program: Program) -> None:
                 recorder.forward(program)
                 if looks:
                     recorder.schedule.hide_unannounced()
+                    assert "shown" not in recorder.full.values()
                 if any(node.marked for node in recorder.nodes):
                     recorder.backward()
                     assert recorder.reductions() == recorder.expected(program)
+            recorder.forward(program)
+            recorder.forward(first_call(program))
+            if any(node.marked for node in recorder.nodes):
+                recorder.backward()
+                assert recorder.reductions() == recorder.expected(program)
             assert recorder.most <= 2
 
 
 def failures(program: Program) -> None:
     """An exception at each event of forward and of backward, then a clean step."""
     count = unit_count(program)
-    for event in range(len(program)):
+    for event, abruptly in itertools.product(range(len(program)), (False, True)):
         recorder = Recorder(count)
         step(recorder, program)
-        recorder.forward(program, fails_at=event)
+        recorder.forward(program, fails_at=event, abruptly=abruptly)
         recorder.require_rest()
         recorder.log.clear()
         step(recorder, program)
         recorder.require_overlap()
     for node in range(len(program)):
         recorder = Recorder(count)
+        recorder.schedule.accumulate(recorder.units)
+        recorder.forward(program)
+        recorder.backward()  # gradients that wait are dropped with those of the backward that fails
+        recorder.schedule.accumulate(())
         recorder.forward(program)
         recorder.backward(fails_at=node)
         recorder.take_started()
+        step(recorder, first_call(program))
         step(recorder, program)
 
 
@@ -789,12 +869,22 @@ def accumulation(program: Program) -> None:
 
 
 def two_forwards(program: Program) -> None:
-    """One backward of two forwards; then one backward of each, in both orders."""
+    """One backward of two forwards; then one backward of each, in both orders.
+
+    On this rank a unit may return what a call before it has returned (P2), one of the other forward.
+    """
     recorder = Recorder(unit_count(program))
-    recorder.forward(program)
-    recorder.forward(program)
-    recorder.backward()
-    assert recorder.reductions() == recorder.expected(program)
+    expected = list[Started]()
+    for unit in (recorder.units[0], *recorder.units):
+        recorder.passing = {unit} - {recorder.units[0]}
+        recorder.forward(program)
+        recorder.forward(program)
+        recorder.backward()
+        if recorder.passing:
+            assert recorder.started == expected
+        expected = [*recorder.started]
+        assert recorder.reductions() == recorder.expected(program)
+    recorder.passing.clear()
     for first_is_last in (False, True):
         recorder.forward(program)
         recorder.forward(program)
@@ -830,6 +920,19 @@ def called_alone(program: Program) -> None:
             recorder.forward(program)
             recorder.backward()
             assert recorder.reductions() == ran
+            recorder.call(program)
+            recorder.backward()
+            recorder.take_started()
+            recorder.log.clear()
+            recorder.forward(program)  # as the last forward of the root
+            assert {*recorder.full} == {recorder.units[0], *last_two(recorder.events(program))}
+            recorder.backward()
+            recorder.require_overlap()
+            assert recorder.reductions() == ran
+            step(recorder, first_call(program))
+            recorder.call(program)
+            recorder.backward()
+            recorder.take_started()
         assert recorder.most <= 2
 
 
@@ -852,6 +955,10 @@ def used_directly(program: Program) -> None:
                 recorder.backward()
                 assert recorder.reductions() == recorder.expected(program)
             assert recorder.most <= 2
+            recorder.forward(program)
+            recorder.use(recorder.units[0])
+            recorder.backward([])  # on this rank no output has a gradient
+            assert recorder.reductions() == recorder.expected(program)
             recorder.schedule.show_unannounced(unit)
             recorder.schedule.release_unannounced(unit)
             recorder.require_rest()
@@ -886,6 +993,10 @@ def reentrant(program: Program) -> None:
             recorder.forward(program, reentrant=chosen)
             recorder.backward()
             assert recorder.reductions() == expected
+        recorder.silent = {*recorder.units[1:]}  # what is computed again has no gradient on this rank (P2)
+        recorder.forward(program, reentrant=chosen)
+        recorder.backward()
+        assert recorder.reductions() == expected
         assert recorder.most <= 2
 
 
@@ -898,6 +1009,9 @@ def backward_inside(program: Program) -> None:
             recorder.take_started()
             recorder.backward()
             assert recorder.reductions() == recorder.expected(program)
+        recorder.call(program, backward_at=event)
+        recorder.backward()
+        assert recorder.reductions().keys() == recorder.expected(program).keys() - {"root"}
         assert recorder.most <= 2
 
 

@@ -35,6 +35,7 @@ from small import (
     Parts,
     assert_at_rest,
     assert_same_parameters,
+    classify,
     mesh,
     shard,
     sharded_and_replica,
@@ -88,7 +89,9 @@ def test_unsharded_gradients_and_an_edit_of_a_shape(writeback: bool) -> None:
             ours.grad.mul_(2.0)
             ours.grad = ours.grad.clone(memory_format=torch.contiguous_format)
     for old, param in zip(before, model.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, old * 2 if writeback else old, rtol=0, atol=0)
+        now = param.grad.as_subclass(torch.Tensor)
+        expected = (old * 2 if writeback else old).as_subclass(torch.Tensor)
+        torch.testing.assert_close(now, expected, rtol=0, atol=0)
     named = "parameter fc.weight or its gradient was given shape (6, 7) while it was whole, expected (5, 7)"
     with pytest.raises(ValueError, match=re.escape(named)), shardtrain.unsharded(model):
         model.fc.weight.data = torch.zeros(6, 7)
@@ -220,7 +223,10 @@ def test_unsharded_that_cannot_open_leaves_all_as_it_was() -> None:
         shardtrain.unsharded(model, grads=True).__enter__()
     assert_at_rest(model)
     for param, grad in zip(model.parameters(), grads, strict=True):
-        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
+        assert (param.grad is None) == (grad is None)
+        if grad is not None:
+            plain = grad.as_subclass(torch.Tensor)
+            torch.testing.assert_close(param.grad.as_subclass(torch.Tensor), plain, rtol=0, atol=0)
     assert_same_parameters(model, replica, tolerance=0)
     train_alike(model, replica)
 
@@ -519,7 +525,8 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
     stored = io.BytesIO()
     torch.save({"mine": optimizer.state_dict()}, stored)  # this rank's, for the same number of ranks
     loaded = torch.load(io.BytesIO(stored.getvalue()), weights_only=True)["mine"]
-    assert {type(value) for items in loaded["state"].values() for value in items.values()} == {torch.Tensor}
+    kinds = {type(value) for items in loaded["state"].values() for value in items.values()}
+    assert kinds == {torch.Tensor, tuple}  # the numbers that say which part it is
     optimizer.load_state_dict(loaded)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -582,6 +589,86 @@ def test_whole_optimizer_state_is_refused() -> None:
     state["state"]["fc.weight"]["momentum_buffer"] = torch.zeros(5, 7)
     with pytest.raises(ValueError, match=r"state of shape \(5, 7\) for fc.weight, of which a rank has"):
         optimizer.load_state_dict(state)
+
+
+def of_rank_0(state: Any) -> Any:
+    """Return what ``torch.load`` reads of rank 0's file."""
+    stored = io.BytesIO()
+    torch.save(state, stored)
+    pieces = [torch.frombuffer(bytearray(stored.getvalue()), dtype=torch.uint8)]
+    size = torch.tensor(len(pieces[0]))
+    dist.broadcast(size, 0)
+    bytes_of_0 = pieces[0].clone() if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(bytes_of_0, 0)
+    return torch.load(io.BytesIO(bytes_of_0.numpy().tobytes()), weights_only=True)
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@pytest.mark.parametrize("steps_first", [False, True])
+@each_rank(2)
+def test_optimizer_state_of_another_rank_is_refused(steps_first: bool, layout: Any) -> None:
+    """Also where pieces have one shape; as it is loaded, or before the first step of a new optimizer."""
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
+    model = shard(nn.Sequential(*layers), layout=layout, units=[nn.Linear])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    state = of_rank_0(optimizer.state_dict())
+    before = shardtrain.full_state_dict(model)
+    other = torch.optim.AdamW(model.parameters())
+    if steps_first:
+        other = optimizer
+    if dist.get_rank() == 0:
+        other.load_state_dict(state)
+        other.step()
+        keys = [key for items in other.state.values() for key in items]
+        assert set(keys) == {"step", "exp_avg", "exp_avg_sq"}
+        return
+
+    def load_and_step() -> None:
+        other.load_state_dict(state)
+        other.step()
+
+    with pytest.raises(
+        ValueError,
+        match=r"^load_state_dict\(\) was given optimizer state of elements 0:(64|128) of 0.weight \(16, 8\), "
+        r"where this rank has (64|128):128 of \(16, 8\): .*save and load one file per rank",
+    ):
+        load_and_step()
+    if steps_first:
+        with pytest.raises(
+            ValueError, match=r"^load_state_dict\(\) was given optimizer state of elements 0:"
+        ):
+            other.load_state_dict(state)
+    for member in engine_of(model).members:
+        assert torch.equal(member.piece_of_whole(before[member.name]), member.param)
+
+
+@each_rank(2)
+def test_optimizer_state_dict_of_an_optimizer_without_state_between_forward_and_backward() -> None:
+    """It makes a step, which would change what backward needs."""
+    model, plain = sharded_and_replica()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = classify(model, 0)
+    with pytest.raises(
+        ValueError, match=r"^optimizer_state_dict\(\) of an optimizer without state makes a step"
+    ):
+        shardtrain.optimizer_state_dict(model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"^the gradient of scale was set while it was whole, .* call it before"
+    ):
+        dcp_state.get_optimizer_state_dict(model, optimizer)
+    optimizer.zero_grad()
+    loss.backward()
+    classify(plain, 0).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05  # which torch had set to 0
+    optimizer.step()
+    torch.optim.AdamW(plain.parameters(), lr=0.05).step()
+    assert_same_parameters(model, plain)
+    classify(model, 1)
+    shardtrain.optimizer_state_dict(model, optimizer)
 
 
 @loads_pieces

@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import datetime
 import functools
 import gc
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -994,6 +997,75 @@ def test_a_sparse_buffer_is_named() -> None:
         ValueError, match=r"^buffer 0.own is sparse, and ranks exchange .*: make it a plain attr"
     ):
         shard(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"virtual_ranks": 4}])
+@each_rank(1, 2)
+def test_an_expanded_buffer_is_named(options: Any) -> None:
+    model = linears(lambda a, _: a.register_buffer("own", torch.ones(4, 1).expand(4, 4)))
+    if dist.get_world_size() == 1 and not options:  # nothing is written to it
+        shard(model, **options)
+        return
+    with pytest.raises(
+        ValueError, match=r"^buffer 0.own is expanded: .*\. Register 0.own.contiguous\(\), or"
+    ):
+        shard(model, **options)
+
+
+def experts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.head(self.blocks[dist.get_rank()](self.stem(x)))
+
+
+def longer_texts(model: nn.Module) -> None:
+    with torch.no_grad():
+        for _ in range(2 + dist.get_rank()):
+            model(batch(0))
+    model(batch(0)).sum().backward()
+
+
+@each_rank(2)
+def test_units_and_forwards_of_some_ranks_alone_hear_of_the_ways_out() -> None:
+    ways = r"only some ranks call .* conditional=\[module\].*generate\(\) .* shardtrain\.unsharded\(model\)$"
+    model = shard(Net(root=experts), units=[Unit])
+    assert re.search(ways, raised_soon(comm.Diverged, lambda: squares(model, 0)))
+
+
+@each_rank(2)
+def test_forwards_of_some_ranks_alone_hear_of_unsharded() -> None:
+    model = sharded()
+    text = raised_soon(comm.Diverged, lambda: longer_texts(model))
+    assert text.endswith("(generate() to other lengths) into shardtrain.unsharded(model)")
+
+
+def waits(_: nn.Module) -> None:
+    dist.barrier()
+
+
+@pytest.mark.parametrize("instead", [DistributedDataParallel, waits])
+@each_rank(2)
+def test_a_rank_that_does_not_call_shard_is_suspected_at_the_time_out(instead: Any) -> None:
+    comm.set_time_out(datetime.timedelta(seconds=2))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):  # torch's own
+            instead(OddNet())
+        return
+    text = raised_soon(comm.PeerLost, lambda: shard(OddNet()))
+    assert text.startswith("shard() has waited in vain for other ranks: every rank must call it")
+    assert "a rank that wraps its model in DistributedDataParallel" in text
+
+
+@each_rank(2)
+def test_a_rank_that_skips_its_update_is_told_to_agree() -> None:
+    model = sharded()
+
+    def steps() -> None:
+        for number in range(2):
+            squares(model, number)
+            if dist.get_rank() == 0:
+                sgd(model).step()
+
+    text = raised_soon(comm.Diverged, steps)
+    assert "skip an update on all ranks or on none, by a number that they have all-reduced" in text
 
 
 @each_rank(3)

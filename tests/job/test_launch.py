@@ -496,6 +496,16 @@ def test_a_port_that_is_used_is_named_by_the_rank_that_listens(monkeypatch: pyte
         assert rank_info.add("speaker", 1) == 1  # so it prints the message
 
 
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70, "x..y"])
+def test_an_address_that_no_host_has_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dist_env.wait_for_name("127.0.0.1", timedelta(0))
+    with pytest.raises(
+        UserError, match=rf"^MASTER_ADDR={host}: this host does not know that name: .*; expec"
+    ):
+        dist_env.wait_for_name(host, timedelta(seconds=0.1))
+    assert capsys.readouterr().err.startswith(f"waiting: MASTER_ADDR={host}: this host does not know that")
+
+
 def test_an_interface_that_is_none_is_named() -> None:
     launch.require_interface(None)
     launch.require_interface("lo")

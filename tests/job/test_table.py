@@ -82,7 +82,9 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
     assert found.counts == {"train": {"9": 1, "10": 1}, "val": {"9": 1, "10": 0}, "test": {"9": 0, "10": 1}}
     assert found.test is not None
     assert found.test[[0]][0].unique().tolist() == [30]
+    assert found.notes == ()
     found = data.load(write_table(tmp_path, "split,label,image\ntest,1,0.png\ntrain,1,1.png"))
+    assert "no row has split=val, so those of split=test decide the best step" in found.notes[0]
     assert (len(found.val), found.test) == (1, None)  # what is not trained on is what training is judged by
 
 

@@ -75,7 +75,7 @@ def _read(source: Batches, part: str, workers: int, say: Callable[[str], object]
             text = "\n".join(own).encode(errors="backslashreplace").decode()  # names may not be UTF-8
             texts = comm.gather_texts(text, comm.plain_transport())
             own = []
-            lines = [line for text in texts for line in text.splitlines()]
+            lines = "\n".join(filter(None, texts)).splitlines()
             bad += len(lines)
             done = min(count, number * size)
             say("\n".join([*lines, f"{part}: {done:,} of {counted(count, 'image')} read"]))
