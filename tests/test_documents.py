@@ -295,9 +295,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
         (r"is ([\d,]+) in `shardtrain/comm/`", [*(ROOT / "shardtrain/comm").glob("*.py")]),
     ):
         (lines,) = re.findall(sentence, text)
-        assert sum(map(lines_of_code, files)) == pytest.approx(int(lines.replace(",", "")), rel=0.1), (
-            sentence
-        )
+        assert sum(map(lines_of_code, files)) == pytest.approx(int(lines.replace(",", "")), rel=0.1), sentence
 
 
 def lines_of_code(file: Path) -> int:
