@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os.path
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,13 +136,12 @@ def _row(line: Mapping[str | None, str | None], where: str) -> Row:
 
 
 def _in_order(labels: Iterable[str]) -> list[str]:
-    """Return names of classes in alphabetical order, numbers by their values, nan last."""
+    """Return names of classes in alphabetical order, numbers by their values, nan last as in the alphabet."""
     by_name = sorted(labels)
     try:
-        numbers = {name: float(name) for name in by_name}
+        return sorted(by_name, key=float)
     except ValueError:
         return by_name
-    return sorted(by_name, key=lambda name: (math.isnan(numbers[name]), numbers[name]))
 
 
 def _require_parts(parts: Mapping[str, Files], classes: Sequence[str], where: str, held_out: bool) -> None:

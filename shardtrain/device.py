@@ -16,14 +16,16 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from shardtrain import torch_private
+
+T = TypeVar("T")
 
 # The backend of the process group by type of device. Gloo moves no MPS tensors, so MPS has a single rank.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
@@ -241,3 +243,44 @@ def peak_memory(device: torch.device) -> int:
         return int(found[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# Graphs: work that was launched once, and is launched again without the host's code.
+
+
+class Recorder:
+    """Record what is launched on ``device`` as a CUDA graph, in memory of its own.
+
+    ``only_capturable``: whether only collectives that an accelerator makes by itself can be recorded.
+    """
+
+    only_capturable = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = torch.cuda.Stream(device)  # graphs cannot be recorded on the default stream
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether what is launched on ``tensor`` is recorded."""
+        return on_accelerator(tensor)
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Run ``run`` on the stream that records, so that what a first launch prepares is there."""
+        current = torch.cuda.current_stream(self._side.device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            result = run()
+        current.wait_stream(self._side)
+        return result
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Record what ``run`` launches, which does not run yet. Return its result, and what launches it."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as that which pins a loader's batches, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
+            result = run()
+        return result, graph.replay
+
+
+def recorder(device: torch.device) -> Recorder | None:
+    """Return what records work on ``device``; None if nothing can."""
+    return Recorder(device) if device.type == "cuda" else None

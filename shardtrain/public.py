@@ -2,6 +2,7 @@
 
 from shardtrain import checkpoint, comm
 from shardtrain.engine.api import forward_method, no_sync, shard
+from shardtrain.engine.capture import capture
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision

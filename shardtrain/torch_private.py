@@ -46,6 +46,9 @@ NAMES = {
         "test_schedule.py::test_programs_of_up_to_four_calls",
     ),
     "torch._C:_current_autograd_node": Row("to name what holds memory in backward", _PLAN),
+    "torch._C:DisableTorchFunction": Row(
+        "to run an operation as it is", "test_capture.py::test_collectives_of_the_host_are_refused"
+    ),
     "torch._C:DisableTorchFunctionSubclass": Row(
         "to compute with a subclass of Tensor as a plain one",
         "test_engine.py::test_clipping_equals_ddp_s",
@@ -87,6 +90,10 @@ NAMES = {
     ),
     "torch._subclasses:FakeTensor": Row("to shard the model of a plan, which has no memory", _PLAN),
     "torch._subclasses.fake_tensor:FakeTensorMode": Row("to plan a model that has no memory", _PLAN),
+    "torch.utils._python_dispatch:TorchDispatchMode": Row(
+        "to refuse collectives of the host in a captured step",
+        "test_capture.py::test_collectives_of_the_host_are_refused",
+    ),
     "torch.utils._python_dispatch:_disable_current_modes": Row(
         "to try an optimizer with values while a model is planned", _PLAN
     ),
@@ -157,6 +164,15 @@ IN_PLACE = {
         "to call users' hooks once gradients are reduced",
         "test_user_code.py::test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece",
     ),
+    "torch:Tensor._backward_hooks": Row(
+        "to notice hooks that a captured step lacks", "test_capture.py::test_a_change_records_again"
+    ),
+    **{
+        f"torch.nn:Module().{name}": Row(
+            "to notice hooks that a captured step lacks", "test_capture.py::test_a_change_records_again"
+        )
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks")
+    },
     "torch.optim:SGD([{'params': []}])._optimizer_step_pre_hooks": Row(
         "to begin a step after users' hooks",
         "test_gradients.py::test_users_code_in_a_step_sees_pieces",

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torchvision
@@ -44,8 +45,12 @@ from shardtrain import Precision
 from shardtrain import device as devices
 from shardtrain.comm import ProcessGroupTransport
 
+import gpu_capture
+
 sys.path.append(str(Path(__file__).parent / "bench"))  # a folder of scripts
 from contenders import BLOCKS, Contender, adamw, build
+from simulated_device import SimulatedDevice
+from simulated_graph import recorder
 from steps import footprint
 
 DRY = "--dry" in sys.argv
@@ -414,6 +419,19 @@ def compiled() -> None:
     compare(f"{case.title}, {blocks}", case, forms, seconds_left())
 
 
+def captured() -> None:
+    """Steps as one CUDA graph, by `shardtrain.capture`, beside eager ones and peers captured by hand."""
+    if not DRY:
+        for finding in gpu_capture.findings(DRY, seconds_left):
+            say(**finding)
+        return
+    dist.destroy_process_group()
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device):
+        dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=0, world_size=1)
+        for finding in gpu_capture.findings(DRY, seconds_left):
+            say(**finding)
+
+
 def trace() -> None:
     """Three steps of a ViT of 12 blocks, as a trace for Perfetto."""
     case = case_of(TRANSFORMER)
@@ -524,6 +542,7 @@ PARTS = {  # the most important ones first
     "versions": Part(versions, 20),
     "nccl": Part(nccl, 60, "nccl"),
     "gloo": Part(gloo, 70, "gloo", 2),
+    "captured": Part(captured, 200, "nccl"),
     "tests": Part(tests, 240),
     "same_bits": Part(same_bits, 100),
     "ways": Part(ways, 80, "nccl"),

@@ -232,6 +232,7 @@ def test_costs_of_the_host_per_unit_per_parameter_and_per_step() -> None:
             host.read(words)
 
 
+@pytest.mark.long
 def test_the_host_of_every_contender(tmp_path: Path) -> None:
     words = "rounds=2", "cases=[grid,small]", "precision=bf16", "optimizer=foreach", "out=host.json"
     bench = ended(1, str(BENCH / "host.py"), *words, folder=tmp_path, **ONE_THREAD)

@@ -170,7 +170,10 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
 FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py"))}
 # seconds for their imports
 ON_FOUR = "hsdp"
-SLOW = ("dcp_to_fsdp2", "export", "hugging_face", "own_loop", "pretrained", "with_accelerate", "with_fabric")
+SLOW = (
+    *("accumulate", "dcp_to_fsdp2", "export", "hsdp", "hugging_face", "own_loop", "pretrained"),
+    *("with_accelerate", "with_fabric"),
+)
 RUN = [name for name in FILES if name not in ("resume", "writers")]
 
 

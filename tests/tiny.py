@@ -19,7 +19,6 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
-from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.job.read import from_hydra
 from shardtrain.job.signals import SIGNALS, Stopped
 from shardtrain.monitor import Monitor
@@ -37,15 +36,6 @@ VIT = (*("model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2")
 TINY = (*SHORT, *VIT)
 _save = Store.save  # each of which ends, with `at_once`, before training goes on
 at_once = patch.object(Store, "save", lambda *args, **to: (_save(*args, **to), args[0].finish())[0])
-
-
-def prepared(
-    classes: tuple[str, ...] | int, mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1 / 255,)
-) -> Preprocessing:
-    """Return how images are prepared that have as many channels as ``mean``, of pixels from 0 to 1."""
-    names = numbered(classes) if isinstance(classes, int) else classes
-    how = {"image_size": 8, "resize": None, "interpolation": "bilinear"}
-    return Preprocessing(classes=names, channels=len(mean), mean=mean, std=std, **how)
 
 
 @functools.cache

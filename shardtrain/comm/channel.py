@@ -29,6 +29,7 @@ from shardtrain.comm.trace import (
     GATHER,
     NOTES,
     REDUCE,
+    REPLAY,
     Movement,
     count,
 )
@@ -79,13 +80,16 @@ class Ranks:
     def fence(self, what: Movement, name: str = "the model") -> None:
         """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; do not wait for `trace.NOTES`.
 
-        ``name``: what is noted: which optimizer steps, with which options, or which parameters train.
+        ``name``: what is noted: which optimizer steps, with which options, or which parameters train. A
+        replay of a captured step begins with ``REPLAY`` where another rank's step begins with ``ENTER``.
         """
         if self.world == 1:
             return
-        if what is ENTER:
-            self.guard.paths.step += 1
-        if what in NOTES or self.in_place:
+        paths = self.guard.paths
+        if what in (ENTER, REPLAY):
+            paths.step += 1
+        is_begin = what is REPLAY or (what is ENTER and paths.captures)
+        if what in NOTES or self.in_place or is_begin:
             self.guard.post(what, name)
         self.transport.fence(what)
 

@@ -25,7 +25,18 @@ from typing import NamedTuple
 
 import torch
 
-from shardtrain.comm.trace import ENTER, GATHER, LEAVE, MOVEMENTS, NOTES, REDUCE, STEP, TRAIN, Movement
+from shardtrain.comm.trace import (
+    ENTER,
+    GATHER,
+    LEAVE,
+    MOVEMENTS,
+    NOTES,
+    REDUCE,
+    REPLAY,
+    STEP,
+    TRAIN,
+    Movement,
+)
 from shardtrain.errors import Diverged as Diverged
 from shardtrain.errors import PeerLost as PeerLost
 
@@ -54,6 +65,11 @@ _FROZEN_HINT = (
     ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
 )
 
+_CAPTURE_HINT = (
+    ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
+    "changes of the model and its optimizer between calls"
+)
+
 
 class Entry(NamedTuple):
     """Describe one collective of one rank. ``kind``, ``number`` and ``step`` must be equal on all ranks.
@@ -80,7 +96,8 @@ class Paths:
 
     ``step``: forwards begun. ``end``: the position of this rank's next collective. ``digest``: of all its
     collectives. ``difference``: the first position at which ranks are known to differ. ``untagged``: some
-    collectives carry no tag.
+    collectives carry no tag. ``captures``: steps may be captured and replayed. ``recording``: one is captured
+    now, so that nothing runs and nothing can be compared.
     """
 
     def __init__(self, rank: int, others: Iterable[int]) -> None:
@@ -92,6 +109,8 @@ class Paths:
         self.theirs: dict[int, dict[int, Entry]] = {other: {} for other in others}
         self.difference: int | None = None
         self.untagged = False
+        self.captures = False
+        self.recording = False
         self._compared = 0  # the position up to which hashes are known to be equal
         self._compared_step = 0  # and the step
 
@@ -148,23 +167,29 @@ class Paths:
             hint = _FROZEN_HINT
         if all(entry.kind in _OF_FORWARDS for entry in shown):
             hint = _UNITS_HINT
+        if any(entry.kind == REPLAY.number for entry in shown):
+            hint = _CAPTURE_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
-    def to_compare(self) -> tuple[int, int] | None:
-        """Return the digest and number of collectives, if ranks compare them now; see `compare_hashes`.
+    def to_compare(self) -> tuple[int, int, int] | None:
+        """Return digest, number and latest kind of collectives, if ranks compare now; see `compare_hashes`.
 
         They do not if all collectives carry tags, if there were none, or in most steps from the third one on.
         If one rank swaps two units of equal size between two comparisons, that goes unnoticed.
         """
         count = self.end - self._compared
-        is_due = self.step <= 2 or self.step % EVERY == 0
-        return (self.digest, count) if self.untagged and count and is_due else None
+        is_due = (self.step <= 2 or self.step % EVERY == 0) and not self.recording
+        return (self.digest, count, self.latest.kind) if self.untagged and count and is_due else None
 
-    def compare_hashes(self, hashes: Mapping[int, tuple[int, int]]) -> None:
+    def compare_hashes(self, hashes: Mapping[int, tuple[int, int, int]]) -> None:
         """Raise `Diverged` unless all ranks have the same hash. ``hashes``: by rank, from `to_compare`."""
         last = self.step
+        kinds = {rank: MOVEMENTS[kind] for rank, (_, _, kind) in hashes.items()}
+        if REPLAY in kinds.values() and len({*kinds.values()}) > 1:
+            doing = [f"{named([rank])} is {kind.doing} a step" for rank, kind in kinds.items()]
+            raise Diverged(f"step {last}: {odd_ones_out(kinds)}: {', '.join(doing)}{_CAPTURE_HINT}")
         if len({*hashes.values()}) > 1:
-            counts = [f"rank {rank} made {number}" for rank, (_, number) in hashes.items()]
+            counts = [f"rank {rank} made {number}" for rank, (_, number, _) in hashes.items()]
             first = self._compared_step + 1
             steps = f"steps {first} to {last}" if first < last else f"step {last}"
             difference = f"not the same gathers and reductions in the same order ({', '.join(counts)})"

@@ -31,7 +31,7 @@ from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
 from shardtrain.comm.native import living
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.trace import LEAVE, Movement
+from shardtrain.comm.trace import ENTER, LEAVE, REPLAY, Movement
 from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Transport, intervals
 
 T = TypeVar("T")
@@ -127,15 +127,20 @@ class ProcessGroupTransport(Transport):
         return self._guard
 
     def fence(self, what: Movement) -> None:
-        """Compare hashes of paths at ``LEAVE``. No rank waits at fences, since none shares memory."""
-        row = self._paths.to_compare() if what is LEAVE and native.moves_bytes(self.group) else None
+        """Compare hashes of paths at ``LEAVE``. No rank waits at fences, since none shares memory.
+
+        Where steps are captured, also as they begin: another rank may replay, and has no ``LEAVE``.
+        """
+        compares = what is LEAVE or (self._paths.captures and what in (ENTER, REPLAY))
+        row = self._paths.to_compare() if compares and native.moves_bytes(self.group) else None
         if row is not None:
             own_row = torch.tensor(row, device=self._device_types[0])
-            table = own_row.new_empty(2 * self.group.size())
+            table = own_row.new_empty(len(row) * self.group.size())
             with self._guard.waiting(self._paths.end - 1):
                 native.all_gather(table, own_row, self.group)
             numbers = table.tolist()
-            self._paths.compare_hashes(dict(enumerate(zip(numbers[::2], numbers[1::2], strict=True))))
+            columns = [numbers[place :: len(row)] for place in range(len(row))]
+            self._paths.compare_hashes(dict(enumerate(zip(*columns, strict=True))))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         with self._handshake(tensor) as moved:
@@ -158,7 +163,8 @@ class ProcessGroupTransport(Transport):
         is_supported = tensor.device.type in self._device_types
         # Gloo takes as many elements from the first one on, whatever the strides.
         moved = tensor.to(tensor.device if is_supported else self._device_types[0]).contiguous()
-        if self.reports is not None:
+        # While a step is recorded nothing moves, and other ranks may not record.
+        if self.reports is not None and not self._paths.recording:
             token = torch.zeros(self.world, 1)
             self._send([([token[self.rank]] * self.world, list(token))], self._tags)()
         yield moved
@@ -300,6 +306,10 @@ class BackendTransport(ProcessGroupTransport):
     @property
     def _backend_group(self) -> dist.ProcessGroup:
         return living(self._backend)
+
+    @property
+    def capturable(self) -> bool:
+        return any(device != "cpu" for device in self._complete_on)
 
     def _is_complete(self, tensor: Tensor) -> bool:
         return tensor.device.type in self._complete_on

@@ -44,6 +44,7 @@ class Movement(Enum):
     STEP = "fence", "stepping"  # the optimizer, since the last forward
     SHARE = "", "sharing"  # memory, between the ranks of a host
     TRAIN = "fence", "training"  # other parameters than before: users have frozen some, or set them free
+    REPLAY = "fence", "replaying"  # a step that was captured
 
     def __init__(self, counted: str, doing: str) -> None:
         self.counted = counted
@@ -53,7 +54,9 @@ class Movement(Enum):
 
 # Module-level names, since every unit uses them in every step: `Movement.GATHER` takes ten times as long.
 MOVEMENTS = tuple(Movement)
-GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, TRAIN = Movement
+GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, TRAIN, REPLAY = (
+    Movement
+)
 
 # What a rank notes in its path, where nothing moves.
 NOTES = (STEP, TRAIN)
@@ -71,10 +74,12 @@ class Meter:
     """Hold this rank's traffic while the meter is open.
 
     ``calls[kind]``, ``bytes[kind]``: collectives and bytes sent, for kinds such as ``"all_gather"``: see
-    `Movement.counted`. ``during``: what its owner is doing, by which waits are grouped.
+    `Movement.counted`. ``during``: what its owner is doing, by which waits are grouped. ``times``: it also
+    measures waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, times: bool = True) -> None:
+        self.times = times
         self.calls = Counter[str]()
         self.bytes = Counter[str]()
         self.during = ""
@@ -122,6 +127,28 @@ def meter() -> Iterator[Meter]:
         _meters.remove(current)
 
 
+@contextmanager
+def captured() -> Iterator[Meter]:
+    """Count the collectives inside the ``with`` block apart: they are recorded, and have not run yet.
+
+    No meter measures a wait there. `replayed` counts them at each replay.
+    """
+    open_meters = _meters.copy()
+    current = Meter(times=False)
+    _meters[:] = [current]
+    try:
+        yield current
+    finally:
+        _meters[:] = open_meters
+
+
+def replayed(recorded: Meter) -> None:
+    """Count the collectives that ``recorded`` has, once more."""
+    for current in _meters:
+        current.calls.update(recorded.calls)
+        current.bytes.update(recorded.bytes)
+
+
 def count(movement: Movement, sent: Iterable[int]) -> None:
     """Count one ``movement`` in which this rank sends ``sent`` bytes. Sums them only if a meter is open."""
     if not _meters:
@@ -134,7 +161,8 @@ def count(movement: Movement, sent: Iterable[int]) -> None:
 
 def waiting(movement: Movement, unit: str, device: torch.device) -> AbstractContextManager[None]:
     """Count the block as a wait on ``device`` for a collective of ``unit``, unless it raises."""
-    return _recorded(movement, unit, device) if _meters or torch_private.profiler_enabled() else _NOTHING
+    is_timed = (_meters and _meters[-1].times) or torch_private.profiler_enabled()
+    return _recorded(movement, unit, device) if is_timed else _NOTHING
 
 
 @contextmanager

@@ -160,6 +160,11 @@ class Transport:
         """Bytes of this rank's memory that are reserved for gradients under way."""
         return 0
 
+    @property
+    def capturable(self) -> bool:
+        """Whether its collectives may be captured and replayed by an accelerator, without the host."""
+        return False
+
     def open_guard(self) -> Guard | None:
         """Return what notices that ranks differ, or None: ranks then compare before each collective."""
         return None
@@ -224,6 +229,7 @@ class Alone(Transport):
     rank = 0
     world = 1
     in_place = True
+    capturable = True
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         full = like.new_empty(layout.padded)

@@ -51,6 +51,8 @@ class Driver:
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
+        # Parameters without a gradient on this rank, of which backwards had to ask the device.
+        self.asked: dict[str, None] = {}
         self._captured: list[str] = []  # parameters whose gradient autograd did not keep
         self._callback: weakref.ref[Callable[[], None]]  # autograd's, which ends this backward
 
@@ -351,13 +353,14 @@ class Driver:
             member.set_grad(grad)
         self._put_aside = []
         self._fence(LEAVE)
-        params = give(self._reduced)
+        given = give(self._reduced)
+        self.asked.update(dict.fromkeys(given.asked))
         self._reduced = []
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.channel.uploads:
             finish_downloads(self.device)
-        call_postponed(params)
+        call_postponed(given.params)
         if self.schedule.in_forward:
             self._close()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be

@@ -334,7 +334,14 @@ def _require_dense(grad: torch.Tensor, name: str) -> None:
         )
 
 
-def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> list[nn.Parameter]:
+class Given(NamedTuple):
+    """Say which parameters have a gradient. ``asked``: names of those of which the device was asked."""
+
+    params: list[nn.Parameter]
+    asked: list[str]
+
+
+def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> Given:
     """Set the gradients of parameters to their means, after backward's last barrier; return these parameters.
 
     ``reduced``: what each reduction of this backward returned, in order. Where no rank has a gradient, none
@@ -349,8 +356,8 @@ def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> list[nn.Paramet
             torch._foreach_mul_(values, reduction.unit.channel.all_ranks.world / reduction.divide_by)
         means += of_unit
     # A mean of -0.0 throughout is absent. The host waits for the device once, for the means of all units.
-    unsure = [mean.value for mean in means if not mean.is_certain and mean.value.numel()]
-    answers = [((value == 0) & torch.signbit(value.real)).all() for value in unsure]
+    unsure = [mean for mean in means if not mean.is_certain and mean.value.numel()]
+    answers = [((mean.value == 0) & torch.signbit(mean.value.real)).all() for mean in unsure]
     absent = iter(torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else [])
     params = list[nn.Parameter]()
     for member, value, is_certain in means:
@@ -359,4 +366,4 @@ def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> list[nn.Paramet
             member.give_grad(value)
         if exists:
             params.append(member.param)
-    return params
+    return Given(params, [mean.member.name for mean in unsure])

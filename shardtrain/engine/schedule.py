@@ -132,6 +132,7 @@ class Backward(Generic[U]):
     moment: int = sys.maxsize
     edges: list[Edge] = field(default_factory=list)
     first: dict[U, int] = field(default_factory=dict)
+    following: dict[int, U] = field(default_factory=dict)  # by moments of ends: the unit that ends next
     entered: dict[U, None] = field(default_factory=dict)  # units that have been opened, in order
     reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
     under_way: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
@@ -166,6 +167,7 @@ class Schedule(Generic[U]):
         self.moment = 0  # the latest at which a call began or ended
         self._order: list[U] = []  # units in the order in which this forward has called them
         self._expected: list[U] = []  # `_order` of the last forward
+        self._following: list[U] = []  # see `_next_others`, of `_expected`
         self._alike = False  # whether this forward is like the last one until now
         self._ends: list[U] = []  # units of this forward's announced calls, in the order in which they ended
         self._expected_ends: list[U] = []  # `_ends` of the last forward that announced any
@@ -200,6 +202,7 @@ class Schedule(Generic[U]):
         for unit in self.units:
             self.release(unit)
         self._expected = self._order
+        self._following = _next_others(self._expected)
         self._order = []
         if self._ends:  # an evaluation announces nothing
             self._expected_ends = self._ends
@@ -242,7 +245,7 @@ class Schedule(Generic[U]):
         if len(self._order) == 1 and self.keeps.issuperset(self.units[1:]):
             for unit in self._expected[1:]:
                 self._gather(unit)
-        self._gather_next(self._expected[len(self._order) :], self._order[-1])
+        self._gather(self._following[len(self._order) - 1])
 
     def _in_advance(self) -> set[U]:
         """Return the units that are gathered for what follows, but for those that keep their full vectors."""
@@ -408,6 +411,9 @@ class Schedule(Generic[U]):
         begins = [Edge(call.began, call, False) for call in forward.calls]
         backward.edges = sorted(ends + begins)
         backward.first = {call.unit: call.began for call in reversed(forward.calls)}
+        ends = [edge for edge in reversed(backward.edges) if edge.is_end]
+        others = _next_others([edge.call.unit for edge in ends])
+        backward.following = {edge.moment: other for edge, other in zip(ends, others, strict=True)}
         backward.forward = forward
 
     def _descend(self, backward: Backward[U], moment: int) -> None:
@@ -418,7 +424,7 @@ class Schedule(Generic[U]):
             unit = edge.call.unit
             if edge.is_end:
                 self._gather(unit)
-                self._gather_next(_ended(edges), unit)
+                self._gather(backward.following[edge.moment])
                 self._open(backward, unit)
             elif unit in self.opened:
                 if edge.moment == backward.first[unit]:
@@ -481,10 +487,6 @@ class Schedule(Generic[U]):
             self.prefetched[unit] = None
             self.act.gather(unit)
 
-    def _gather_next(self, following: Iterable[U], unit: U) -> None:
-        """Gather the first of the ``following`` units that is not ``unit``, which is gathered."""
-        self._gather(next((other for other in following if other is not unit), unit))
-
     def _show(self, unit: U) -> None:
         if unit not in self.shown:
             self._gather(unit)
@@ -509,3 +511,12 @@ class Schedule(Generic[U]):
 def _ended(edges: Sequence[Edge]) -> Iterator[Any]:
     """Return the units whose calls' ends are to come in ``edges``, the next one first."""
     return (edge.call.unit for edge in reversed(edges) if edge.is_end)
+
+
+def _next_others(units: Sequence[U]) -> list[U]:
+    """Return for each of ``units`` the next one that is another; itself if there is none."""
+    others = [*units]
+    for position in range(len(units) - 2, -1, -1):
+        following = units[position + 1]
+        others[position] = others[position + 1] if following is units[position] else following
+    return others

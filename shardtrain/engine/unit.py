@@ -69,6 +69,10 @@ class Account:
             self.now[index] += amount
             self.peak[index] = max(self.peak[index], self.now[index])
 
+    def saw(self, peak: tuple[int, int]) -> None:
+        """Count the ``peak`` of a replayed step, which gathers without `add`."""
+        self.peak = [max(pair) for pair in zip(self.peak, peak, strict=True)]
+
 
 class Unit:
     """Gather and release parameters that are gathered and reduced together.

@@ -52,6 +52,7 @@ class Train:
     cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
     replay_every: int = at_least(0, mark=REPORTED)
+    capture: bool = marked(Mark.CHANGES)
     log_every: int = at_least(1, mark=REPORTED)
     eval_every: int = at_least(1, mark=REPORTED)
     eval_batch_size: int | None = at_least(1, mark=REPORTED)

@@ -113,6 +113,8 @@ def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
     """Return ``model`` with the memory format of the configuration."""
     if config.parallel.offload and not is_accelerator(device):
         raise UserError(f"parallel.offload=true needs a GPU, found {device.type}")
+    if config.train.capture and not is_accelerator(device):
+        raise UserError(f"train.capture=true needs a GPU, found {device.type}")
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
     return model

@@ -7,7 +7,7 @@ normalise by it, `config.yaml` gets its values, and an export writes it (`job/in
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardtrain.job.errors import UserError
 from shardtrain.job.schema import above, at_least, one_of
@@ -27,6 +27,19 @@ class Preprocessing:
     image_size: int  # pixels per side of what the model gets
     resize: int | None  # pixels of the shorter side before the crop; None: the whole image becomes a square
     interpolation: str = one_of("bilinear", "bicubic")
+
+    @classmethod
+    def of_arrays(
+        cls,
+        classes: tuple[str, ...],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        image_size: int,
+        resize: int | None = None,
+    ) -> Preprocessing:
+        """Return how images that are stored as arrays are prepared. An ``image_size`` of 0 is left open."""
+        how: dict[str, Any] = {"mean": mean, "std": std, "image_size": image_size, "resize": resize}
+        return cls(classes=classes, channels=len(mean), interpolation="bilinear", **how)
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):

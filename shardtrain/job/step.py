@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardtrain import clip_grad_norm_, introspect, no_sync, replay, virtual_rank
+from shardtrain import capture, clip_grad_norm_, introspect, no_sync, replay, virtual_rank
 from shardtrain.job.build import Job
+from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import table_of, table_rows
 from shardtrain.job.losses import CrossEntropy, Loss
 from shardtrain.optim import Ema, GradScaler
@@ -182,3 +183,69 @@ class Step(NamedTuple):
         self.gradients(iter(batches), len(batches))
         self.update()
         self.optimizer.zero_grad()
+
+
+class CapturedStep:
+    """Run a `Step` as one CUDA graph: all micro-batches, clipping and the update. See `shardtrain.capture`.
+
+    What it returns and what observers see is computed already, and the update done. The moving average, whose
+    weight depends on the number of the step, is updated outside of the graph.
+
+    Raises UserError if the step cannot be captured.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        if step.scaler.is_enabled():
+            raise UserError(
+                "train.capture=true: parallel.precision=fp16 has the host decide on updates; choose bf16"
+            )
+        if isinstance(step.loss, CrossEntropy) and step.loss.weight is not None:
+            raise UserError("train.capture=true: train.class_weights are summed over ranks by the host")
+        for group in step.optimizer.param_groups:
+            if group.get("fused") and "capturable" in group:  # its counts of steps are on the device already
+                group["capturable"] = True
+        with _as_mistake():
+            self._run = capture(self._compute, step.model, step.optimizer)
+
+    def _compute(self, *batches: tuple[Tensor, Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the gradients' norm, and loss and logits of each micro-batch."""
+        results = list[tuple[Tensor, Tensor]]()
+        norm = self._step.gradients(
+            iter(batches),
+            len(batches),
+            observe=lambda images, loss, logits, labels: results.append((loss, logits)),
+        )
+        self._step.optimizer.step()
+        return norm, results
+
+    def __call__(
+        self, batches: Iterator[Sequence[Any]], count: int, phase: Phase, observe: Observer, step: int
+    ) -> Tensor:
+        """Run step number ``step`` on ``count`` micro-batches; return the gradients' norm, 0-dim."""
+        with phase("data"):
+            own = [(images, labels) for images, labels, *_ in itertools.islice(batches, count)]
+        with phase("forward"), _as_mistake():
+            norm: Tensor
+            norm, results = self._run(*own)
+        for (images, labels), (loss, logits) in zip(own, results, strict=True):
+            observe(images, loss, logits, labels)
+        if self._step.ema is not None:
+            self._step.ema.update(step)
+        return norm
+
+    @property
+    def summary(self) -> str:
+        """How many steps were replayed, and why others were not."""
+        return self._run.summary
+
+
+@contextlib.contextmanager
+def _as_mistake() -> Iterator[None]:
+    """Raise what `capture` refuses as UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"train.capture=true: {error}") from error

@@ -66,16 +66,10 @@ def _data_set(config: Config, classes: int | None) -> data.DataSet:
         if classes is None or config.data.image_size == 0:
             raise UserError(f"{error}; or plan without the data set: model.num_classes=N") from None
     nothing = Arrays(torch.empty(0, 3, 1, 1, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
-    preprocessing = Preprocessing(
-        classes=numbered(classes),
-        channels=3,
-        mean=(0.0,) * 3,
-        std=(1.0,) * 3,
-        image_size=config.data.side_in_eval,
-        resize=None,
-        interpolation="bilinear",
-    )
-    return data.DataSet(nothing, nothing, config.data.name, preprocessing)
+    black = (0.0,) * 3
+    ones = (1.0,) * 3
+    how = Preprocessing.of_arrays(numbered(classes), black, ones, config.data.side_in_eval)
+    return data.DataSet(nothing, nothing, config.data.name, how)
 
 
 def _question(keys: PlanKeys, config: Config, channels: int) -> Question:

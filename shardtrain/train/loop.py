@@ -30,7 +30,7 @@ from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.losses import loss_notes, mix_notes
 from shardtrain.job.signals import StopSignals
-from shardtrain.job.step import Step
+from shardtrain.job.step import CapturedStep, Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.monitor.writers import json_of
 from shardtrain.plan.report import rank_table
@@ -57,6 +57,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     config, job, metrics, monitor = training
     train = config.train
     one_step = Step.of(job, config.train.clip_grad_norm)
+    captured = CapturedStep(one_step) if train.capture else None
     gradients = Finiteness(training, one_step)
     replays = train.replay_every if introspect(job.model).virtual_ranks else 0
     saver.before_save = gradients.settle
@@ -75,12 +76,16 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
             count = job.train.share.accumulate
             again = partial(micro_batch, job.train, step) if replays and step % replays == 0 else None
             first = step == job.first_step + 1
-            norm = one_step.gradients(
-                batches, count, metrics.phase, metrics.add, seed, again, step, first=first
-            )
-            if not gradients.are_finite(step, norm):
-                job.optimizer.zero_grad()  # so that the update changes nothing
-            one_step.update(step)
+            if captured is not None:
+                norm = captured(batches, count, metrics.phase, metrics.add, step)
+                gradients.are_finite(step, norm)
+            else:
+                norm = one_step.gradients(
+                    batches, count, metrics.phase, metrics.add, seed, again, step, first=first
+                )
+                if not gradients.are_finite(step, norm):
+                    job.optimizer.zero_grad()  # so that the update changes nothing
+                one_step.update(step)
         last = step == job.steps
         monitor.step(step)
         report = None
@@ -94,6 +99,9 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         if first:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
     gradients.settle()
+    if captured is not None:
+        monitor.facts({"captured_steps": captured.summary})
+        monitor.say(f"captured steps: {captured.summary}")
     saver.finish(monitor.latest)
 
 

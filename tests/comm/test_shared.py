@@ -127,8 +127,8 @@ def test_a_child_has_weights_of_its_own(spoils: Callable[[nn.Module], None]) -> 
 def test_a_child_in_a_forward_and_between_two_backwards_has_memory_of_its_own() -> None:
     """Of a whole unit, and of gradients that wait."""
     model, replica = sharded_and_replica()
-    waiting = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
-    handle = waiting[1].register_forward_hook(lambda *_: in_a_child(lambda: spoil(model)))
+    block = model.blocks[1]
+    handle = block.norm.register_forward_hook(lambda *_: in_a_child(lambda: spoil(block)))
     with shardtrain.no_sync(model), replica.no_sync():
         classify(model, 0).backward()
         classify(replica, 0).backward()

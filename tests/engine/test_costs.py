@@ -106,6 +106,22 @@ def test_a_step_costs_as_much_per_unit_or_layer_in_a_larger_model(
     assert many <= 4.1 * few
 
 
+@pytest.mark.parametrize("forward", [units, recomputed])
+def test_a_step_costs_as_much_per_module_in_a_larger_unit(forward: Forward) -> None:
+    models = [
+        shardtrain.shard(
+            stack(forward, count),
+            units=[Layer],
+            unit_bytes=1 << 20,
+            transport=Simulated(0, 2, in_place=False),
+        )
+        for count in (30, 120)
+    ]
+    assert [len(shardtrain.introspect(model).units) for model in models] == [2, 2]
+    few, many = lines_of_steps(*models)
+    assert many <= 4.1 * few
+
+
 @each_rank(2)
 def test_a_transport_costs_as_much_per_unit_in_a_larger_model() -> None:
     """The bound is wide: waits take lines, and a gradient that others still read takes another search."""

@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +40,7 @@ from hypothesis import strategies as st
 
 from shardtrain.engine.schedule import Forward, Schedule
 
+Started = tuple[str, str]  # a verb and its unit
 Program = list[tuple[bool, int]]  # whether a call begins or ends, and the number of its unit
 ROOM = 8
 
@@ -57,13 +58,14 @@ class Facts:
 class Frame:
     """A call of a unit, inside of another one; ``hides``: its output is an object, which announces nothing.
 
-    ``events``: what it has called, itself included, as `Recorder.replay` takes it.
+    ``began``, ``ended``: where its events are in `Recorder.history`.
     """
 
     unit: Facts
     outer: "Frame | None" = None
     hides: bool = False
-    events: "list[tuple[bool, Facts]]" = field(default_factory=list)
+    began: int = 0
+    ended: int = sys.maxsize
 
     def __post_init__(self) -> None:
         # This call and those around it.
@@ -74,8 +76,8 @@ class Frame:
 class Node:
     """A node that ``frame`` made after ``moment``, in ``forward``. ``marked``: autograd tells when it runs.
 
-    ``again``: calls that it makes, and whose nodes it runs: a reentrant checkpoint. ``passed``: marks of later
-    calls, which returned what it has made.
+    ``again``: calls that it makes, and whose nodes it runs: a reentrant checkpoint. ``passed``: marks of
+    later calls, which returned what it has made.
     """
 
     moment: int
@@ -88,11 +90,6 @@ class Node:
     @property
     def unit(self) -> Facts:
         return self.frame.unit
-
-
-class Started(NamedTuple):
-    verb: str
-    unit: str
 
 
 class Recorder:
@@ -130,6 +127,7 @@ class Recorder:
         self.nodes: list[Node] = []
         self.to_run: list[Node] = []  # nodes of this backward that have not ended
         self.stack: list[Frame] = []
+        self.history: list[tuple[bool, Facts]] = []  # begins and ends of all calls
         self.began: dict[Facts, int] = {}  # when the first call of each unit began whose backward is to come
         self.learns = True  # whether calls make nodes
         self.reaching = False  # whether backward descends to a node
@@ -138,8 +136,8 @@ class Recorder:
 
     def gather(self, unit: Facts) -> None:
         assert unit not in self.full
-        late = self.schedule.calls.keys() - self.full.keys() - {unit}
-        assert not late, f"P8: {unit.name} is gathered in advance, before {late}"
+        for other in self.schedule.calls:
+            assert other is unit or other in self.full, f"P8: {unit.name} is gathered before {other.name}"
         self.full[unit] = "gathering"
         self._note("gather", unit)
         self._count()
@@ -150,7 +148,7 @@ class Recorder:
             later = [*self.full][[*self.full].index(unit) :]
             assert all(state != "gathering" or other in later for other, state in self.full.items()), "P8"
         self.full[unit] = "shown"
-        self.log.append(Started("show", unit.name))
+        self.log.append(("show", unit.name))
 
     def hide(self, unit: Facts) -> None:
         assert self.full[unit] == "shown"
@@ -160,7 +158,7 @@ class Recorder:
     def release(self, unit: Facts) -> None:
         assert self.full.pop(unit) != "shown"
         assert unit not in self.schedule.calls
-        self.log.append(Started("release", unit.name))
+        self.log.append(("release", unit.name))
 
     def take(self, unit: Facts) -> None:
         assert self.full[unit] == "shown"
@@ -191,16 +189,17 @@ class Recorder:
         return sum(each.gradient_bytes for each in self.reducing)
 
     def _note(self, verb: str, unit: Facts) -> None:
-        started = Started(verb, unit.name)
+        started = (verb, unit.name)
         self.started.append(started)
         self.log.append(started)
 
     def _count(self) -> None:
         """P1."""
-        if len(self.full) <= self.most:
+        root = self.units[0]
+        if len(self.full) - (root in self.full) <= self.most:
             return
         schedule = self.schedule
-        busy = {self.units[0], *schedule.calls, *schedule.unannounced, *schedule.keeps, *self.again}
+        busy = {root, *schedule.calls, *schedule.unannounced, *schedule.keeps, *self.again}
         self.most = max(self.most, len(set(self.full) - busy - self._under_way_in_backward()))
 
     def _under_way_in_backward(self) -> set[Facts]:
@@ -222,8 +221,9 @@ class Recorder:
             assert unit not in self.full  # its values may be from before an update
         schedule.enter(unit)
         self._note_computing(unit)
-        self.stack.append(Frame(unit, self.stack[-1] if self.stack else None, unit in self.hiding))
-        self._note_call(True, unit)
+        outer = self.stack[-1] if self.stack else None
+        self.stack.append(Frame(unit, outer, unit in self.hiding, len(self.history)))
+        self.history.append((True, unit))
         self._make(self.marks)
 
     def leave(self, failed: bool = False) -> None:
@@ -243,19 +243,16 @@ class Recorder:
                 self.began.setdefault(unit, schedule.calls[unit].began)
         schedule.leave(unit, learns, learns and frame.hides)
         self._count()
-        self._note_call(False, unit)
+        self.history.append((False, unit))
+        frame.ended = len(self.history)
         self.stack.pop()
         if not failed:
             self._make(self.marks)
 
     def _note_computing(self, unit: Facts) -> None:
         """Note for P8 that ``unit`` begins to compute, if it is shown since before."""
-        if self.log[-1] != Started("show", unit.name):
-            self.log.append(Started("goes on", unit.name))
-
-    def _note_call(self, begins: bool, unit: Facts) -> None:
-        for frame in self.stack[-1].around:
-            frame.events.append((begins, unit))
+        if self.log[-1] != ("show", unit.name):
+            self.log.append(("goes on", unit.name))
 
     def _make(self, marked: bool) -> None:
         """Let the innermost call make a node."""
@@ -448,7 +445,7 @@ class Recorder:
 
     def _require_begun(self, forward: Forward) -> None:
         if self.schedule.backward is None:
-            self.log.append(Started("backward", ""))
+            self.log.append(("backward", ""))
             self.schedule.begin_backward(forward, self.trains, ROOM)
 
     def _bring_gradient(self, unit: Facts) -> None:
@@ -465,7 +462,9 @@ class Recorder:
 
     def _compute_again(self, frame: Frame) -> None:
         """Compute ``frame``, or what it has called if it is the root's."""
-        events = frame.events[1:-1] if frame.unit is self.units[0] else frame.events
+        events = self.history[frame.began : frame.ended]
+        if frame.unit is self.units[0]:
+            events = events[1:-1]
         self.again.update(unit for _, unit in events)
         self.replay(events)
 
@@ -473,10 +472,9 @@ class Recorder:
         """P9."""
         backward = self.schedule.backward
         assert backward is not None
-        entered = {call.unit for call in node.forward.calls}
-        for unit in entered & self.trains - backward.accumulates:
-            if self.began.get(unit, -1) > node.moment:
-                assert unit in backward.reduced, f"P9: {unit.name}"
+        for unit, began in self.began.items():
+            if began > node.moment and unit in self.trains - backward.reduced.keys() - backward.accumulates:
+                assert all(call.unit is not unit for call in node.forward.calls), f"P9: {unit.name}"
 
     def require_rest(self) -> None:
         """P6."""
@@ -680,7 +678,7 @@ def neighbours(program: Program) -> None:
         step(recorder, calls)
         recorder.log.clear()
         step(recorder, calls)
-        recorder.log = [entry for entry in recorder.log if entry.verb != "goes on"]
+        recorder.log = [entry for entry in recorder.log if entry[0] != "goes on"]
         gathers = recorder.require_overlap()
         in_backward = runs.copy()
         in_backward[f"unit {labels[-1]}"] -= 1  # backward begins with it
@@ -735,8 +733,8 @@ def frozen(program: Program) -> None:
             if passes == "always":
                 recorder.require_overlap()
             if numbers == (0,):  # the root stays gathered from forward to backward, so this changes nothing
-                gathers = [entry for entry in recorder.log if entry.verb == "gather"]
-                assert gathers == [entry for entry in trained.log if entry.verb == "gather"]
+                gathers = [entry for entry in recorder.log if entry[0] == "gather"]
+                assert gathers == [entry for entry in trained.log if entry[0] == "gather"]
             frozen_ones = {recorder.units[number] for number in numbers}
             for step_again in (step, step_alone):
                 recorder.trains = {*recorder.units} - frozen_ones
@@ -814,7 +812,8 @@ def objects(program: Program) -> None:
 def failures(program: Program) -> None:
     """An exception at each event of forward and of backward, then a clean step."""
     count = unit_count(program)
-    for event, abruptly in itertools.product(range(len(program)), (False, True)):
+    events = range(len(program))
+    for event, abruptly in (*zip(events, itertools.repeat(False)), (events[-1], True)):
         recorder = Recorder(count)
         step(recorder, program)
         recorder.forward(program, fails_at=event, abruptly=abruptly)
@@ -822,16 +821,18 @@ def failures(program: Program) -> None:
         recorder.log.clear()
         step(recorder, program)
         recorder.require_overlap()
-    for node in range(len(program)):
+    for node in events:
         recorder = Recorder(count)
-        recorder.schedule.accumulate(recorder.units)
-        recorder.forward(program)
-        recorder.backward()  # gradients that wait are dropped with those of the backward that fails
-        recorder.schedule.accumulate(())
+        if node == 0:  # gradients that wait are dropped, too
+            recorder.schedule.accumulate(recorder.units)
+            recorder.forward(program)
+            recorder.backward()
+            recorder.schedule.accumulate(())
         recorder.forward(program)
         recorder.backward(fails_at=node)
         recorder.take_started()
-        step(recorder, first_call(program))
+        if node == 0:
+            step(recorder, first_call(program))
         step(recorder, program)
 
 
@@ -920,19 +921,18 @@ def called_alone(program: Program) -> None:
             recorder.forward(program)
             recorder.backward()
             assert recorder.reductions() == ran
-            recorder.call(program)
-            recorder.backward()
-            recorder.take_started()
-            recorder.log.clear()
-            recorder.forward(program)  # as the last forward of the root
-            assert {*recorder.full} == {recorder.units[0], *last_two(recorder.events(program))}
-            recorder.backward()
-            recorder.require_overlap()
-            assert recorder.reductions() == ran
-            step(recorder, first_call(program))
-            recorder.call(program)
-            recorder.backward()
-            recorder.take_started()
+        recorder.call(program)
+        recorder.backward()
+        recorder.take_started()
+        recorder.log.clear()
+        recorder.forward(program)  # as the last forward of the root
+        assert {*recorder.full} == {recorder.units[0], *last_two(recorder.events(program))}
+        recorder.backward()
+        recorder.require_overlap()
+        assert recorder.reductions() == ran
+        step(recorder, first_call(program))
+        recorder.call(program)
+        recorder.backward()
         assert recorder.most <= 2
 
 
@@ -955,10 +955,11 @@ def used_directly(program: Program) -> None:
                 recorder.backward()
                 assert recorder.reductions() == recorder.expected(program)
             assert recorder.most <= 2
-            recorder.forward(program)
-            recorder.use(recorder.units[0])
-            recorder.backward([])  # on this rank no output has a gradient
-            assert recorder.reductions() == recorder.expected(program)
+            if unit is recorder.units[0]:
+                recorder.forward(program)
+                recorder.use(unit)
+                recorder.backward([])  # on this rank no output has a gradient
+                assert recorder.reductions() == recorder.expected(program)
             recorder.schedule.show_unannounced(unit)
             recorder.schedule.release_unannounced(unit)
             recorder.require_rest()

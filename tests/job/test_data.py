@@ -31,9 +31,10 @@ from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.items import Items
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
+from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.recipes.augment import Photo
 
-from tiny import CPU, composed, prepared, write_folders
+from tiny import CPU, composed, write_folders
 
 DIGITS: Any = composed("data=digits").data
 TWO_IMAGES = Share(2, 1, 0, 1)  # per step, on one rank
@@ -364,7 +365,7 @@ def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_tak
 def test_images_alternate_from_epoch_to_epoch() -> None:
     pixels = torch.arange(40, dtype=torch.uint8).view(10, 1, 1, 4)
     arrays = Arrays(pixels, torch.arange(10))
-    small = data.DataSet(arrays, arrays, "small", prepared(10))
+    small = data.DataSet(arrays, arrays, "small", Preprocessing.of_arrays(numbered(10), (0.0,), (1.0,), 4))
     flipped: list[dict[int, bool]] = []
     for world in (1, 2):  # two epochs of five steps
         seen: list[dict[int, bool]] = [{}, {}]
@@ -392,7 +393,7 @@ def test_images_alternate_from_epoch_to_epoch() -> None:
 def test_global_batches_do_not_depend_on_ranks_and_micro_batches(options: dict[str, Any]) -> None:
     pixels = torch.randint(0, 256, (48, 3, 6, 6), dtype=torch.uint8, generator=generator("pixels"))
     arrays = Arrays(pixels, torch.arange(48) % 2)
-    data = DataSet(arrays, arrays, "small", prepared(("a", "b"), mean=(0.0,) * 3))
+    data = DataSet(arrays, arrays, "small", Preprocessing.of_arrays(("a", "b"), (0.0,) * 3, (1.0,) * 3, 6))
     state = torch.get_rng_state()
     first, second = global_batches(data, 6, 24, 1, 1, **options)
     assert not torch.equal(first[0].sum(), second[0].sum())
@@ -496,7 +497,9 @@ def test_evaluation_counts_every_image_once(images: int, world_size: int, batch_
 def test_batches_are_normalised_and_the_last_one_is_filled_up() -> None:
     images = torch.randint(0, 256, (10, 3, 6, 6), dtype=torch.uint8, generator=generator("test"))
     arrays = Arrays(images, torch.arange(10))
-    how = prepared(10, mean=(10 / 255, 20 / 255, 30 / 255), std=(2 / 255, 4 / 255, 8 / 255))
+    mean = (10 / 255, 20 / 255, 30 / 255)
+    std = (2 / 255, 4 / 255, 8 / 255)
+    how = Preprocessing.of_arrays(numbered(10), mean, std, 6)
     with patch("shardtrain.job.data.feed.EVAL_BATCH", 4):
         batches = list(data.EvalFeed(arrays, Share(4, 1, 0, 1), data.Prepare(how, 6, CPU), workers=0))
     assert [batch.valid for batch in batches] == [4, 4, 2]
@@ -595,7 +598,7 @@ def test_a_batch_that_never_arrives_is_an_error(kind: str, told: str) -> None:
 
 def test_loaders_have_a_time_out_and_queues_that_tell() -> None:
     items = Items([*range(4)], "")
-    prepare = data.Prepare(prepared(2), 8, CPU)
+    prepare = data.Prepare(Preprocessing.of_arrays(numbered(2), (0.0,), (1.0,), 8), 8, CPU)
     feed = EvalFeed(items, Share(4, 1, 0, 1), prepare, workers=2)
     assert feed.loader.timeout == workers.PATIENCE_S
     assert isinstance(feed.loader.multiprocessing_context.Queue(), workers._Batches)

@@ -24,12 +24,13 @@ from shardtrain.job.schema import typed
 from tiny import CPU, composed, write_folders
 
 
-def trained(config: Any) -> tuple[Any, data.DataSet, torch.nn.Module, Inference]:
+def trained(config: Any, on: str = "cpu") -> tuple[Any, data.DataSet, torch.nn.Module, Inference]:
     """Return the completed configuration, its images, an untrained model and what its answers need."""
     images = data.load(config.data, config.allow)
     config = completed(config, images)
     torch.manual_seed(0)
-    model = plain_model(config.model, config.allow).eval()
+    with torch.device(on):
+        model = plain_model(config.model, config.allow).eval()
     return config, images, model, inference_of(config, images.preprocessing, model)
 
 
@@ -89,9 +90,8 @@ def test_the_program_answers_for_small_grey_images_resized(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", ["vit_b_32", "googlenet"])
 def test_a_model_of_torchvisions_is_called_as_torchvision_does(name: str) -> None:
-    with torch.device("meta"):
-        config = composed(f"model={name}", "data=fake", "data.image_size=64")
-        _, _, model, inference = trained(config)
+    config = composed(f"model={name}", "data=fake", "data.image_size=64")
+    _, _, model, inference = trained(config, on="meta")
     assert inference.model.target == f"torchvision.models.{name}"
     assert inference.model.changes == {}
     with torch.device("meta"):

@@ -21,7 +21,7 @@ from shardtrain.job.data.feed import Arrays, DataSet
 from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Scoring, evaluate
-from shardtrain.job.preprocessing import numbered
+from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.job.step import Step
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
@@ -30,7 +30,7 @@ from shardtrain.train.sweep import Outcome
 
 from pool import each_rank
 from small import Parts
-from tiny import CPU, TINY, composed, context, events_of, prepared, result_of, run
+from tiny import CPU, TINY, composed, context, events_of, result_of, run
 
 IMAGES = 23  # divided by no number of ranks or batches here
 NAMES = ("cat", "dog", "bird", "fish", "none")
@@ -40,7 +40,7 @@ def small_data() -> DataSet:
     """Return images whose pixels are logits of four of five classes."""
     images = torch.randint(0, 256, (IMAGES, 1, 2, 2), generator=torch.Generator().manual_seed(0))
     arrays = Arrays(images.to(torch.uint8), torch.arange(IMAGES) ** 2 % 4)
-    return DataSet(arrays, arrays, "small", prepared(NAMES))
+    return DataSet(arrays, arrays, "small", Preprocessing.of_arrays(NAMES, (0.0,), (1 / 255,), 2))
 
 
 def everything(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
@@ -442,7 +442,9 @@ def test_the_example_of_the_docstring() -> None:
 def test_balanced_weights() -> None:
     labels = torch.tensor([0] * 6 + [1] * 2)
     arrays = Arrays(torch.zeros(8, 1, 2, 2, dtype=torch.uint8), labels)
-    data = DataSet(arrays, arrays, "small", prepared(("cat", "dog", "none")))
+    data = DataSet(
+        arrays, arrays, "small", Preprocessing.of_arrays(("cat", "dog", "none"), (0.0,), (1.0,), 2)
+    )
     assert losses.weights_of("balanced", data).tolist() == pytest.approx([8 / 12, 8 / 4, 1.0])
     assert losses.weights_of(None, data) is None
     with pytest.raises(

@@ -14,9 +14,10 @@ from shardtrain.job.data import Share
 from shardtrain.job.data.items import Items
 from shardtrain.job.data.sets import stratified
 from shardtrain.job.errors import UserError
+from shardtrain.job.preprocessing import Preprocessing
 from shardtrain.train.loop import train
 
-from tiny import CPU, composed, context, prepared
+from tiny import CPU, composed, context
 
 LABELS = ["dog"] * 10 + ["cat"] * 6 + ["bird"] * 4
 
@@ -161,6 +162,7 @@ def picture(width: int = 9, height: int = 9, mode: str = "RGB") -> Image.Image:
     return Image.new(mode, (width, height))
 
 
+ONE = Preprocessing.of_arrays(("a",), (0.0,), (1.0,), 8)
 GOOD = [(picture(), 0), (picture(), 1)]
 RETURNED: dict[str, Any] = {
     "generator": (iter(GOOD), GOOD),
@@ -177,7 +179,7 @@ RETURNED: dict[str, Any] = {
     "grey": (GOOD, [(picture(mode="L"), 0)]),
     "number": (type("Ten", (Mixed,), {"classes": 10})(GOOD), GOOD),
     "targets": (Targets(GOOD), GOOD),
-    "ours": data.DataSet(None, None, "", replace(prepared(2), classes=10)),  # type: ignore[arg-type]
+    "ours": data.DataSet(None, None, "", replace(ONE, classes=10)),  # type: ignore[arg-type]
 }
 
 
@@ -250,7 +252,7 @@ def test_images_of_mixed_sizes_are_cropped_to_the_size_that_is_asked_for() -> No
 
 
 def test_a_wrong_item_in_a_worker_has_no_traceback() -> None:
-    prepare = data.Prepare(prepared(1), 9, CPU)
+    prepare = data.Prepare(ONE, 9, CPU)
     wrong = Items([(picture(), "cat")], "found")
     with pytest.raises(UserError) as caught:
         next(iter(data.EvalFeed(wrong, Share(1, 1, 0, 1), prepare, workers=1)))

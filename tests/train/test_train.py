@@ -20,11 +20,12 @@ from shardtrain.job.data.feed import Arrays
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, evaluate, views_of
 from shardtrain.job.model import parameter_groups, plain_model
+from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.train.loop import scores_as_json
 
 import tiny
 from small import Parts
-from tiny import CPU, prepared
+from tiny import CPU
 
 TWO_STEPS = (
     *("data.limit=48", "train.max_steps=2", "train.log_every=1"),
@@ -96,7 +97,7 @@ def _evaluation(tta: int) -> Evaluation:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
-    how = prepared(7, mean=(128 / 255,), std=(64 / 255,))
+    how = Preprocessing.of_arrays(numbered(7), (128 / 255,), (64 / 255,), 2)
     model = shard(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7)), units=[nn.Linear])
     with torch.no_grad():  # a rank's own training batches
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2

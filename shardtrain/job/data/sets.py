@@ -196,26 +196,9 @@ def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
         train=train,
         val=train if parts[1] is None else Items(parts[1], names[1], side, train.expected),
         name=config._target_,
-        preprocessing=_preprocessing(config, tuple(map(str, classes)), mean, std, side or None),
-    )
-
-
-def _preprocessing(
-    config: Data,
-    classes: tuple[str, ...],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    resize: int | None = None,
-) -> Preprocessing:
-    """Return how images that are stored as arrays are prepared. An image size of 0 is left open."""
-    return Preprocessing(
-        classes=classes,
-        channels=len(mean),
-        mean=mean,
-        std=std,
-        image_size=config.side_in_eval,
-        resize=resize,
-        interpolation="bilinear",
+        preprocessing=Preprocessing.of_arrays(
+            tuple(map(str, classes)), mean, std, config.side_in_eval, side or None
+        ),
     )
 
 
@@ -273,7 +256,7 @@ def _arrays(config: Digits | Npz, file: IO[bytes], title: str) -> DataSet:
         train=train,
         val=parts[held_out[0]],
         name=title,
-        preprocessing=_preprocessing(config, numbered(classes), mean, std),
+        preprocessing=Preprocessing.of_arrays(numbered(classes), mean, std, config.side_in_eval),
         test=parts["test"] if len(held_out) > 1 else None,
     )
 
@@ -336,7 +319,9 @@ def _cifar(config: Cifar) -> DataSet:
         for part in parts
     )
     classes = tuple(parts[0].classes)
-    return DataSet(train, val, config.name, _preprocessing(config, classes, *STATISTICS[config.name]))
+    mean, std = STATISTICS[config.name]
+    how = Preprocessing.of_arrays(classes, mean, std, config.side_in_eval)
+    return DataSet(train, val, config.name, how)
 
 
 def _fake(config: Fake) -> DataSet:
@@ -351,4 +336,5 @@ def _fake(config: Fake) -> DataSet:
     val = of_length(pool, max(1, config.limit // 4))
     mean = (0.5,) * config.channels
     std = (73.9 / 255,) * config.channels
-    return DataSet(train, val, "fake", _preprocessing(config, numbered(FAKE_CLASSES), mean, std))
+    how = Preprocessing.of_arrays(numbered(FAKE_CLASSES), mean, std, config.side_in_eval)
+    return DataSet(train, val, "fake", how)

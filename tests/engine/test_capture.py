@@ -1,0 +1,1068 @@
+"""Steps that are captured and replayed, on the simulated device with a recorder of graphs for it."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.comm import guard
+from shardtrain.job import step as program
+from shardtrain.job.errors import UserError
+from shardtrain.job.launch import Context
+from shardtrain.optim import Ema
+from shardtrain.train.loop import train
+
+import ways
+from pool import each_rank
+from simulated_device import DEVICE, SimulatedDevice
+from simulated_graph import Recorder, recorder
+from small import Block, OddNet, images, mesh, raised_soon
+from tiny import ALONE, TINY, configure
+from ways import WAYS, Way
+
+Step = Callable[..., Any]
+
+# Captured, a way that offloads, scales its loss or has virtual ranks is refused.
+CAPTURABLE = [
+    name for name, way in WAYS.items() if not (way.virtual or way.scale or "offload" in way.options)
+]
+
+
+# A silent rank; a rank over a group of one, with streams and launches of NCCL; and rank 2 of eight.
+WORLDS = {"silent": 0, "one": 1, "eight": 8}
+
+
+@contextmanager
+def simulated(size: int = 0) -> Iterator[tuple[SimulatedDevice, Recorder]]:
+    """Let this process be the last rank of a fake group of ``size``, or a silent one; steps are captured."""
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
+        if size:
+            dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=size // 4, world_size=size)
+        try:
+            yield device, records
+        finally:
+            if size:
+                dist.destroy_process_group()
+
+
+@pytest.fixture
+def records() -> Iterator[Recorder]:
+    with simulated() as (device, made):
+        yield made
+        assert list(device.findings) == []
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=True, **options)
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True, **options)
+
+
+def batch(step: int, rank: int = 0, n: int = 6) -> list[Tensor]:
+    return [tensor.to(DEVICE) for tensor in images(step, rank, n)]
+
+
+def sharded(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return shardtrain.shard(OddNet().to(DEVICE), units=[Block], **options)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Return the step that clears gradients last."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+class Run:
+    """A model, its optimizer and its step, captured or not."""
+
+    def __init__(
+        self,
+        captures: bool,
+        make: Callable[..., torch.optim.Optimizer] = sgd,
+        step: Callable[..., Step] = plain_step,
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = model if model is not None else sharded()
+        self.optimizer = make(self.model)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.place_rates()
+        self.step = step(self.model, self.optimizer)
+        if captures:
+            self.step = shardtrain.capture(self.step, self.model, self.optimizer, **options)
+
+    def place_rates(self) -> None:
+        """Let rates be tensors, as captured steps do: a number is not rounded to fp32."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]), device=DEVICE)
+
+    def losses(self, steps: range) -> list[float]:
+        return [self.step(*batch(number)).item() for number in steps]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything that training changes."""
+        state = {**shardtrain.full_state_dict(self.model)}
+        for name, param in self.model.named_parameters():
+            for key, value in self.optimizer.state[param].items():
+                state[f"{name} {key}"] = value.detach().cpu().clone()
+            grad = torch.zeros(0) if param.grad is None else param.grad.as_subclass(Tensor)
+            state[f"{name} gradient"] = grad.cpu()
+        return state
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Return the names of what differs in any bit."""
+    return [name for name in {**one, **other} if not torch.equal(one[name], other[name])]
+
+
+def test_a_replay_is_a_step(records: Recorder) -> None:
+    """Losses, parameters, statistics and the optimizer's state have the bits of steps as they are."""
+    for make in (sgd, adamw):
+        eager = Run(False, make)
+        captured = Run(True, make)
+        assert eager.losses(range(8)) == captured.losses(range(8))
+        assert same(eager.state(), captured.state()) == []
+        assert captured.step.replayed == 5
+        assert captured.step.eager == {"to warm up": 3}
+
+
+def in_way(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Return a whole step of ``way`` on its micro-batches."""
+
+    def step(*batches: Any) -> list[Tensor]:
+        losses = []
+        for number, (x, y) in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else shardtrain.no_sync(model):
+                loss = F.cross_entropy(model(x).float(), y)
+                (loss / len(batches)).backward()
+            losses.append(loss)
+        if way.clip:
+            losses.append(shardtrain.clip_grad_norm_(model, way.clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return step
+
+
+def train_in_way(way: Way, captures: bool, rank: int = 0, **options: Any) -> tuple[list[float], Run]:
+    """Take steps of ``way``; return what they returned, and the run."""
+    model = ways.sharded(way, DEVICE, **options)
+    run = Run(captures, step=partial(in_way, way), model=model, warmup=2)
+    results: list[float] = []
+    for number in range(5):
+        batches = [batch(10 * number + micro, rank) for micro in range(way.micro_batches)]
+        results += [value.item() for value in run.step(*batches)]
+    return results, run
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, id=f"{name}, {world}")
+        for world, size in WORLDS.items()
+        for name in CAPTURABLE
+        if not WAYS[name].replicas or size == 1
+    ],
+)
+def test_every_way_can_be_captured(name: str, size: int) -> None:
+    way = WAYS[name]
+    with simulated(size) as (device, _):
+        options: dict[str, Any] = {}
+        if way.replicas:
+            options["mesh"] = mesh(1, 1)
+        elif size == 1:
+            options["transport"] = comm.ProcessGroupTransport(dist.group.WORLD)
+        expected, eager = train_in_way(way, False, **options)
+        device.next_step()
+        results, captured = train_in_way(way, True, **options)
+        if size <= 1:  # what a fake group gathers is nobody's values
+            assert results == expected
+            assert same(eager.state(), captured.state()) == []
+        assert captured.step.summary == "3 replayed, 2 not: 2 to warm up"
+        assert list(device.findings) == []
+
+
+# What a graph has fixed, and what a user changes between two calls.
+
+
+def change_rate_by_number(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.03
+
+
+def change_rate_by_schedule(run: Run) -> None:
+    run.schedule.step()
+
+
+def load_into_memory(run: Run) -> None:
+    state = shardtrain.full_state_dict(run.model)
+    shardtrain.load_full_state_dict(run.model, {**state, "fc.weight": state["fc.weight"] * 1.5})
+
+
+def change_weights(run: Run) -> None:
+    with shardtrain.unsharded(run.model), torch.no_grad():
+        run.model.fc.weight.mul_(1.5)
+
+
+def evaluate(run: Run) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        run.model(batch(77)[0])
+    run.model.train()
+
+
+def replace_memory(run: Run) -> None:
+    """Between steps other memory is copied into the shards."""
+    for param in run.model.parameters():
+        param.data = param.data.clone() * 1.5
+
+
+def train_without(run: Run) -> None:
+    """A forward that no backward follows leaves the root whole."""
+    run.model(batch(78)[0])
+
+
+ACTS = (
+    change_rate_by_number,
+    change_rate_by_schedule,
+    load_into_memory,
+    change_weights,
+    evaluate,
+    replace_memory,
+    train_without,
+)
+
+
+@pytest.mark.parametrize("change", ACTS)
+def test_what_acts_without_another_recording(records: Recorder, change: Callable[[Run], None]) -> None:
+    runs = Run(False), Run(True, warmup=1)
+    losses = [run.losses(range(3)) for run in runs]
+    for run in runs:
+        change(run)
+    losses += [run.losses(range(3, 6)) for run in runs]
+    assert losses[0::2] == losses[1::2]
+    assert same(*(run.state() for run in runs)) == []
+    assert runs[1].step.eager == {"to warm up": 1}
+
+
+def freeze(run: Run) -> None:
+    run.model.blocks[0].requires_grad_(False)
+
+
+def unfreeze(run: Run) -> None:
+    run.model.stem.requires_grad_(True)
+
+
+def to_eval(run: Run) -> None:
+    run.model.blocks[1].eval()
+
+
+def set_attribute(run: Run) -> None:
+    run.model.blocks[1].norm.momentum = 0.5
+
+
+def hook_output(run: Run) -> None:
+    run.model.fc.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_input(run: Run) -> None:
+    run.model.fc.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def hook_gradient(run: Run) -> None:
+    run.model.fc.weight.register_hook(lambda grad: grad * 2)
+
+
+def hook_after_accumulation(run: Run) -> None:
+    run.model.fc.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+
+
+def replace_module(run: Run) -> None:
+    run.model.blocks[2].relu = nn.Tanh()
+
+
+def replace_buffer(run: Run) -> None:
+    norm = run.model.blocks[0].norm
+    norm.running_mean = norm.running_mean + 1
+
+
+def decay(run: Run) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def divide(run: Run) -> None:
+    engine = run.model._shardtrain_engine
+    engine.driver.reductions[engine.units[0]].divide_by = 2.0
+
+
+def keep(run: Run) -> None:
+    engine = run.model._shardtrain_engine
+    engine.driver.schedule.keep_after_forward(engine.units[1], True)
+
+
+def replace_state(run: Run) -> None:
+    for state in run.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"] * 2
+
+
+def add_group(run: Run) -> None:
+    weights = [run.optimizer.param_groups[0]["params"].pop()]
+    run.optimizer.add_param_group({"params": weights, "lr": 0.01})
+
+
+def leave_gradient(run: Run) -> None:
+    F.cross_entropy(run.model(batch(79)[0]), batch(79)[1]).backward()
+
+
+CHANGES = {
+    freeze: "requires_grad of blocks.0.conv.weight was True and is False",
+    unfreeze: "requires_grad of stem.weight was False and is True",
+    to_eval: "training of blocks.1 was True and is False",
+    set_attribute: "momentum of blocks.1.norm was 0.1 and is 0.5",
+    hook_output: "the hooks of fc changed",
+    hook_input: "the hooks of fc changed",
+    hook_gradient: "the hooks of fc.weight changed",
+    hook_after_accumulation: "the post-accumulate hooks of fc.weight changed",
+    replace_module: "the modules in blocks.2 changed",
+    replace_buffer: "the memory of buffers of blocks.0.norm changed",
+    decay: "weight_decay of group 0 of SGD was 0 and is 0.1",
+    divide: "divide_by of the root was None and is 2.0",
+    keep: "reshard_after_forward of blocks.0 was False and is True",
+    replace_state: "momentum_buffer of the state of SGD changed",
+    add_group: "the parameters of group 0 of SGD changed",
+    leave_gradient: "scale has a gradient before the step, unlike when recorded",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.LogCaptureFixture) -> None:
+    """In one line of the log, after one step as it is."""
+    with simulated(1):
+        runs = []
+        for captures in (False, True):
+            model = sharded(transport=comm.ProcessGroupTransport(dist.group.WORLD))
+            if change is unfreeze:
+                model.stem.requires_grad_(False)
+            make = adamw if change is unfreeze else sgd
+            runs.append(Run(captures, make, model=model, **({"warmup": 1} if captures else {})))
+        losses = [run.losses(range(3)) for run in runs]
+        for run in runs:
+            change(run)
+        losses += [run.losses(range(3, 6)) for run in runs]
+        assert losses[0::2] == losses[1::2]
+        assert same(*(run.state() for run in runs)) == []
+    captured = runs[1].step
+    assert captured.eager == {"to warm up": 1, "after a change": 1}
+    assert captured.replayed == 4
+    lines = [record.getMessage() for record in caplog.records if record.name == "shardtrain"]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"the captured step is recorded again: {CHANGES[change]}")
+
+
+@pytest.mark.parametrize(
+    ("context", "what"),
+    [
+        (lambda: torch.autocast("cuda", torch.bfloat16), "autocast was False and is True"),
+        (lambda: torch.no_grad(), "grad mode was True and is False"),
+    ],
+    ids=["autocast", "no_grad"],
+)
+def test_another_mode_of_torch_records_again(
+    records: Recorder, caplog: pytest.LogCaptureFixture, context: Callable[[], Any], what: str
+) -> None:
+    run = Run(True, warmup=1)
+    run.losses(range(2))
+    with context(), suppress(RuntimeError):  # no_grad: there is no backward
+        run.losses(range(2, 3))
+    assert what in caplog.text
+    assert run.step.eager["after a change"] == 1
+
+
+def test_deterministic_kernels_and_the_precision_of_products_record_again(
+    records: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(True, warmup=1)
+    run.losses(range(2))
+    try:
+        torch.use_deterministic_algorithms(True)
+        run.losses(range(2, 4))
+        torch.set_float32_matmul_precision("high")
+        run.losses(range(4, 6))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    assert "deterministic algorithms was False and is True" in caplog.text
+    assert "the precision of matrix products was highest and is high" in caplog.text
+    assert run.step.replayed == 3
+
+
+def test_a_step_that_changes_something_each_time_is_never_recorded(records: Recorder) -> None:
+    run = Run(True, warmup=1)
+    for number in range(4):
+        run.optimizer.param_groups[0]["momentum"] = 0.1 * number
+        run.losses(range(number, number + 1))
+    assert run.step.summary == "0 replayed, 4 not: 4 to warm up"
+    assert records.recordings == []
+
+
+def test_other_inputs_run_as_they_are(records: Recorder) -> None:
+    """Also the first one: the shapes that come as often as warm-up has steps are recorded."""
+    sizes = [3, 6, 6, 6, 3, 6, 3]
+    losses = []
+    for captures in (False, True):
+        run = Run(captures, **({"warmup": 2} if captures else {}))
+        losses.append([run.step(*batch(number, 0, n)).item() for number, n in enumerate(sizes)])
+    assert losses[0] == losses[1]
+    assert run.step.summary == "2 replayed, 5 not: 3 to warm up, 2 with other inputs"
+    assert run.step.summary.startswith(str(records.replays))
+
+
+def clears_first(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def never_clears(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def clears_by_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    return step
+
+
+def scales(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Gradients decay instead of being cleared, and are other tensors after each step."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = param.grad * 0.5
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("step", [clears_first, never_clears, clears_by_zeros, scales])
+@pytest.mark.parametrize("size", [0, 1])
+def test_gradients_are_what_a_step_leaves(step: Callable[..., Step], size: int) -> None:
+    """Also if users put other ones there, or a step of other inputs comes between."""
+    results = []
+    with simulated(size):
+        for captures in (False, True):
+            options = {"transport": comm.ProcessGroupTransport(dist.group.WORLD)} if size else {}
+            run = Run(captures, step=step, model=sharded(**options), **({"warmup": 2} if captures else {}))
+            losses = run.losses(range(5))
+            losses.append(run.step(*batch(90, 0, 3)).item())
+            for param in run.model.parameters():
+                param.grad = param.grad * 3
+            losses += run.losses(range(5, 7))
+            results.append((losses, run.state()))
+        assert results[0][0] == results[1][0]
+        assert same(results[0][1], results[1][1]) == []
+        assert run.step.replayed == 5
+
+
+def test_gradients_that_the_step_leaves_can_be_cleared_between_calls(records: Recorder) -> None:
+    losses = []
+    for captures in (False, True):
+        run = Run(captures, step=never_clears, **({"warmup": 1} if captures else {}))
+        losses.append([])
+        for number in range(5):
+            losses[-1] += run.losses(range(number, number + 1))
+            assert run.model.fc.weight.grad.abs().sum().item() > 0
+            run.optimizer.zero_grad()
+    assert losses[0] == losses[1]
+    assert run.step.replayed == 4
+
+
+def test_what_it_returns(records: Recorder) -> None:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        step = plain_step(model, optimizer)
+        return lambda batch, scale: {"loss": step(*batch) * scale, "text": ["as it is"]}
+
+    for copies in (True, False):
+        run = Run(True, step=make, warmup=1, copies=copies)
+        results = [run.step(batch(number), 2.0) for number in range(4)]
+        assert all(result["text"] == ["as it is"] for result in results)
+        assert not any(result["loss"].requires_grad for result in results)
+        pointers = {result["loss"].data_ptr() for result in results[1:]}
+        assert len(pointers) == (3 if copies else 1)
+        run.step(batch(4), 3.0)  # a number is no input of a graph
+        assert run.step.eager["with other inputs"] == 1
+
+
+def test_dropout_draws_as_in_other_steps(records: Recorder) -> None:
+    losses = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(75, 30), nn.Dropout(0.5), nn.Linear(30, 5)).to(DEVICE)
+        model = shardtrain.shard(net, units=[nn.Linear])
+        run = Run(captures, model=model, **({"warmup": 1} if captures else {}))
+        torch.manual_seed(1)
+        losses.append(run.losses(range(5)))
+        torch.manual_seed(2)  # as the program does in each step
+        losses[-1] += run.losses(range(5, 6))
+        losses[-1].append(torch.rand(1).item())
+    assert losses[0] == losses[1]
+    assert run.step.replayed == 5
+
+
+def test_counts_go_on_in_replays() -> None:
+    """Of the guard, the meter, and the peak of what is gathered."""
+    with simulated(8):
+        counts = []
+        for captures in (False, True):
+            step = partial(in_way, WAYS["no_sync"])  # of three forwards
+            run = Run(captures, step=step, model=sharded(), **({"warmup": 1} if captures else {}))
+            for number in range(3):
+                run.step(batch(number), batch(10), batch(11))
+            info = shardtrain.introspect(run.model)
+            info.take_gathered_peak()
+            with comm.meter() as meter:
+                run.step(batch(3), batch(10), batch(11))
+            step = info.transport.guard.paths.step
+            exposed = dict(meter.exposed())
+            counts.append((meter.calls, meter.bytes, info.take_gathered_peak(), info.gathered, step))
+        assert counts[0] == counts[1]
+        assert counts[0][0]["all_gather"] > 0
+        assert exposed == {}
+
+
+def test_averages_and_checkpoints_between_replays(records: Recorder, tmp_path: Path) -> None:
+    results = []
+    for captures in (False, True):
+        run = Run(captures, make=adamw, **({"warmup": 1} if captures else {}))
+        ema = Ema(run.model, 0.5)
+        losses = []
+        for number in range(6):
+            losses += run.losses(range(number, number + 1))
+            ema.update(number + 1)
+            if number == 2:
+                shardtrain.checkpoint.save(tmp_path / str(captures), run.model, run.optimizer)
+            if number == 4:
+                shardtrain.checkpoint.load(tmp_path / str(captures), run.model, run.optimizer)
+                if not captures:
+                    run.place_rates()
+        with ema.swapped():
+            results.append((losses, {**shardtrain.full_state_dict(run.model)}))
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1]) == []
+    assert run.step.eager == {"to warm up": 1, "after a change": 1}  # `load_state_dict` replaces tensors
+
+
+# What cannot be captured.
+
+
+def refused_by_capture(text: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    with pytest.raises(ValueError, match=text):
+        shardtrain.capture(plain_step(model, optimizer), model, optimizer, **options)
+
+
+def test_refusals_before_the_first_step(records: Recorder) -> None:
+    model = sharded()
+    params = [*model.parameters()]
+    refused_by_capture(r"warmup=0\): expected at least 1", model, sgd(model), warmup=0)
+    slow = torch.optim.SGD(params, 0.1)
+    refused_by_capture(r"SGD reads its learning rate .*: SGD\(\.\.\., fused=True\)", model, slow)
+    adam = torch.optim.Adam(params, fused=True)
+    refused_by_capture(r"Adam decides on the host .*: Adam\(\.\.\., capturable=True\)", model, adam)
+    nadam = torch.optim.NAdam(params, capturable=True)
+    refused_by_capture("NAdam would keep its learning rate, a number, for ever", model, nadam)
+    assert nadam.param_groups[0]["lr"] == 2e-3
+    nadam.param_groups[0]["lr"] = torch.tensor(2e-3, device=DEVICE)
+    shardtrain.capture(plain_step(model, nadam), model, nadam)
+    with pytest.raises(ValueError, match="Linear is not sharded"):
+        shardtrain.capture(plain_step(model, adam), nn.Linear(2, 2), adam)
+    with shardtrain.unsharded(model):
+        refused_by_capture(r"capture\(\) cannot be called inside", model, sgd(model))
+    offloaded = sharded(offload=True)
+    refused_by_capture("offload has the host wait", offloaded, sgd(offloaded))
+    torch.use_deterministic_algorithms(True)
+    try:
+        virtual = sharded(virtual_ranks=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    refused_by_capture("virtual ranks compute and compare on the host", virtual, sgd(virtual))
+
+
+def test_steps_on_the_cpu_are_refused() -> None:
+    model = shardtrain.shard(OddNet(), units=[Block])
+    refused_by_capture("only steps on a CUDA device can be captured, .* on cpu", model, sgd(model))
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    scaler = shardtrain.GradScaler("cuda", init_scale=8.0)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def with_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+    another = adamw(model)
+
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        loss = step(x, y)
+        another.step()
+        return loss
+
+    return both
+
+
+def without(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    return lambda x, y: F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (scaled, "a GradScaler has the host decide whether to step"),
+        (with_another, r"AdamW steps the model, which capture\(\) was not given"),
+        (without, "the step did not step its SGD"),
+    ],
+)
+def test_refusals_after_warm_up(records: Recorder, step: Callable[..., Step], text: str) -> None:
+    """Before anything is recorded; later calls are steps as they are."""
+    run = Run(True, step=step, warmup=2)
+    run.losses(range(2))
+    with pytest.raises(ValueError, match=f"the step cannot be captured: {text}"):
+        run.losses(range(2, 3))
+    run.losses(range(3, 4))
+    assert run.step.eager == {"to warm up": 2, "since it cannot be captured": 1}
+    assert records.recordings == []
+
+
+def test_gradients_that_may_be_absent_are_refused() -> None:
+    with simulated(8) as (_, records):
+        torch.manual_seed(0)
+        net = OddNet().to(DEVICE)
+        net.blocks[0].unused = nn.Linear(30, 30).to(DEVICE)
+        run = Run(True, model=shardtrain.shard(net, units=[Block]), warmup=1)
+        run.losses(range(1))
+        with pytest.raises(ValueError, match=r"blocks\.0\.unused\.weight has no gradient on this rank, and"):
+            run.losses(range(1, 2))
+        assert records.recordings == []
+
+
+def reads_loss(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if loss.item() > 100:  # read on the host
+            return loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def reads_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        logits.register_hook(lambda grad: grad * float(grad.isfinite().all()))  # read on the host
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def moves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+    return lambda x, y: step(x + torch.ones(1).to(DEVICE), y)  # read on the host
+
+
+@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves])
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_a_step_that_waits_is_refused_by_its_line(
+    records: Recorder, step: Callable[..., Step], make: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """And trains on as it is; a recording leaves nothing."""
+    runs = Run(False, make, step), Run(True, make, step, warmup=1)
+    losses = [run.losses(range(2)) if run is runs[0] else run.losses(range(1)) for run in runs]
+    line = r"test_capture\.py:\d+, `.*# read on the host`: .*may not wait for the device"
+    with pytest.raises(ValueError, match=line):
+        runs[1].losses(range(1, 2))
+    losses[1] += runs[1].losses(range(1, 2))
+    losses = [losses[0] + runs[0].losses(range(2, 4)), losses[1] + runs[1].losses(range(2, 4))]
+    assert losses[0] == losses[1]
+    assert same(*(run.state() for run in runs)) == []
+    assert runs[1].step.eager == {"to warm up": 1, "since it cannot be captured": 3}
+
+
+class Planted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_an_error_of_the_user_s_passes_a_recording(records: Recorder, where: str) -> None:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        def fail(*_: object) -> None:
+            if records_now and where in records_now:
+                raise Planted(where)
+
+        model.blocks[1].register_forward_hook(lambda *_: fail() if where == "forward" else None)
+        optimizer.register_step_pre_hook(lambda *_: fail() if where == "step" else None)
+        step = clears_first(model, optimizer)
+
+        def hooked(x: Tensor, y: Tensor) -> Tensor:
+            if where == "backward":
+                x = x.clone().requires_grad_()
+                x.register_hook(lambda grad: fail())
+            return step(x, y)
+
+        return hooked
+
+    records_now: set[str] = set()
+    runs = Run(False, step=make), Run(True, step=make, warmup=1)
+    losses = [run.losses(range(1)) for run in runs]
+    records_now.add(where)
+    with pytest.raises(Planted, match=where):
+        runs[1].losses(range(1, 2))
+    records_now.clear()
+    losses += [run.losses(range(1, 4)) for run in runs]
+    assert losses[0::2] == losses[1::2]
+    assert same(*(run.state() for run in runs)) == []
+
+
+def schedules(run: Run, model: nn.Module) -> None:
+    run.schedule.step()
+
+
+def counts(run: Run, model: nn.Module) -> None:
+    model.count = getattr(model, "count", 0) + 1
+
+
+def freezes(run: Run, model: nn.Module) -> None:
+    model.stem.requires_grad_(not model.stem.weight.requires_grad)
+
+
+def grows(run: Run, model: nn.Module) -> None:
+    state = run.optimizer.state[model.fc.weight]
+    state["count"] = state.get("count", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (schedules, "the step changes its learning rate, .*: call the schedule after"),
+        (counts, "the step changes what a replay cannot: count of the model was 1 and is 2"),
+        (freezes, "the step changes what a replay cannot: requires_grad of stem.weight was"),
+        (grows, "the step changes what a replay cannot: count of the state of AdamW was 1 and is 2"),
+    ],
+)
+def test_what_the_step_itself_changes_is_refused(
+    records: Recorder, change: Callable[..., None], text: str
+) -> None:
+    run = Run(False, adamw)
+    step = run.step
+
+    def changing(*inputs: Tensor) -> Tensor:
+        loss: Tensor = step(*inputs)
+        change(run, run.model)
+        return loss
+
+    run.step = shardtrain.capture(changing, run.model, run.optimizer, warmup=1)
+    run.losses(range(1))
+    with pytest.raises(ValueError, match=text):
+        run.losses(range(1, 2))
+    run.losses(range(2, 3))
+    assert run.step.summary == "0 replayed, 2 not: 1 to warm up, 1 since it cannot be captured"
+
+
+def test_inputs_that_no_graph_can_have(records: Recorder) -> None:
+    run = Run(True)
+    x, y = batch(0)
+    with pytest.raises(ValueError, match="an input of a captured step is on cpu, the model on cuda:0"):
+        run.step(*images(0, 0))
+    with pytest.raises(ValueError, match="an input of a captured step requires a gradient"):
+        run.step(x.clone().requires_grad_(), y)
+    with pytest.raises(ValueError, match="an input of a captured step is a Run, in which tensors would go"):
+        run.step(run)
+    with shardtrain.no_sync(run.model):
+        F.cross_entropy(run.model(x), y).backward()
+    run.losses(range(1))  # a single rank has nothing to reduce
+    with shardtrain.unsharded(run.model), pytest.raises(ValueError, match="a captured step cannot be called"):
+        run.step(x, y)
+
+
+def test_gradients_that_wait_are_refused() -> None:
+    with simulated(8):
+        run = Run(True, warmup=1)
+        run.losses(range(1))
+        with shardtrain.no_sync(run.model):
+            F.cross_entropy(run.model(batch(0)[0]), batch(0)[1]).backward()
+        with pytest.raises(ValueError, match="a captured step while gradients wait under no_sync"):
+            run.losses(range(1, 2))
+
+
+# Two real ranks, each with a simulated device, whose values gloo moves through host memory.
+
+
+@contextmanager
+def simulated_rank() -> Iterator[tuple[SimulatedDevice, Recorder]]:
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
+        yield device, records
+
+
+@pytest.mark.parametrize("name", ["even", "kept, no_sync", "bf16", "frozen, no_sync, clip", "replicas"])
+@each_rank(2, transport="auto")
+def test_two_ranks_replay_what_they_would_compute(name: str) -> None:
+    way = WAYS[name]
+    options: dict[str, Any] = {"transport": "process_group"}
+    if way.replicas:
+        options["mesh"] = mesh(2, 1)
+    with simulated_rank() as (device, _):
+        rank = dist.get_rank()
+        expected, eager = train_in_way(way, False, rank, **options)
+        results, captured = train_in_way(way, True, rank, **options)
+        assert results == expected
+        assert same(eager.state(), captured.state()) == []
+        assert captured.step.summary == "3 replayed, 2 not: 2 to warm up"
+        assert list(device.findings) == []
+
+
+@each_rank(2, transport="auto")
+def test_a_rank_that_runs_what_another_replays_is_named() -> None:
+    """At the next comparison of paths, which both begin the step with."""
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        run = Run(True, model=sharded(transport="process_group"), warmup=2)
+        odd = 3 if dist.get_rank() == 1 else 6
+        run.losses(range(5))
+        with pytest.raises(comm.Diverged) as raised:
+            run.step(*batch(5, 0, odd))
+        text = str(raised.value)
+        assert text.startswith("step 6: ranks 0 and 1 take different paths: rank 0 is replaying a step, ")
+        assert "rank 1 is entering a step. A captured step must run on all ranks alike: inputs of" in text
+
+
+@each_rank(2, transport="auto")
+def test_ranks_that_replay_different_steps_are_named() -> None:
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        run = Run(True, model=sharded(transport="process_group"), warmup=2)
+        run.losses(range(3))
+        if dist.get_rank() == 1:
+            run.model.blocks[1].eval()
+        run.losses(range(3, 5))
+        with pytest.raises(comm.Diverged, match="steps 3 to 6: ranks 0 and 1 take different paths"):
+            run.losses(range(5, 6))
+
+
+@each_rank(2, transport="auto")
+def test_what_ranks_must_agree_on_before_a_step_is_recorded() -> None:
+    rank = dist.get_rank()
+    with simulated_rank() as (_, records):
+        model = sharded(transport="process_group")
+        with pytest.raises(ValueError, match=r"what is to be captured differs between ranks: .*warmup=2"):
+            Run(True, model=model, warmup=1 + rank)
+        run = Run(True, model=model, warmup=1)
+        run.losses(range(1))
+        with pytest.raises(ValueError, match=r"a captured step differs between ranks: .*recorded now: False"):
+            run.step(*batch(1, 0, 6 - rank))
+        if rank == 1:
+            run.model.eval()
+        else:
+            run.model.note = 1
+        with pytest.raises(ValueError, match="differs between ranks: rank 1 has training=False of the model"):
+            run.step(*batch(1))
+        assert records.recordings == []
+
+
+@each_rank(2, transport="auto")
+def test_a_reason_of_one_rank_is_every_rank_s() -> None:
+    rank = dist.get_rank()
+    with simulated_rank() as (_, records):
+        run = Run(True, model=sharded(transport="process_group"), warmup=1)
+        run.losses(range(1))
+        if rank == 1:
+            run.step._reason = "planted"
+        with pytest.raises(ValueError, match=r"the step cannot be captured: planted \(rank 1\)"):
+            run.losses(range(1, 2))
+        run.losses(range(2, 3))
+        assert records.recordings == []
+
+
+@each_rank(2, transport="auto")
+def test_gloo_is_refused_for_what_needs_no_host() -> None:
+    with simulated_rank() as (_, records):
+        records.only_capturable = True
+        model = sharded(transport="process_group")
+        refused_by_capture("collectives of BackendTransport need the host: .* NCCL", model, sgd(model))
+
+
+@each_rank(2, transport="auto")
+def test_a_rank_that_is_lost_ends_the_replays_of_others() -> None:
+    with simulated_rank():
+        run = Run(True, model=sharded(transport="process_group"), warmup=2)
+        run.losses(range(4))
+        if dist.get_rank() == 1:
+            return
+        text = raised_soon(comm.PeerLost, lambda: run.losses(range(4, 6)))
+        assert re.match("rank 1 has ended: rank 0 was at step 5, replaying a step", text), text
+
+
+def with_sums(model: nn.Module, optimizer: torch.optim.Optimizer, of_host: bool) -> Step:
+    step = plain_step(model, optimizer)
+
+    def more(x: Tensor, y: Tensor) -> Tensor:
+        loss = step(x, y).detach()
+        dist.all_reduce(loss)
+        if of_host:
+            dist.all_reduce(torch.ones(1))
+        return loss
+
+    return more
+
+
+@each_rank(2, transport="auto")
+def test_collectives_of_the_host_are_refused() -> None:
+    """They would run once. Those of the device are a part of the graph."""
+    with simulated_rank() as (_, records):
+        losses = []
+        for captures in (False, True):
+            run = Run(
+                captures,
+                step=partial(with_sums, of_host=False),
+                model=sharded(transport="process_group"),
+                **({"warmup": 1} if captures else {}),
+            )
+            losses.append(run.losses(range(4)))
+        assert losses[0] == losses[1]
+        assert run.step.replayed == 3
+        assert "allreduce_" in records.recordings[0].names
+        run = Run(True, step=partial(with_sums, of_host=True), model=run.model, warmup=1)
+        run.losses(range(1))
+        with pytest.raises(
+            ValueError, match=r"a collective \(c10d::allreduce_\) on the CPU, which no replay"
+        ):
+            run.losses(range(1, 2))
+        run.losses(range(2, 3))
+
+
+def test_a_scaler_that_is_off_is_no_reason(records: Recorder) -> None:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        scaler = shardtrain.GradScaler("cuda", enabled=False)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    run = Run(True, step=make, warmup=1)
+    run.losses(range(3))
+    assert run.step.replayed == 2
+
+
+# The training program.
+
+
+def run_program(folder: Path, *keys: str, warmup: int = 3) -> tuple[dict[str, Any], list[str], str]:
+    """Train on the simulated device; return result.json, the lines of metrics, and log.txt."""
+    lengths = ("train.log_every=1", "train.eval_every=1", "monitor.writers=[]")
+    with simulated() as (device, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "capture", partial(shardtrain.capture, warmup=warmup))
+        train(configure(*TINY, *lengths, "train.capture=true", *keys), Context(ALONE, DEVICE, folder))
+        assert list(device.findings) == []
+    log = (folder / "log.txt").read_text()
+    return json.loads((folder / "result.json").read_text()), re.findall(r"loss [\d.]+", log), log
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a run's last checkpoint."""
+    return load_file(folder / "checkpoints/step-00000010/rank-00000.safetensors")
+
+
+@pytest.mark.parametrize("keys", [("optim=sgd",), ("optim=adamw", "train.accumulate=2", "ema.decay=0.5")])
+def test_the_program_replays_its_steps(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """Losses, scores, schedules and state are those of steps that run as they are."""
+    _, expected, log = run_program(tmp_path / "eager", *keys, warmup=1000)
+    assert "captured steps: 0 replayed, 10 not: 10 to warm up" in log
+    result, losses, log = run_program(tmp_path / "captured", *keys)
+    assert losses == expected
+    assert "captured steps: 7 replayed, 3 not: 3 to warm up" in log
+    assert result["captured_steps"] == "7 replayed, 3 not: 3 to warm up"
+    assert same(saved(tmp_path / "eager"), saved(tmp_path / "captured")) == []
+
+
+def test_a_captured_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    keys = ("optim=adamw", "ema.decay=0.5", "sched=constant", "sched.warmup_epochs=0")
+    run_program(tmp_path / "whole", *keys)
+    run_program(tmp_path / "parts", *keys, "train.max_steps=5")
+    _, _, log = run_program(tmp_path / "parts", *keys)
+    assert "captured steps: 2 replayed, 3 not: 3 to warm up" in log
+    assert same(saved(tmp_path / "whole"), saved(tmp_path / "parts")) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (("parallel.precision=fp16",), "parallel.precision=fp16 has the host decide"),
+        (("train.class_weights=balanced",), "train.class_weights are summed over ranks by the host"),
+        (("parallel.offload=true",), "offload has the host wait"),
+        (("optim=muon",), "Muon decides on the host unless it is capturable"),
+    ],
+)
+def test_what_the_program_cannot_capture(tmp_path: Path, keys: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UserError, match=f"train.capture=true: .*{text}"):
+        run_program(tmp_path, *keys)
