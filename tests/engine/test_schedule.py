@@ -823,7 +823,7 @@ def failures(program: Program) -> None:
         recorder.require_overlap()
     for node in events:
         recorder = Recorder(count)
-        if node == 0:  # gradients that wait are dropped, too
+        if node == 1:  # gradients that wait are dropped, too
             recorder.schedule.accumulate(recorder.units)
             recorder.forward(program)
             recorder.backward()
@@ -831,7 +831,7 @@ def failures(program: Program) -> None:
         recorder.forward(program)
         recorder.backward(fails_at=node)
         recorder.take_started()
-        if node == 0:
+        if node == 1:
             step(recorder, first_call(program))
         step(recorder, program)
 
