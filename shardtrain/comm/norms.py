@@ -23,8 +23,9 @@ The V sums are then exchanged beside zeros, which change none of them, and added
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import ReferenceType
 
@@ -122,6 +123,22 @@ for _name in _COMPUTING.split():
     setattr(PieceSize, f"__{_name}__", PieceSize.compute)
 
 
+def _uncompiled(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``ask``, a ``__torch_function__``, which ``torch.compile`` neither looks into nor compiles.
+
+    It would call itself without end, or keep the first function asked about, and call that for all others.
+    """
+    broken = torch_private.disable_dynamo(ask)
+
+    @functools.wraps(ask)
+    def either(cls: type[Any], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
+            return broken(cls, func, types, args, kwargs)
+        return ask(cls, func, types, args, kwargs)
+
+    return either
+
+
 class Mark(Tensor):
     """Mark the memory of the tensor ``plain``, which computes in its place."""
 
@@ -166,6 +183,7 @@ class GradientPiece(Mark):
     """
 
     @classmethod
+    @_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if PieceNorm in types:
@@ -202,10 +220,6 @@ class GradientPiece(Mark):
         return memo.setdefault(id(self), self.clone())
 
 
-# ``torch.compile`` breaks the graph there, and does not look inside: it would call itself without end.
-GradientPiece.__torch_function__.__func__._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
 class PieceNorm(Mark):
     """Mark norms of order ``order`` of this rank's pieces of gradients.
 
@@ -223,6 +237,7 @@ class PieceNorm(Mark):
         return result
 
     @classmethod
+    @_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         one = _first(cls, [*args, *kwargs.values()])

@@ -56,7 +56,9 @@ class Opening:
         try:
             with guarded(group):
                 reports = Reports(group) if native.has_gloo(group) else None
-        except RuntimeError as error:  # gloo's: no guard can tell more yet
+        except PeerLost:
+            raise
+        except RuntimeError as error:  # gloo's, which no guard watches
             raise PeerLost(
                 "shard() has waited in vain for other ranks: every rank must call it, between the same "
                 "collectives; a rank that wraps its model in DistributedDataParallel or fully_shard instead "

@@ -270,7 +270,7 @@ def test_memory_is_freed_once_the_run_has_ended_or_is_on_disk(
         assert "after step 5; step 5 is in memory, from which the same run.dir resumes within ten m" in log
 
 
-def interrupted(*arguments: Any) -> None:
+def interrupted(*arguments: Any, **options: Any) -> None:
     raise KeyboardInterrupt
 
 

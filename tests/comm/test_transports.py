@@ -122,7 +122,7 @@ def opened_among_strangers(starts: int, told: list[Path]) -> None:
         for _ in range(starts):
             transport = comm.open_transport("shared_memory")
             assert isinstance(transport.transport, SharedMemoryTransport)
-            cut = patch.object(signals.mmap, "mmap", lambda file, length: os.ftruncate(file, 0))
+            cut = patch.object(signals, "map_shared", lambda file, length: os.ftruncate(file, 0))
             with cut, pytest.raises(PermissionError):  # who reads what is cut off dies
                 transport.transport.signals.share(0, 1)
 

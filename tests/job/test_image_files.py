@@ -17,11 +17,12 @@ from shardtrain.job.data import check
 from shardtrain.job.data.check import require_readable
 from shardtrain.job.data.sets import class_notes
 from shardtrain.job.errors import UserError
+from shardtrain.job.preprocessing import Preprocessing
 from shardtrain.recipes.photos import images_in, opened_image
 from shardtrain.train.loop import train
 
 from pool import each_rank
-from tiny import QUIET, VIT, composed, context, prepared, run_to_end, write_folders
+from tiny import QUIET, VIT, composed, context, run_to_end, write_folders
 
 PHOTOS: dict[str, Any] = {"image_size": 8, "resize": 8, "workers": 0}
 
@@ -93,7 +94,7 @@ def named(*names: str) -> data.DataSet:
     """Return a data set with one training image of each class."""
     images = torch.zeros(len(names), 1, 2, 2, dtype=torch.uint8)
     arrays = data.sets.Arrays(images, torch.arange(len(names)))
-    return data.DataSet(arrays, arrays, "some", prepared(names))
+    return data.DataSet(arrays, arrays, "some", Preprocessing.of_arrays(names, (0.0,), (1.0,), 2))
 
 
 @pytest.mark.parametrize(
