@@ -49,6 +49,7 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
+    "shardtrain.train.sweep": "train.max_steps=2",
     "tests/bench/steps.py": "rounds=1 warmup=0 image_size=32 batch_size=2",
     "tensorboard.main": "--inspect",
 }
