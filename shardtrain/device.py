@@ -258,6 +258,10 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)  # graphs cannot be recorded on the default stream
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # NVIDIA's profiling library crashes in a second profile beside graphs if it was taken down after the
+        # first. Torch's profiler sets the same for the graphs of torch's compiler.
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether what is launched on ``tensor`` is recorded."""
@@ -278,7 +282,17 @@ class Recorder:
         # Other threads, such as that which pins a loader's batches, may call CUDA meanwhile.
         with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
             result = run()
+        self._graph = graph
         return result, graph.replay
+
+    def release(self) -> None:
+        """Delete the graph that was recorded last, whoever still refers to it: a traceback, for example.
+
+        NCCL waits, as a process group ends, for each graph that has one of its collectives.
+        """
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
 
 
 def recorder(device: torch.device) -> Recorder | None:

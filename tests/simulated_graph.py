@@ -49,6 +49,7 @@ class Recorder:
         self.sim = device
         self.recordings: list[Recording] = []
         self.replays = 0
+        self.is_held = False  # whether there is a graph, for which NCCL would wait as its group ends
 
     def holds(self, tensor: Tensor) -> bool:
         return self.sim.on_device(tensor)
@@ -66,7 +67,11 @@ class Recorder:
             recording.undo()
             torch.default_generator.set_state(generator)
         self.recordings.append(recording)
+        self.is_held = True
         return result, partial(self._replay, recording)
+
+    def release(self) -> None:
+        self.is_held = False
 
     def _replay(self, recording: Recording) -> None:
         self.replays += 1

@@ -18,6 +18,7 @@ Recording launches nothing, so the call that records replays at once. Graph and 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 import zlib
@@ -190,6 +191,15 @@ class Captured:
             return self._run(inputs, SHAPES)
         return self._replay(self._graph, inputs)
 
+    def release(self) -> None:
+        """Delete the graph, and free its memory. The next call with inputs of its shapes records it again.
+
+        Call it before ``torch.distributed.destroy_process_group()``, which otherwise waits for the graph,
+        for ever: NCCL counts the graphs that have its collectives.
+        """
+        self._graph = None
+        self._recorder.release()
+
     @property
     def summary(self) -> str:
         """How many calls replayed the step, and why the others did not."""
@@ -235,7 +245,7 @@ class Captured:
             self._settled = False
             if self._graph is not None:
                 _log.warning("the captured step is recorded again: %s", change)
-            self._graph = None
+            self.release()
 
     # steps as they are
 
@@ -500,7 +510,18 @@ def _refusal(
     if recorder.only_capturable and not channel.transport.capturable:
         kind = type(channel.transport).__name__
         return f"collectives of {kind} need the host: open a process group of NCCL"
+    if channel.all_ranks.world > 1 and _segments_expand() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        return (
+            "NCCL registers the memory of a graph's collectives, which hangs with expandable_segments:True "
+            "of PYTORCH_CUDA_ALLOC_CONF: set NCCL_GRAPH_REGISTER=0 before the process group is opened"
+        )
     return _refusal_of(optimizer)
+
+
+def _segments_expand() -> bool:
+    """Return whether torch's allocator is told to map more memory to a segment as it grows."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
 
 def _refusal_of(optimizer: torch.optim.Optimizer) -> str | None:
