@@ -439,8 +439,8 @@ class Worker:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with self._log.open("a", encoding="utf-8") as file:
-            for line in self.process.stdout:
+        with self.process.stdout as lines, self._log.open("a", encoding="utf-8") as file:
+            for line in lines:
                 print(line, end="", file=file, flush=True)
                 if line.startswith(("BEGIN ", "FOUND ", "END")):
                     self._lines.put(line.strip())

@@ -7,7 +7,7 @@ holds all. So what the host must do in each step, and what it does not see, show
     a launch          noted with views of its tensors; numbers of the host as they were
     an allocation     noted, as is `resize_` of a storage
     a wait, a value   refused in the words of CUDA, and so is a copy between host and device
-    a draw            draws anew, from torch's generator as it is then
+    a draw            draws anew, from torch's generator as it is then; reading its state is refused
     a collective      made again, over gloo or torch's fake process group
 
 What the host computes by itself is not noted.
@@ -16,7 +16,7 @@ What the host computes by itself is not noted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +38,9 @@ from simulated_device import NO_KERNEL, WAITS, SimulatedDevice, tensors, written
 T = TypeVar("T")
 Launch = Callable[[], object]
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
+NO_STATE = (
+    "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture. If you need this call to be"
+)
 
 
 class Recorder:
@@ -167,8 +170,11 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Note what is resized inside."""
+        """Note what is resized inside, and refuse to read random states."""
         resize = torch.UntypedStorage.resize_
+
+        def refused(device: object = None) -> Any:
+            raise RuntimeError(NO_STATE)
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (0,))  # type: ignore[call-overload]
@@ -179,6 +185,9 @@ class Recording(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.UntypedStorage, "resize_", noted)
+            patch.setattr(torch.cuda, "get_rng_state", refused)
+            patch.setattr(torch.cuda, "_initialized", True)  # else `torch.utils.checkpoint` does not ask
+            patch.setattr(torch.cuda, "device", lambda index: nullcontext())
             yield
 
     def undo(self) -> None:

@@ -415,7 +415,8 @@ class Captured:
         first_line = text.splitlines()[0]
         return ValueError(
             f"the step cannot be captured{where}: {first_line}. Code in a captured step may not wait for the "
-            "device: read values, print, and move tensors after it"
+            "device: read values, print, and move tensors after it. torch.utils.checkpoint reads random "
+            "states unless preserve_rng_state=False, which is right where nothing is drawn"
         )
 
     # replaying

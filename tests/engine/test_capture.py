@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import shardtrain
 from shardtrain import comm
@@ -730,7 +731,20 @@ def moves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return lambda x, y: step(x + torch.ones(1).to(DEVICE), y)  # read on the host
 
 
-@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves])
+def recomputes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        options = {"use_reentrant": False, "determinism_check": "none"}
+        logits = checkpoint(model, x, **options)  # read on the host
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves, recomputes])
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_a_step_that_waits_is_refused_by_its_line(
     records: Recorder, step: Callable[..., Step], make: Callable[..., torch.optim.Optimizer]
@@ -1129,6 +1143,8 @@ def test_a_captured_run_resumes_to_the_bit(tmp_path: Path) -> None:
     [
         (("parallel.precision=fp16",), "parallel.precision=fp16 has the host decide"),
         (("parallel.offload=true",), "offload has the host wait"),
+        (("parallel.activation_checkpoint=true",), "parallel.activation_checkpoint has the host read random"),
+        (("parallel.virtual_ranks=2",), "virtual ranks compute and compare on the host"),
         (("optim=muon",), "Muon decides on the host unless it is capturable"),
     ],
 )
