@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtrain import device as devices
-from shardtrain.engine import capture
+from shardtrain.engine import uncapturable
 
 import simulated_device
 from simulated_device import DEVICE, NO_KERNEL, WAITS, Event, SimulatedDevice, Stream, tensors, written
@@ -81,13 +81,18 @@ class Recordings:
 def recorder(device: SimulatedDevice) -> Iterator[Recordings]:
     """Let `shardtrain.capture` record what runs on ``device``, gloo's collectives too."""
     made = Recordings(device)
-    inside = (*capture._INSIDE, __file__, simulated_device.__file__, contextlib.__file__)  # nobody's lines
+    inside = (
+        *uncapturable._INSIDE,
+        __file__,
+        simulated_device.__file__,
+        contextlib.__file__,
+    )  # nobody's lines
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "CUDAGraph", partial(Recording, device))
         patch.setattr(torch.cuda, "graph", made.graph)
         patch.setattr(devices.Recorder, "only_capturable", False)
         patch.setattr(devices.Recorder, "holds", lambda _, tensor: device.on_device(tensor))
-        patch.setattr(capture, "_INSIDE", inside)
+        patch.setattr(uncapturable, "_INSIDE", inside)
         yield made
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
@@ -315,6 +316,35 @@ def hook_after_accumulation(run: Run) -> None:
     run.model.fc.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
 
 
+def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
+
+
+def hook_step(run: Run) -> None:
+    run.optimizer.register_step_pre_hook(halve)
+
+
+def hook_after_step(run: Run) -> None:
+    run.optimizer.register_step_post_hook(halve)
+
+
+def replace_tensor(run: Run) -> None:
+    run.model.blocks[1].factor = torch.full((1,), 0.5, device=DEVICE)
+
+
+def replace_in_list(run: Run) -> None:
+    run.model.blocks[1].factors[0] = torch.full((1,), 0.5, device=DEVICE)
+
+
+def replace_shards(run: Run) -> None:
+    """Casts are adopted as the local shards' new memory."""
+    for dtype in (torch.float64, torch.float32):
+        for param in run.model.parameters():
+            param.data = param.data.to(dtype)
+        shardtrain.full_state_dict(run.model)
+
+
 def replace_module(run: Run) -> None:
     run.model.blocks[2].relu = nn.Tanh()
 
@@ -361,6 +391,11 @@ CHANGES = {
     hook_input: "the hooks of fc changed",
     hook_gradient: "the hooks of fc.weight changed",
     hook_after_accumulation: "the post-accumulate hooks of fc.weight changed",
+    hook_step: "the hooks of the optimizer before a step changed",
+    hook_after_step: "the hooks of the optimizer after a step changed",
+    replace_tensor: "factor of blocks.1 changed",
+    replace_in_list: "factors of blocks.1 changed",
+    replace_shards: "the memory of scale changed",
     replace_module: "the modules in blocks.2 changed",
     replace_buffer: "the memory of buffers of blocks.0.norm changed",
     decay: "weight_decay of group 0 of SGD was 0 and is 0.1",
@@ -372,6 +407,11 @@ CHANGES = {
 }
 
 
+def multiply(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    scaled: Tensor = output * module.factor * module.factors[0]
+    return scaled
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.LogCaptureFixture) -> None:
     """In one line of the log, after one step as it is."""
@@ -381,6 +421,9 @@ def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.Lo
             model = sharded(transport=comm.ProcessGroupTransport(dist.group.WORLD))
             if change is unfreeze:
                 model.stem.requires_grad_(False)
+            model.blocks[1].factor = torch.ones(1, device=DEVICE)
+            model.blocks[1].factors = [torch.ones(1, device=DEVICE)]
+            model.blocks[1].register_forward_hook(multiply)
             make = adamw if change is unfreeze else sgd
             runs.append(Run(captures, make, model=model, **({"warmup": 1} if captures else {})))
         losses = [run.losses(range(3)) for run in runs]
@@ -432,6 +475,56 @@ def test_deterministic_kernels_and_the_precision_of_products_record_again(
     assert "deterministic algorithms was False and is True" in caplog.text
     assert "the precision of matrix products was highest and is high" in caplog.text
     assert run.step.replayed == 3
+
+
+REGISTRIES = (
+    nn.modules.module.register_module_forward_pre_hook,
+    nn.modules.module.register_module_forward_hook,
+    nn.modules.module.register_module_full_backward_pre_hook,
+    nn.modules.module.register_module_full_backward_hook,
+    register_optimizer_step_pre_hook,
+    register_optimizer_step_post_hook,
+)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of the stem: images need no gradient
+@pytest.mark.parametrize("number", range(6))
+def test_hooks_of_all_record_again(
+    records: Recordings, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """Of modules, and of optimizers."""
+    calls = []
+    run = Run(True, warmup=1)
+    for relu in filter(lambda module: isinstance(module, nn.ReLU), run.model.modules()):
+        relu.inplace = False  # full backward hooks refuse it
+    run.losses(range(2))
+    handle = REGISTRIES[number](lambda *_: calls.append(0))
+    try:
+        run.losses(range(2, 5))
+    finally:
+        handle.remove()
+    kind = "modules" if number < 4 else "optimizers"
+    assert f"recorded again: the hooks of all {kind} changed" in caplog.text
+    assert calls
+    assert run.step.replayed == 3
+
+
+def test_an_attribute_that_the_step_computes_is_not_compared(records: Recordings) -> None:
+    """Such as a part of the loss. A tensor without a gradient would be what the next step reads."""
+    for keeps in (False, True):
+        run = Run(True, warmup=1)
+        run.model.blocks[1].register_forward_hook(
+            lambda module, args, output, keeps=keeps: setattr(
+                module, "kept", output.mean().detach() if keeps else output.mean()
+            )
+        )
+        run.losses(range(1))
+        if keeps:
+            with pytest.raises(ValueError, match=r"changes what a replay cannot: kept of blocks\.1 changed"):
+                run.losses(range(1, 2))
+        else:
+            run.losses(range(1, 3))
+            assert run.step.replayed == 2
 
 
 def test_a_step_that_changes_something_each_time_is_never_recorded(records: Recordings) -> None:
@@ -800,7 +893,7 @@ def test_memory_outside_of_the_graph_is_found(step: Callable[..., Step], text: s
         run = Run(True, step=step, warmup=1)
         run.losses(range(3))
         assert run.step.replayed == 2
-        assert [*device.findings][0].startswith(text)
+        assert next(iter(device.findings)).startswith(text)
 
 
 @pytest.mark.parametrize("after", [0, 8])
@@ -1058,7 +1151,7 @@ def test_a_reason_of_one_rank_is_every_rank_s() -> None:
         run = Run(True, model=sharded(transport="process_group"), warmup=1)
         run.losses(range(1))
         if rank == 1:
-            run.step._reason = "planted"
+            run.step._warm_up.reason = "planted"
         with pytest.raises(ValueError, match=r"the step cannot be captured: planted \(rank 1\)"):
             run.losses(range(1, 2))
         run.losses(range(2, 3))
