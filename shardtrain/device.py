@@ -271,16 +271,19 @@ class Recorder:
         """Run ``run`` on the stream that records, so that what a first launch prepares is there."""
         current = torch.cuda.current_stream(self._side.device)
         self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            result = run()
-        current.wait_stream(self._side)
-        return result
+        try:
+            with torch.cuda.stream(self._side):
+                return run()
+        finally:  # also of a step that fails
+            current.wait_stream(self._side)
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record what ``run`` launches, which does not run yet. Return its result, and what launches it."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as that which pins a loader's batches, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
+        # Where a recording fails, torch does not return to the stream before. Other threads, such as that
+        # which pins a loader's batches, may call CUDA meanwhile.
+        before = inside(current_stream(self._side.device))
+        with before, torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
             result = run()
         self._graph = graph
         return result, graph.replay
