@@ -424,7 +424,7 @@ class Functions(TorchFunctionMode):
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call what may be a factory, and note where its result lies."""
         on_device = self.sim.on_device
-        near = any([on_device(arg) for arg in args if isinstance(arg, Tensor)])
+        near = any(on_device(arg) for arg in args if isinstance(arg, Tensor))
         device = torch.device(kwargs["device"]) if kwargs.get("device") else META
         if kwargs.get("pin_memory"):
             if device.type == "cuda" or (device.type == "meta" and near):
@@ -470,7 +470,7 @@ class Functions(TorchFunctionMode):
 def _averages(*arguments: object) -> bool:
     """Return whether a collective is to average, which torch documents for NCCL only."""
     kind = dist.ReduceOp.RedOpType
-    return any([isinstance(each, kind) and each is dist.ReduceOp.AVG for each in arguments])
+    return any(isinstance(each, kind) and each is dist.ReduceOp.AVG for each in arguments)
 
 
 def refuse_gradient(sim: SimulatedDevice, tensor: Tensor, grad: Tensor | None) -> None:
@@ -704,7 +704,7 @@ class Operations(TorchDispatchMode):
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in lists, tuples and dictionaries. Torch's `tree_leaves` takes four times as long."""
+    """Return the tensors in lists, tuples and dictionaries; `tree_leaves` takes four times as long."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
