@@ -4,7 +4,8 @@
 
 A mark is a tensor on the memory of a plain one, which does the work. Python's calls ask for the class first
 (``__torch_function__``). Code in C++, such as vmap, TorchScript, ``torch.tensor`` and process groups, asks
-when it calls an operator (``__torch_dispatch__``). Both ask the same list.
+when it calls an operator (``__torch_dispatch__``). Both ask the same list. A plain tensor that takes a piece,
+as ``buffer.add_(grad)``, gets the class of a piece. So Python asks it from then on, but C++ does not.
 
 ``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import ReferenceType
 
@@ -40,6 +41,7 @@ from shardtrain.comm.element_wise import (
     NORMS,
     SAME_NORMS,
     UNMARKED,
+    changes_in_place,
     changes_no_shape,
     counts_elements,
     describes,
@@ -47,6 +49,7 @@ from shardtrain.comm.element_wise import (
     is_element_wise,
     is_kernel,
     name_of,
+    overwrites,
     reshapes,
     tells_sizes,
 )
@@ -68,6 +71,8 @@ class Owners(NamedTuple):
     ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
     meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
     equal ones correspond, element by element. ``selected``: by a mask, so that their number is a result, too.
+    ``taken``: by a tensor that was plain, as ``buffer.add_(grad)`` does. ``memory``: of the parameter's shard,
+    to which users add gradients.
     """
 
     channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
@@ -77,6 +82,8 @@ class Owners(NamedTuple):
     parts: Sequence[tuple[int, slice]] = ()
     elements: object = None
     selected: bool = False
+    taken: bool = False
+    memory: int = 0
 
     @property
     def stepping(self) -> bool:
@@ -152,6 +159,15 @@ class Mark(Tensor):
         mark.owners = owners
         return mark
 
+    @classmethod
+    def become(cls, tensor: Tensor, owners: Owners) -> None:
+        """Make the plain ``tensor`` a mark: the same object, of this class from now on."""
+        memory = tensor.as_subclass(Tensor)
+        mark: Any = tensor
+        mark.__class__ = cls
+        mark.plain = memory
+        mark.owners = owners
+
     def as_subclass(self, cls: type[Any]) -> Any:
         return self.plain.as_subclass(cls)  # torch's does not ask
 
@@ -206,12 +222,16 @@ class GradientPiece(Mark):
         if func.__name__ == "__set__":  # `Module.to` sets a gradient's data
             with torch_private.DisableTorchFunctionSubclass():
                 func(args[0], plain(args[1]))
-        if owners.whole:
-            return result if free else _of_an_owner(func, result, arguments)
-        return _element_by_element(func, result, arguments)
+        if owners.whole and free:
+            return result
+        answer = _of_an_owner if owners.whole else _element_by_element
+        result = answer(func, result, arguments)
+        if not free:
+            _mark_changed(func, args, kwargs)
+        return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_text("pickle of a gradient")
 
     def __copy__(self) -> GradientPiece:
         return self.on(self.plain, self.owners)
@@ -342,9 +362,53 @@ def _pieces(args: Sequence[Any]) -> list[GradientPiece]:
 
 def _require_same_elements(func: Any, args: Sequence[Any]) -> None:
     """Raise ValueError if ``func`` would combine pieces of different elements, but for lists of them."""
-    known = {piece.owners.elements for piece in args if isinstance(piece, GradientPiece)}
+    combined = args[1:] if _is_overwritten(func, args[0]) else args
+    known = {piece.owners.elements for piece in combined if isinstance(piece, GradientPiece)}
     if len(known) > 1:
         _refuse(func, "several gradients")
+
+
+def _is_overwritten(func: Any, target: Any) -> bool:
+    """Return whether ``func`` gives a tensor that had taken a piece other values, whatever it held."""
+    return isinstance(target, GradientPiece) and target.owners.taken and overwrites(func)
+
+
+def _mark_changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Mark the plain tensors that ``func`` has changed in place: what they hold is of pieces now."""
+    changed = kwargs.get("out")
+    if changed is None and args and changes_in_place(func):
+        changed = args[0]
+    if changed is None:
+        return
+    targets = changed if isinstance(changed, list | tuple) else [changed]
+    for position, target in enumerate(targets):
+        source = _first_at(position, [*args, *kwargs.values()], target)
+        if _is_overwritten(func, target):
+            target.__class__ = Tensor  # as it was before it took a piece
+        if source is not None and _is_buffer(target, source.owners):
+            owners = source.owners._replace(taken=True)
+            base = target._base
+            GradientPiece.become(target, owners)
+            if type(base) is Tensor:  # other parts of it are of other elements
+                GradientPiece.become(base, owners._replace(elements=id(base), parts=()))
+
+
+def _is_buffer(target: Any, owners: Owners) -> bool:
+    """Return whether ``target`` is a plain tensor of a user's: no parameter, nor the memory of one."""
+    if type(target) is not Tensor or target.requires_grad:
+        return False
+    return not owners.memory or target.untyped_storage()._cdata != owners.memory
+
+
+def _first_at(position: int, args: Sequence[Any], target: Any) -> GradientPiece | None:
+    """Return the first piece in ``args`` but ``target``. Of lists ``position`` counts."""
+    for arg in args:
+        value = arg
+        if isinstance(arg, list | tuple):
+            value = arg[position] if position < len(arg) else None
+        if isinstance(value, GradientPiece) and value is not target:
+            return value
+    return None
 
 
 def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Gradients on a rank: what is right on pieces, or on whole gradients of one owner; all else is refused."""
 
 import copy
+import io
 import itertools
 import math
 import pickle
@@ -29,7 +30,16 @@ from shardtrain.comm.norms import GradientPiece
 from shardtrain.recipes.muon import Muon
 
 from pool import Ranks, each_rank
-from small import Block, OddNet, classify, images, raised_soon, shard, sharded_and_replica
+from small import (
+    Block,
+    OddNet,
+    assert_same_parameters,
+    classify,
+    images,
+    raised_soon,
+    shard,
+    sharded_and_replica,
+)
 
 SEES = "would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ for the norm of all "
 
@@ -114,6 +124,9 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "a new one of a norm": ("detach", lambda g: quietly(lambda: torch.tensor(g.norm()))),
     "torch.Tensor": ("sum", lambda g: torch.Tensor(g).sum()),
     "new_tensor": ("sum", lambda g: quietly(lambda: g.new_tensor(g)).sum()),
+    "pickle": ("pickle", pickle.dumps),
+    "torch.save": ("pickle", lambda g: torch.save({"grads": [g]}, io.BytesIO())),
+    "a pickle of a copy": ("pickle", lambda g: pickle.dumps(g.clone())),
     "copy.copy": ("sum", lambda g: copy.copy(g).sum()),
     "a parameter": ("sum", lambda g: nn.Parameter(g).sum()),
     "another's memory": ("set", lambda g: torch.empty(0).set_(g)),
@@ -186,7 +199,76 @@ def test_what_treats_each_element_by_itself_is_right() -> None:
         for param, grad in zip(model.parameters(), kept, strict=True):
             assert type(param.grad) is type(grad), name  # a norm of it is a norm of all
             param.grad = grad
-    assert type(pickle.loads(pickle.dumps(kept[0]))) is Tensor
+
+
+def by_list(grad: Tensor) -> Tensor:
+    buffers = [torch.zeros(grad.shape)]
+    torch._foreach_add_(buffers, [grad])
+    return buffers[0]
+
+
+def by_index(grad: Tensor) -> Tensor:
+    buffer = torch.zeros(grad.shape)
+    buffer[...] = grad
+    return buffer
+
+
+def in_a_flat_one(grad: Tensor) -> Tensor:
+    flat = torch.zeros(2, *grad.shape)
+    flat[1].add_(grad)
+    return flat
+
+
+TAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "add_": lambda g: torch.zeros(g.shape).add_(g),
+    "copy_": lambda g: torch.zeros(g.shape).copy_(g),
+    "lerp_": lambda g: torch.zeros(g.shape).lerp_(g, 0.1),
+    "addcmul_": lambda g: torch.zeros(g.shape).addcmul_(g, g),
+    "out": lambda g: torch.mul(g, 2, out=torch.zeros(g.shape)),
+    "a list": by_list,
+    "an index": by_index,
+    "a part of a flat one": in_a_flat_one,
+}
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(2, transport="auto")
+def test_a_plain_tensor_that_takes_a_gradient_is_a_piece(layout: str) -> None:
+    model = with_gradients(layout=layout)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for grad in grads:
+        for name, take in TAKES.items():
+            buffer = take(grad)
+            assert isinstance(buffer, GradientPiece), name
+            number = raised_soon(ValueError, lambda taken=buffer: taken.sum().item())
+            assert SEES in number, name
+            others = GradientPiece.on(torch.ones(buffer.shape), grad.owners._replace(elements="others"))
+            assert "several gradients" in raised_soon(ValueError, lambda a=buffer, b=others: a + b)
+    for param in model.parameters():
+        assert type(param.data) is Tensor
+
+
+@each_rank(2, transport="auto")
+def test_momentum_by_hand_is_right_and_its_buffers_are_free_when_zeroed() -> None:
+    model, replica = sharded_and_replica(small, units=[nn.Linear])
+    for net in (model, replica):
+        params = [*net.parameters()]
+        buffers = [torch.zeros_like(param) for param in params]
+        for number in range(3):
+            net(torch.arange(10.0).view(2, 5) - number).square().mean().backward()
+            for param, buffer in zip(params, buffers, strict=True):
+                if param.grad is not None:
+                    buffer.mul_(0.9).add_(param.grad)
+                    param.data.sub_(buffer, alpha=0.01)
+                    param.grad = None
+    assert_same_parameters(model, replica)
+    squares = torch.zeros_like(model[0].weight)
+    for grad in (with_gradients()[0].weight.grad, with_gradients()[0].weight.grad):
+        squares.copy_(grad).mul_(squares)
+        assert isinstance(squares, GradientPiece)
+    squares.zero_()
+    assert type(squares) is Tensor
+    assert squares.sum() == 0
 
 
 SIZE_LOOKS: dict[str, Callable[[Tensor], object]] = {
@@ -280,6 +362,26 @@ def test_an_optimizer_that_was_tried_computes_with_sizes() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+class Remembering(torch.optim.SGD):
+    """Keep gradients as state, as momentum that begins with the first one does."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["first"] = param.grad.clone()
+                    param.data.sub_(param.grad)
+
+
+@each_rank(2)
+def test_state_that_is_made_of_gradients_is_pickled_as_other_state() -> None:
+    model = with_gradients()
+    optimizer = Remembering(model.parameters(), lr=0.1)
+    optimizer.step()
+    state = pickle.loads(pickle.dumps(optimizer.state_dict()))["state"]
+    assert {type(value["first"]) for value in state.values()} == {Tensor}
+
+
 @each_rank(2)
 def test_torchscript_and_whole_graphs_end_in_torch_s_own_errors() -> None:
     grad = with_gradients()[0].weight.grad
@@ -302,12 +404,17 @@ UNSEEN_USES: dict[str, Callable[[Tensor], object]] = {
     "to_dlpack": lambda g: torch.from_dlpack(to_dlpack(g)).sum(),
     "data_ptr": lambda g: g.data_ptr() + 0,
     "untyped_storage": lambda g: torch.empty(0).set_(g.untyped_storage()).sum(),
-    "pickle": lambda g: pickle.loads(pickle.dumps(g)).sum(),
     "size": lambda g: torch.jit.script(rows_of)(g) * 2,
-    "add_": lambda g: torch.zeros(g.shape).add_(g).sum(),
-    "copy_": lambda g: torch.zeros(g.shape).copy_(g).sum(),
+    "data": lambda g: with_data(g).sum(),
+    "vmap": lambda g: torch.vmap(torch.sum)(torch.zeros(g.shape).add_(g)).as_subclass(Tensor),
     "reduce_scatter": lambda g: dist.reduce_scatter(torch.empty(g.shape), [g, g]),
 }
+
+
+def with_data(grad: Tensor) -> Tensor:
+    buffer = torch.zeros(grad.shape)
+    buffer.data = grad
+    return buffer
 
 
 def rows_of(values: Tensor) -> int:
