@@ -65,8 +65,8 @@ DESCRIPTIONS = """
     """
 # What a piece tells of its sizes, which are those of what this rank has of the gradient.
 SIZES = ("shape", "size", "numel", "nelement", "stride")
-# What reads a piece, or its sizes in TorchScript, without asking its class; tensors whose `data` is set to one,
-# and `vmap` of one that has taken a piece.
+# What reads a piece, or its sizes in TorchScript, without asking its class; tensors whose `data` is set to
+# one, and `vmap` of one that has taken a piece.
 UNSEEN = ("to_dlpack", "data_ptr", "untyped_storage", "size", "data", "vmap", "reduce_scatter")
 # Steps of torch's fused optimizers, and their loss scaling.
 FUSED = """

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -687,6 +688,127 @@ def test_users_code_in_a_step_sees_pieces(kind: type[torch.optim.Optimizer], lay
         *(*both, "closure", "after", "after all") * 2,
         "outside",
     ]
+
+
+def by_total(params: list[nn.Parameter]) -> None:
+    total = torch.stack([param.norm() for param in params]).norm()
+    for param in params:
+        param.div_(total)
+
+
+def logged(params: list[nn.Parameter]) -> None:
+    for param in params:
+        assert (param.ndim, param.dtype, param.requires_grad) == (param.dim(), torch.float32, True)
+        assert "Parameter" in repr(param)
+        assert isinstance(param, nn.Parameter)
+
+
+def assigned(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data = param.data * 0.9
+
+
+# By name: what a user's hook of a step does, which is right on pieces of parameters.
+RIGHT_HOOKS: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "logs": logged,
+    "clamps": lambda params: [param.clamp_(-0.2, 0.2) for param in params],
+    "decays": lambda params: torch._foreach_mul_(params, 0.9),
+    "decays data": assigned,
+    "divides by the norm of all": by_total,
+    "copies": lambda params: [param.copy_(param.detach().clone().sign() * 0.1) for param in params],
+}
+WRONG_HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], object]]] = {
+    "norm": ("div", lambda param: param.div_(param.norm())),
+    "norm of data": ("div", lambda param: param.data.div_(param.data.norm())),
+    "centre": ("mean", lambda param: param.sub_(param.mean())),
+    "largest": ("max", lambda param: param.div_(param.abs().max())),
+    "rows": ("normalize", lambda param: param.copy_(F.normalize(param, dim=-1))),
+    "noise": ("normal", lambda param: param.add_(torch.empty_like(param).normal_())),
+    "number": ("item", lambda param: param.norm().item()),
+    "fan in": ("arithmetic with a size", lambda param: param.mul_(param.shape[0] ** -0.5)),
+    "average": ("all_reduce", lambda param: dist.all_reduce(param.data)),
+    "averager": (
+        "",
+        lambda param: average_parameters(iter([param]), dist.group.WORLD),
+    ),
+}
+
+
+def registers(optimizer: torch.optim.Optimizer) -> list[Callable[[Any], Any]]:
+    return [
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ]
+
+
+@pytest.mark.parametrize("where", range(4))
+@each_rank(2, transport="auto")
+def test_users_hooks_of_a_step_compute_with_pieces_of_parameters(where: int) -> None:
+    for name, hook in RIGHT_HOOKS.items():
+        model, replica = sharded_and_replica(small, units=[nn.Linear])
+        for net in (model, replica):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            params = [*net.parameters()]
+
+            @torch.no_grad()
+            def call(steps: Any, *_: Any, hook: Any = hook, own: Any = optimizer, of: Any = params) -> None:
+                if steps is own:
+                    hook(of)
+
+            handle = registers(optimizer)[where](call)
+            for number in range(2):
+                net(torch.arange(10.0).view(2, 5) - number).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            handle.remove()
+        assert_same_parameters(model, replica)
+        assert all(type(param) is nn.Parameter for param in model.parameters()), name
+    model = with_gradients()
+    weight = model[0].weight
+    before = shardtrain.full_state_dict(model)
+    for name, (says, look) in WRONG_HOOKS.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        handle = registers(optimizer)[where](torch.no_grad()(lambda *_, look=look: look(weight)))
+        text = raised_soon(ValueError, optimizer.step)
+        handle.remove()
+        assert text.startswith(says), name
+        assert (
+            "0.weight, in a hook of an optimizer's step, would see" in text
+            or "arith" in says
+            or "all_" in text
+        )
+        assert type(weight) is nn.Parameter
+    after = shardtrain.full_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@each_rank(2, transport="auto")
+def test_a_user_s_hook_of_a_step_uses_the_model() -> None:
+    """Whole parameters, a state dict, a forward, another optimizer: all as after the step."""
+    model = with_gradients()
+    params = [*model.parameters()]
+    inner = torch.optim.AdamW(params[1:])
+    optimizer = torch.optim.SGD(params[:1], lr=0.1)
+    average = [param.detach().clone() for param in params]
+    seen = list[object]()
+
+    def hook(*_: Any) -> None:
+        torch._foreach_lerp_(average, params, 0.1)
+        seen.append({name: type(value) for name, value in model.state_dict().items()})
+        with shardtrain.unsharded(model), torch.no_grad():
+            params[0].div_(params[0].norm())
+        inner.step()
+        seen.append(model(torch.ones(1, 5)))
+
+    optimizer.register_step_post_hook(hook)
+    optimizer.step()
+    names = {type(value).__name__ for value in model.state_dict().values()}
+    assert {kind.__name__ for kind in seen[0].values()} == names
+    assert {type(value) for value in average} == {Tensor}
+    with shardtrain.unsharded(model):
+        torch.testing.assert_close(params[0].norm().item(), 1.0)
 
 
 @each_rank(2, transport="auto")
