@@ -244,6 +244,7 @@ def check_optimizers(trial: Trial) -> None:
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """
 
+    @user_code.uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
             engine.before_step(optimizer, trial)

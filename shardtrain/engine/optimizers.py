@@ -18,6 +18,7 @@ from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.user_code import uncompiled
 from shardtrain.engine.users_hooks import Hooked, watch
 from shardtrain.layout import Policy
 
@@ -183,6 +184,7 @@ class StepHooks:
         watch(optimizer, (self._before, self._after), hooked)
 
 
+@uncompiled
 def _begin_step(
     known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
@@ -215,6 +217,7 @@ def _run_outside(
     return result
 
 
+@uncompiled
 def _end_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     optimizers = known()
     if optimizers is not None:
