@@ -27,6 +27,7 @@ from shardtrain.job.launch import Context
 from shardtrain.optim import Ema
 from shardtrain.train.loop import train
 
+import trials
 import ways
 from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
@@ -37,9 +38,12 @@ from ways import WAYS, Way
 
 Step = Callable[..., Any]
 
-# Captured, a way that offloads, scales its loss or has virtual ranks is refused.
+# Captured, a way that offloads, scales its loss or has virtual ranks is refused. Averages and checkpoints are
+# no part of a step.
 CAPTURABLE = [
-    name for name, way in WAYS.items() if not (way.virtual or way.scale or "offload" in way.options)
+    name
+    for name, way in WAYS.items()
+    if not (way.virtual or way.scale or "offload" in way.options) and name not in ("EMA", "checkpoint")
 ]
 
 
@@ -58,6 +62,12 @@ def simulated(size: int = 0) -> Iterator[tuple[SimulatedDevice, Recordings]]:
         finally:
             if size:
                 dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trials() -> Iterator[None]:
+    with trials.remembered():
+        yield
 
 
 @pytest.fixture
