@@ -304,7 +304,7 @@ def note_uncaught(error: BaseException, units: Iterable[Unit]) -> None:
     A parameter that is used outside of forward, as in ``student.weight + teacher.weight``, ends in an error
     of torch's about shapes.
     """
-    sizes = {int(number) for number in re.findall(r"\d+", str(error))}
+    sizes = {int(number) for number in re.findall(r"\d+", str(error))} - {0, 1}
     shards = list[str]()
     for unit in units:
         for member in unit.members if unit.shown is Shown.SHARD else ():
