@@ -43,7 +43,7 @@ class Driver:
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
-        self.micro_batch = 0  # the number of the virtual rank's among this rank's
+        self.micro_batch = 0  # which of this rank's micro-batches runs now, if it has virtual ranks
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.steps = Steps()  # of optimizers since the last forward
         self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
