@@ -139,7 +139,7 @@ class Driver:
         self.show_shards()
         self.schedule.begin_forward(self._training())
         for unit in self.units:
-            unit.refresh()
+            unit.cast()
             self.changes.note(unit)
         self._agree_on_frozen()
         self._fence(ENTER)
@@ -170,10 +170,10 @@ class Driver:
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
 
-    def refresh(self, unit: Unit) -> None:
+    def release_and_cast(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.refresh(unit, self._training())
-        unit.refresh()
+        self.schedule.release_alone(unit, self._training())
+        unit.cast()
         self.changes.note(unit)
         self._agree_on_frozen()
         self._fence(ENTER)
@@ -210,7 +210,7 @@ class Driver:
                 self.closed.open([unit])
                 self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
-                self.refresh(unit)
+                self.release_and_cast(unit)
             self._refuse_edits_between(unit)
         schedule.enter(unit)
         if is_outermost:

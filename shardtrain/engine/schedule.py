@@ -189,7 +189,7 @@ class Schedule(Generic[U]):
         """Let the next backwards reduce no gradients of ``units``, and those of all others."""
         self.accumulates = frozenset(units)
 
-    def refresh(self, unit: U, trains: set[U]) -> None:
+    def release_alone(self, unit: U, trains: set[U]) -> None:
         """Release ``unit``, which is called by itself."""
         self.trains = trains
         self.release(unit)

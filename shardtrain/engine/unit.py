@@ -153,7 +153,7 @@ class Unit:
             member.param.data = value
         self.shown = Shown.PRIVATE
 
-    def refresh(self) -> None:
+    def cast(self) -> None:
         """Let the next gather include changes of the local shards."""
         for segment in self.segments:
             segment.cast()
