@@ -256,7 +256,7 @@ class Driver:
         unannounced = False
         if learns:
             self.mark(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
-            unannounced = _hides(unit, outputs)
+            unannounced = _may_need_unannounced(unit, outputs)
         if call.depth == 1:
             trace.end("forward", unit.title)
             if not (failed or schedule.backward):
@@ -407,7 +407,7 @@ class Driver:
             pending.settle()
 
 
-def _hides(unit: Unit, outputs: Iterable[Any]) -> bool:
+def _may_need_unannounced(unit: Unit, outputs: Iterable[Any]) -> bool:
     """Return whether ``unit`` must stay gathered through backward, which its output may not announce.
 
     It must if the leaves ``outputs`` of the output may hide tensors in objects, or are views of parameters.
