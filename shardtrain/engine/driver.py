@@ -102,7 +102,7 @@ class Driver:
         unit.gather()
 
     def show(self, unit: Unit) -> None:
-        self.closed.open([unit])
+        self.closed.allow([unit])
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -112,7 +112,7 @@ class Driver:
     def hide(self, unit: Unit) -> None:
         unit.hide()
         if self.schedule.in_forward and not self.schedule.backward:
-            self.closed.close(unit)
+            self.closed.forbid(unit)
 
     def release(self, unit: Unit) -> None:
         unit.release()
@@ -144,13 +144,13 @@ class Driver:
         self._agree_on_frozen()
         self._fence(ENTER)
         self.forget_nodes()
-        self._close()
+        self._forbid()
 
-    def _close(self) -> None:
+    def _forbid(self) -> None:
         """Refuse to compute with parameters that show shards, until their units are called."""
         for unit in self.units:
             if unit.shown is Shown.SHARD:
-                self.closed.close(unit)
+                self.closed.forbid(unit)
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
@@ -183,7 +183,7 @@ class Driver:
 
         Raises ValueError if a local shard was changed that other ranks may still read.
         """
-        self.closed.open(self.units)
+        self.closed.allow(self.units)
         if self.schedule.backward:
             return
         try:
@@ -207,7 +207,7 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
-                self.closed.open([unit])
+                self.closed.allow([unit])
                 self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
                 self.release_and_cast(unit)
@@ -310,7 +310,7 @@ class Driver:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        self.closed.open(self.units)  # a backward inside forward
+        self.closed.allow(self.units)  # a backward inside forward
         self.refuse_edits()
         self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
@@ -362,7 +362,7 @@ class Driver:
             finish_downloads(self.device)
         call_postponed(given.params)
         if self.schedule.in_forward:
-            self._close()
+            self._forbid()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []
