@@ -235,7 +235,7 @@ class Driver:
         schedule = self.schedule
         if unit not in schedule.calls or schedule.backward or not torch.is_grad_enabled():
             return
-        reach = partial(self._reach, schedule.recorded, schedule.moment)
+        reach = partial(self._reach, schedule.recording, schedule.moment)
         for tensor in tensors:
             for output in (tensor, tensor._base):
                 if output is not None and (node := output.grad_fn) is not None:
