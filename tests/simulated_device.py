@@ -21,6 +21,7 @@ are the right ones. Over gloo they are real, and the host waits for each, since 
 from __future__ import annotations
 
 import functools
+import sys
 import traceback
 import weakref
 from collections import Counter
@@ -36,11 +37,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardtrain import device as devices
 
 DEVICE = torch.device("cuda", 0)
+META = torch.device("meta")
+PLAIN = (Tensor, torch.nn.Parameter)
+# They neither make nor launch anything, as no getter does, and are most of what is called.
+ASKS = {Tensor.untyped_storage, Tensor.data_ptr, Tensor.numel, Tensor.stride, Tensor.storage_offset}
+ASKS |= {Tensor.is_floating_point, Tensor.size, Tensor.dim, Tensor.is_contiguous, torch._C._set_grad_enabled}
 HOST = "host"
 PINNED = "pinned"
 
@@ -156,10 +161,12 @@ class Stream(Line):
         return (event or self.sim.Event()).record(self)
 
     def wait_event(self, event: Event) -> None:
+        if self.sim.recording is not None:
+            self.sim.recording.wait(self, event)
         self.clock |= event.clock
 
     def wait_stream(self, stream: Stream) -> None:
-        self.clock |= stream.clock
+        self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
         self.sim.wait("stream.synchronize()", self.clock)
@@ -174,6 +181,7 @@ class Event:
     def __init__(self, device: object = None, enable_timing: bool = False) -> None:
         self.clock = Counter[Line]()
         self.step = self.sim.step
+        self.recording: Any = None  # of which it marks a position
 
     def record(self, stream: Stream | None = None) -> Event:
         self.stream = stream or self.sim.current
@@ -181,6 +189,8 @@ class Event:
         stream.reuse()
         self.clock = stream.clock.copy()
         self.step = self.sim.step
+        recording = self.sim.recording
+        self.recording = recording if recording and self.stream in recording.streams else None
         return self
 
     def synchronize(self) -> None:
@@ -204,6 +214,7 @@ class SimulatedDevice:
         self.placing: Any = None  # where the factory or copy under way puts its result
         self.blocking = False  # whether the host waits for that copy
         self.step = 0
+        self.recording: Any = None  # the graph's that is recorded now: see `simulated_graph`
         self._backends = dist.get_backend_config
         self.next_step()
 
@@ -299,6 +310,8 @@ class SimulatedDevice:
 
     def wait(self, what: str, clock: Counter[Line], stops: bool = True) -> None:
         """Let the host wait until ``clock``."""
+        if self.recording is not None:
+            self.recording.refuse(what)
         self.host.clock |= clock
         self.waits += [f"{what} at {where()}"] if stops else []
 
@@ -334,6 +347,8 @@ class SimulatedDevice:
     # memory
 
     def memory(self, tensor: Tensor) -> Memory | None:
+        if type(tensor) in PLAIN:
+            return self.known.get(tensor.untyped_storage()._cdata)
         with torch._C.DisableTorchFunctionSubclass():  # norms of pieces answer nothing
             return self.known.get(tensor.untyped_storage()._cdata)
 
@@ -394,12 +409,14 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         for kind in types:  # pieces of gradients: what they call in turn comes here again
-            if kind not in (Tensor, torch.nn.Parameter) and torch._C._is_torch_function_enabled():
+            if kind not in PLAIN and torch._C._is_torch_function_enabled():
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         if func in self.answers:
             answer = self.answers[func](*args)
             return func(*args) if answer is None else answer
+        if func in ASKS or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
         if func is torch.Tensor.to:
             return self._to(*args, **kwargs)
         if func in (torch.Tensor.numpy, torch.Tensor.__array__):
@@ -408,14 +425,15 @@ class Functions(TorchFunctionMode):
             self.sim.access(args[0], self.sim.host, False, "numpy()")
         if func in SETTERS:
             SETTERS[func](self.sim, *args)
-        if dist.is_initialized() and self.sim.is_real and _averages(*args, *kwargs.values()):
+        if _averages(*args, *kwargs.values()) and dist.is_initialized() and self.sim.is_real:
             raise RuntimeError("Cannot use ReduceOp.AVG with Gloo")
         return self._make(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call what may be a factory, and note where its result lies."""
-        near = any(isinstance(arg, Tensor) and self.sim.on_device(arg) for arg in args)
-        device = torch.device(kwargs.get("device") or "meta")
+        on_device = self.sim.on_device
+        near = any(on_device(arg) for arg in args if isinstance(arg, Tensor))
+        device = torch.device(kwargs["device"]) if kwargs.get("device") else META
         if kwargs.get("pin_memory"):
             if device.type == "cuda" or (device.type == "meta" and near):
                 raise RuntimeError("Only dense CPU tensors can be pinned")
@@ -694,7 +712,14 @@ class Operations(TorchDispatchMode):
 
 
 def tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """Return the tensors in lists, tuples and dictionaries; `tree_leaves` takes four times as long."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in tensors(item)]
 
 
 def kernels(name: str, outs: Sequence[Tensor]) -> int:
@@ -707,5 +732,9 @@ def kernels(name: str, outs: Sequence[Tensor]) -> int:
 
 def where() -> str:
     """Return the innermost lines of the package, and of the test."""
-    frames = [f for f in traceback.extract_stack() if "/shardtrain/" in f.filename or "/test_" in f.filename]
-    return " < ".join(f"{f.filename.rsplit('/', 1)[1]}:{f.lineno} {f.name}" for f in frames[:-6:-1])
+    lines = []
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        code = frame.f_code
+        if "/shardtrain/" in code.co_filename or "/test_" in code.co_filename:
+            lines.append(f"{code.co_filename.rsplit('/', 1)[1]}:{line} {code.co_name}")
+    return " < ".join(lines[:5])

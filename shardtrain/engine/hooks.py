@@ -95,8 +95,7 @@ class Engine:
             self._marks += [(module, name) for name in lend(module, lent)]
         self._handles += casts.attach(self.units)
         self._handles += closed.attach(self.module, self.units, self.driver.closed)
-        refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
-        self._handles.append(refuse)
+        self._handles.append(self.module.register_state_dict_pre_hook(self._before_state_dict))
         self._mark(self.module, _ENGINE, self)
         self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
@@ -133,6 +132,11 @@ class Engine:
                 self.driver.mark(unit, tensors_in(output))
 
         self._handles.append(module.register_forward_hook(after))
+
+    def _before_state_dict(self, *_: Any) -> None:
+        """Have a state dict show parameters as they are, also in a user's hook."""
+        self.optimizers.hooked.end()
+        self.driver.refuse_edits()
 
     # gradients and optimizers
 
@@ -240,6 +244,7 @@ def check_optimizers(trial: Trial) -> None:
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """
 
+    @user_code.uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
             engine.before_step(optimizer, trial)

@@ -253,6 +253,7 @@ class Segment:
         if virtual and channel.all_ranks.world == 1:
             alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
         owners = Owners(weakref.ref(channel), self.full.device, self.layout.whole, virtual)
+        owners = owners._replace(memory=self.local.untyped_storage()._cdata)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
             owners_of_member = owners._replace(parts=parts, elements=member.part.elements)
