@@ -247,7 +247,7 @@ class Driver:
             if base is not None and (node_of_base := base.grad_fn) is not None:
                 node_of_base.register_prehook(reach)
                 schedule.announce(unit)
-                # A linear layer's output: its base's node runs right after this one, which reads no parameter.
+                # As of a linear layer: the base's node runs next, and this one reads no parameter.
                 if node is not None and node.next_functions == ((node_of_base, 0),):
                     continue
             if node is not None:
