@@ -311,6 +311,25 @@ def test_what_acts_without_another_recording(records: Recordings, change: Callab
     assert runs[1].step.eager == {"to warm up": 1}
 
 
+@pytest.mark.parametrize("act", [train_without, evaluate, load_into_memory])
+def test_a_recording_waits_for_nothing_that_came_before_it(act: Callable[[Run], None]) -> None:
+    """A unit that an earlier forward has left whole has an event of work that is not recorded."""
+    with simulated(1) as (device, _):
+        transport = comm.ProcessGroupTransport(dist.group.WORLD)
+        runs = [
+            Run(False, model=sharded(transport=transport)),
+            Run(True, model=sharded(transport=transport), warmup=1),
+        ]
+        losses = [run.losses(range(1)) for run in runs]
+        for run in runs:
+            act(run)
+        losses += [run.losses(range(1, 4)) for run in runs]
+        assert losses[0::2] == losses[1::2]
+        assert same(*(run.state() for run in runs)) == []
+        assert list(device.findings) == []
+    assert runs[1].step.summary == "3 replayed, 1 not: 1 to warm up"
+
+
 def freeze(run: Run) -> None:
     run.model.blocks[0].requires_grad_(False)
 
