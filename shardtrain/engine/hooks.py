@@ -13,10 +13,12 @@ need. Another hook checks each optimizer before it steps: see `optimizers.py`.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.engine.units import note_shards
+from shardtrain.engine.units import note_shards, note_uncaught
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
@@ -99,6 +101,7 @@ class Engine:
         self._mark(self.module, _ENGINE, self)
         self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
+        explain_uncaught()
 
     def _mark(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of ``module`` until `detach`."""
@@ -250,6 +253,19 @@ def check_optimizers(trial: Trial) -> None:
             engine.before_step(optimizer, trial)
 
     register_optimizer_step_pre_hook(before_step)
+
+
+@functools.cache
+def explain_uncaught() -> None:
+    """Have an error that ends the program name the shards whose sizes it tells, once for all engines."""
+    report = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for engine in engines():
+            note_uncaught(error, engine.units)
+        report(kind, error, trace)
+
+    sys.excepthook = explain
 
 
 def engine_of(module: nn.Module) -> Engine:
