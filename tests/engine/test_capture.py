@@ -441,7 +441,7 @@ CHANGES = {
     hook_after_step: "the hooks of the optimizer after a step changed",
     replace_tensor: "factor of blocks.1 changed",
     replace_in_list: "factors of blocks.1 changed",
-    replace_shards: "the memory of scale changed",
+    replace_shards: "the memory of ",
     replace_module: "the modules in blocks.2 changed",
     replace_buffer: "the memory of buffers of blocks.0.norm changed",
     decay: "weight_decay of group 0 of SGD was 0 and is 0.1",
