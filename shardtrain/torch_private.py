@@ -33,6 +33,7 @@ class Row(NamedTuple):
 
 
 _STEP = "test_engine.py::test_losses_and_gradients_of_three_steps_equal_ddp_s"
+_CAPTURE = "test_capture.py::test_hooks_of_all_record_again"
 _COMPILE = "test_forwards.py::test_blocks_compute_what_others_do"
 _PLAN = "test_plan.py::test_a_plan_is_kept"
 _DCP = "test_state.py::test_any_world_size_reads_any_other"
@@ -67,6 +68,10 @@ NAMES = {
         "test_user_code.py::test_uses_of_a_sharded_model_are_refused",
         "torch.func.debug_unwrap of a new tensor, which takes 60 times as long",
     ),
+    "torch.nn.modules.module:_global_forward_pre_hooks": Row("to notice hooks of all modules", _CAPTURE),
+    "torch.nn.modules.module:_global_forward_hooks": Row("to notice hooks of all modules", _CAPTURE),
+    "torch.nn.modules.module:_global_backward_pre_hooks": Row("to notice hooks of all modules", _CAPTURE),
+    "torch.nn.modules.module:_global_backward_hooks": Row("to notice hooks of all modules", _CAPTURE),
     "torch._compile:_disable_dynamo": Row(
         "to keep hooks out of compiled graphs",
         _COMPILE,
@@ -126,6 +131,14 @@ NAMES = {
         "to choose bf16 where the CPU multiplies it",
         "test_keys.py::test_all_other_keys_act",
         "torch.cpu.get_capabilities, whose keys depend on the machine",
+    ),
+    "torch.optim.optimizer:_global_optimizer_pre_hooks": Row(
+        "to call users' hooks of all optimizers with pieces of parameters",
+        "test_gradients.py::test_users_hooks_of_a_step_compute_with_pieces_of_parameters",
+    ),
+    "torch.optim.optimizer:_global_optimizer_post_hooks": Row(
+        "to call users' hooks of all optimizers with pieces of parameters",
+        "test_gradients.py::test_users_hooks_of_a_step_compute_with_pieces_of_parameters",
     ),
     "torch.distributed.distributed_c10d:_coalescing_manager": Row(
         "to launch several calls of one collective as one",

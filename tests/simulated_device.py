@@ -161,10 +161,12 @@ class Stream(Line):
         return (event or self.sim.Event()).record(self)
 
     def wait_event(self, event: Event) -> None:
+        if self.sim.recording is not None:
+            self.sim.recording.wait(self, event)
         self.clock |= event.clock
 
     def wait_stream(self, stream: Stream) -> None:
-        self.clock |= stream.clock
+        self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
         self.sim.wait("stream.synchronize()", self.clock)
@@ -179,6 +181,7 @@ class Event:
     def __init__(self, device: object = None, enable_timing: bool = False) -> None:
         self.clock = Counter[Line]()
         self.step = self.sim.step
+        self.recording: Any = None  # of which it marks a position
 
     def record(self, stream: Stream | None = None) -> Event:
         self.stream = stream or self.sim.current
@@ -186,6 +189,8 @@ class Event:
         stream.reuse()
         self.clock = stream.clock.copy()
         self.step = self.sim.step
+        recording = self.sim.recording
+        self.recording = recording if recording and self.stream in recording.streams else None
         return self
 
     def synchronize(self) -> None:
@@ -209,6 +214,7 @@ class SimulatedDevice:
         self.placing: Any = None  # where the factory or copy under way puts its result
         self.blocking = False  # whether the host waits for that copy
         self.step = 0
+        self.recording: Any = None  # the graph's that is recorded now: see `simulated_graph`
         self._backends = dist.get_backend_config
         self.next_step()
 
@@ -304,6 +310,8 @@ class SimulatedDevice:
 
     def wait(self, what: str, clock: Counter[Line], stops: bool = True) -> None:
         """Let the host wait until ``clock``."""
+        if self.recording is not None:
+            self.recording.refuse(what)
         self.host.clock |= clock
         self.waits += [f"{what} at {where()}"] if stops else []
 

@@ -1,24 +1,34 @@
-"""A recorder of graphs for the simulated device: it notes operations with their memory, and repeats them.
+"""CUDA graphs for the simulated device: a recording notes operations with their memory, and repeats them.
 
-As on a device, recording changes nothing: what its operations wrote is restored. A replay runs no code of the
-host. It computes the operations again, in their order, on the memory that they had, of which the recording
-holds all. So what the host must do in each step, and what it does not see, shows as on a device::
+They stand for `torch.cuda.CUDAGraph` and `torch.cuda.graph`, which `shardtrain.device.Recorder` uses. As on a
+device, recording changes nothing: what its operations wrote is restored. A replay runs no code of the host.
+It computes the operations again, in their order, on the memory that they had. So what the host must do in
+each step, and what it does not see, shows as on a device::
 
     a launch          noted with views of its tensors; numbers of the host as they were
-    an allocation     noted, as is `resize_` of a storage
+    an allocation     the graph's own memory from then on, as is what `resize_` allocates
     a wait, a value   refused in the words of CUDA, and so is a copy between host and device
-    a draw            draws anew, from torch's generator as it is then
+    a stream          takes part once it waits for one that does; it may wait for nothing older, and the first
+                      stream must wait for it in the end: otherwise refused in the words of CUDA
+    a draw            draws anew, from torch's generator as it is then; reading its state is refused
     a collective      made again, over gloo or torch's fake process group
+
+Memory from before the recording is not the graph's. If a replay uses some that was given back since, or lies
+elsewhere now, it finds garbage there, and the device notes that as a finding. So it does for what is launched
+or allocated on a stream that takes no part: it runs once, and its memory is not the graph's.
 
 What the host computes by itself is not noted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -30,73 +40,153 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtrain import device as devices
-from shardtrain.engine import capture
+from shardtrain.engine import uncapturable
 
 import simulated_device
-from simulated_device import NO_KERNEL, WAITS, SimulatedDevice, tensors, written
+from simulated_device import DEVICE, NO_KERNEL, WAITS, Event, SimulatedDevice, Stream, tensors, written
 
-T = TypeVar("T")
 Launch = Callable[[], object]
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
+NO_STATE = "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture"
+ISOLATION = "CUDA error: dependency created on uncaptured work in another stream"
+UNJOINED = "CUDA error: capturing stream has unjoined work"
 
 
-class Recorder:
-    """What stands for `shardtrain.device.Recorder`."""
+class Recordings:
+    """Hold the graphs that were recorded."""
 
-    only_capturable = False
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.sim = device
+    def __init__(self, sim: SimulatedDevice) -> None:
+        self.sim = sim
         self.recordings: list[Recording] = []
-        self.replays = 0
 
-    def holds(self, tensor: Tensor) -> bool:
-        return self.sim.on_device(tensor)
+    @property
+    def is_held(self) -> bool:
+        """Whether there is a graph, for which NCCL would wait as its group ends."""
+        return not all(recording.is_deleted for recording in self.recordings)
 
-    def warm_up(self, run: Callable[[], T]) -> T:
-        return run()
+    @property
+    def replays(self) -> int:
+        return sum(recording.replays for recording in self.recordings)
 
-    def record(self, run: Callable[[], T]) -> tuple[T, Launch]:
-        recording = Recording(self.sim)
-        generator = torch.default_generator.get_state()
+    @contextmanager
+    def graph(self, recording: Recording, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        """Do as `torch.cuda.graph`."""
+        assert capture_error_mode == "thread_local"
+        current = self.sim.current
+        self.sim.host.clock |= current.clock  # torch synchronizes
         try:
-            with recording, recording.resizes():
-                result = run()
+            with devices.inside(stream), recording.begun_on(stream):
+                yield
         finally:
-            recording.undo()
-            torch.default_generator.set_state(generator)
+            for other in recording.streams:
+                current.clock |= other.clock  # nothing has run
         self.recordings.append(recording)
-        return result, partial(self._replay, recording)
-
-    def _replay(self, recording: Recording) -> None:
-        self.replays += 1
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            for launch in recording.launches:
-                launch()
 
 
 @contextmanager
-def recorder(device: SimulatedDevice) -> Iterator[Recorder]:
-    """Let `shardtrain.capture` record with a `Recorder`, whose own code is nobody's line."""
-    made = Recorder(device)
-    inside = (*capture._INSIDE, __file__, simulated_device.__file__)
+def recorder(device: SimulatedDevice) -> Iterator[Recordings]:
+    """Let `shardtrain.capture` record what runs on ``device``, gloo's collectives too."""
+    made = Recordings(device)
+    inside = (
+        *uncapturable._INSIDE,
+        __file__,
+        simulated_device.__file__,
+        contextlib.__file__,
+    )  # nobody's lines
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "recorder", lambda _: made)
-        patch.setattr(capture, "_INSIDE", inside)
+        patch.setattr(torch.cuda, "CUDAGraph", partial(Recording, device))
+        patch.setattr(torch.cuda, "graph", made.graph)
+        patch.setattr(devices.Recorder, "only_capturable", False)
+        patch.setattr(devices.Recorder, "holds", lambda _, tensor: device.on_device(tensor))
+        patch.setattr(uncapturable, "_INSIDE", inside)
         yield made
 
 
+class Outside:
+    """Show a tensor that was there before a recording, as long as its memory is there, too."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        self.name = name
+        self.storage = weakref.ref(storage)
+        self.address = storage.data_ptr()
+        self.dtype = tensor.dtype
+        self.form = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def shown(self, sim: SimulatedDevice) -> Tensor:
+        storage = self.storage()
+        if storage is not None and storage.data_ptr() == self.address:
+            own = torch.empty(0, dtype=self.dtype)
+            return own.set_(storage, *self.form)  # type: ignore[call-overload]
+        shape = tuple(self.form[1])
+        sim.find(f"outside: {self.name} in a replay uses memory of before ({shape}), which was given back")
+        garbage = torch.full(shape, math.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
+        sim.adopt(garbage, DEVICE)
+        return garbage
+
+
 class Recording(TorchDispatchMode):
-    """Note every operation of the device inside."""
+    """Note every operation of the device, and repeat them: a `torch.cuda.CUDAGraph`.
+
+    ``streams``: those that take part, with how much of each was there when it came in.
+    """
 
     def __init__(self, sim: SimulatedDevice) -> None:
         super().__init__()
         self.sim = sim
         self.launches: list[Launch] = []
         self.names: list[str] = []
-        self._known: dict[int, Tensor] = {}  # storages, each by a view that holds it
+        self.replays = 0
+        self.is_deleted = False
+        self.streams: dict[Stream, int] = {}
+        self._own: dict[int, Tensor] = {}  # storages of the graph's own memory, each by a view that holds it
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other storages that it uses, and what was there
         self._groups: list[dist.ProcessGroup] = []
-        self._before: list[tuple[Tensor, Tensor]] = []  # what was in storages, and a view of each
+
+    @contextmanager
+    def begun_on(self, stream: Stream) -> Iterator[None]:
+        """Record what is launched inside, and let nothing of it have run."""
+        generator = torch.default_generator.get_state()
+        self.streams[stream] = stream.clock[stream]
+        self.sim.recording = self
+        try:
+            with self, self._resizes():
+                yield
+            if any(other.clock[other] > max(at, stream.clock[other]) for other, at in self.streams.items()):
+                raise RuntimeError(UNJOINED)
+        finally:
+            self.sim.recording = None
+            self._undo()
+            torch.default_generator.set_state(generator)
+
+    def reset(self) -> None:
+        """Do as torch's: delete the graph, and give its memory back."""
+        self.is_deleted = True
+        self.launches.clear()
+        self._own.clear()
+
+    def replay(self) -> None:
+        assert not self.is_deleted
+        self.replays += 1
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for launch in self.launches:
+                launch()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let ``stream`` take part from now on, if ``event`` marks a position in this recording."""
+        if event.recording is self:
+            self.streams.setdefault(stream, stream.clock[stream])
+        elif stream in self.streams and event.clock:
+            raise RuntimeError(ISOLATION)
+
+    def refuse(self, wait: str) -> None:
+        """Refuse that the host waits. It does over gloo, which stands for NCCL."""
+        if not wait.endswith("over gloo"):
+            raise RuntimeError(f"{NOT_PERMITTED} ({wait})")
+
+    def _require_stream(self, name: str) -> None:
+        if self.sim.current not in self.streams:
+            self.sim.find(f"outside: {name} on {self.sim.current.name}, which is not recorded")
 
     def on_device(self, tensor: Tensor) -> bool:
         return self.sim.on_device(tensor)
@@ -122,11 +212,12 @@ class Recording(TorchDispatchMode):
         shared = {tensor.untyped_storage()._cdata for tensor in arguments}
         for tensor in fresh:
             if tensor.untyped_storage()._cdata not in shared:
-                self._make(tensor)
+                self._make(tensor, name)
         if is_launch or (fresh and not arguments and name not in NO_KERNEL and self.on_device(fresh[0])):
+            self._require_stream(name)
             self.names.append(name)
-            own_args, own_kwargs = tree_map(self._held, (tuple(args), kwargs))
-            self.launches.append(partial(_launch, func, own_args, own_kwargs, [*map(_view, fresh)]))
+            own = tree_map(partial(self._kept, name), (tuple(args), kwargs))
+            self.launches.append(partial(self._launch, func, own, [*map(_view, fresh)]))
         return result
 
     def _sending_nothing(self, args: Sequence[Any]) -> list[Any]:
@@ -139,51 +230,77 @@ class Recording(TorchDispatchMode):
         self._groups.append(silent)
         return [silent.boxed() if arg is groups[0] else arg for arg in args]
 
-    def _held(self, value: Any) -> Any:
+    def _kept(self, name: str, value: Any) -> Any:
         """Return a view of a tensor on the device; a copy of one of the host, whose value is taken now."""
         if not isinstance(value, Tensor):
             return value
-        return _view(value) if self.on_device(value) else value.clone()
+        if not self.on_device(value):
+            return value.clone()
+        return _view(value) if value.untyped_storage()._cdata in self._own else Outside(value, name)
 
     def _save(self, tensor: Tensor) -> None:
         """Keep what is in the storage of ``tensor``, before it is first written."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
+        number = storage._cdata
+        if number not in self._own and number not in self._before:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-            self._known[storage._cdata] = whole
-            self._before.append((whole, whole.clone()))
+            self._before[number] = whole, whole.clone()
 
-    def _make(self, tensor: Tensor) -> None:
+    def _make(self, tensor: Tensor, name: str) -> None:
         """Note a storage that is new."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = _view(tensor)
-            self.launches.append(partial(_resize, storage, storage.nbytes()))
+        number = storage._cdata
+        if number in self._own or number in self._before:
+            return
+        if self.on_device(tensor):
+            self._require_stream(name)
+        self._own[number] = _view(tensor)
+        self.launches.append(partial(_resize, storage, storage.nbytes()))
 
     @contextmanager
-    def resizes(self) -> Iterator[None]:
-        """Note what is resized inside."""
+    def _resizes(self) -> Iterator[None]:
+        """Note what is resized inside, and refuse to read random states."""
         resize = torch.UntypedStorage.resize_
+
+        def refused(device: object = None) -> Any:
+            raise RuntimeError(NO_STATE)
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (0,))  # type: ignore[call-overload]
-            if self.on_device(view):
-                self._known.setdefault(storage._cdata, view)  # what is in it then, no one may read
+            if self.on_device(view) and storage.nbytes() != size:
+                self._require_stream("resize_")
+                if storage._cdata in self._before and storage._cdata not in self._own:
+                    self.sim.find("outside: memory of before is used in a recording, and given back there")
+                self._own.setdefault(storage._cdata, view)  # what is in it then, no one may read
                 self.launches.append(partial(_resize, storage, size))
             return resize(storage, size)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.UntypedStorage, "resize_", noted)
+            patch.setattr(torch.cuda, "get_rng_state", refused)
+            patch.setattr(torch.cuda, "_initialized", True)  # else `torch.utils.checkpoint` does not ask
+            patch.setattr(torch.cuda, "device", lambda index: nullcontext())
             yield
 
-    def undo(self) -> None:
+    def _undo(self) -> None:
         """Restore what was in memory before."""
         with torch._C.DisableTorchFunction():
-            for whole, before in self._before:
-                storage = whole.untyped_storage()
-                if storage.nbytes() == before.numel():
+            for whole, before in self._before.values():
+                if whole.untyped_storage().nbytes() == before.numel():
                     whole.copy_(before)
-        self._before = []
+        self._before = {}
+
+    def _launch(self, func: Any, own: Any, fresh: Sequence[Tensor]) -> None:
+        """Repeat an operation on its ``own`` arguments, into the tensors that it made."""
+        args, kwargs = tree_map(lambda x: x.shown(self.sim) if isinstance(x, Outside) else x, own)
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if hasattr(leaf, "wait") and not isinstance(leaf, Tensor):
+                leaf.wait()
+        known = {id(tensor) for tensor in tensors([args, kwargs])}
+        new = [tensor for tensor in tensors(result) if id(tensor) not in known]
+        for tensor, computed in zip(fresh, new, strict=True):
+            tensor.copy_(computed)
 
 
 def _view(tensor: Tensor) -> Tensor:
@@ -192,17 +309,6 @@ def _view(tensor: Tensor) -> Tensor:
     return own.set_(  # type: ignore[call-overload]
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
-
-
-def _launch(func: Any, args: Any, kwargs: Any, fresh: Sequence[Tensor]) -> None:
-    result = func(*args, **kwargs)
-    for leaf in tree_leaves(result):
-        if hasattr(leaf, "wait") and not isinstance(leaf, Tensor):
-            leaf.wait()
-    known = {id(tensor) for tensor in tensors([args, kwargs])}
-    new = [tensor for tensor in tensors(result) if id(tensor) not in known]
-    for own, computed in zip(fresh, new, strict=True):
-        own.copy_(computed)
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> None:

@@ -65,8 +65,9 @@ DESCRIPTIONS = """
     """
 # What a piece tells of its sizes, which are those of what this rank has of the gradient.
 SIZES = ("shape", "size", "numel", "nelement", "stride")
-# What reads a piece, or its sizes in TorchScript, without asking its class; and plain tensors that take one.
-UNSEEN = ("to_dlpack", "data_ptr", "untyped_storage", "pickle", "size", "add_", "copy_", "reduce_scatter")
+# What reads a piece, or its sizes in TorchScript, without asking its class; tensors whose `data` is set to
+# one, and `vmap` of one that has taken a piece.
+UNSEEN = ("to_dlpack", "data_ptr", "untyped_storage", "size", "data", "vmap", "reduce_scatter")
 # Steps of torch's fused optimizers, and their loss scaling.
 FUSED = """
     _amp_foreach_non_finite_check_and_unscale_ _amp_non_finite_check_and_unscale_ _fused_adagrad_ _fused_adam_
@@ -82,6 +83,8 @@ _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
 _OF_TORCH = {"aten", "prim", "prims"}
 JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
 _READING = {"__getitem__", "masked_select"}
+_WRITING = {"__setitem__", *(f"__i{name}__" for name in OPERATORS.split())}
+_OVERWRITING = {"copy_", "fill_", "zero_"}
 _SELECTING = {*_READING, "__setitem__", "index_put", "index_put_"}
 # Views that add or take a dimension of two numbers per element; others keep a piece's shape, or are flat.
 _VIEWS_OF_NUMBERS = {"view_as_real", "view_as_complex"}
@@ -130,6 +133,17 @@ def describes(func: Any) -> bool:
 def changes_no_shape(func: Any) -> bool:
     """Return whether ``func`` combines its tensors element by element, in one shape."""
     return func.__name__ in _EXACT or _plain_name(func.__name__) in _COMBINING
+
+
+def changes_in_place(func: Any) -> bool:
+    """Return whether ``func`` writes into its first argument, a tensor or a list of them."""
+    name = func.__name__
+    return name in _WRITING or (name[-1:] == "_" and name[-2:] != "__")
+
+
+def overwrites(func: Any) -> bool:
+    """Return whether ``func`` gives its first argument other values, whatever it holds."""
+    return func.__name__.removeprefix("_foreach_") in _OVERWRITING
 
 
 def tells_sizes(func: Any) -> bool:

@@ -56,6 +56,10 @@ _UNITS_HINT = (
     "conditional=[module]); forwards of which ranks make different numbers (generate() to other lengths) "
     "into shardtrain.unsharded(model)"
 )
+_FEWER_HINT = (
+    ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
+    "(generate() to other lengths) belong into shardtrain.unsharded(model)"
+)
 _OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE)}
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
@@ -147,6 +151,11 @@ class Paths:
             is_first = self.difference is None or position < self.difference
             if is_first and len({entry[:3] for entry in entries}) > 1:
                 self.difference = position
+
+    def hint_of_fewer(self, position: int) -> str:
+        """Return what to do if ranks make fewer collectives than this one, which waits at ``position``."""
+        entry = self.own.get(position)
+        return _FEWER_HINT if entry is not None and entry.kind in _OF_FORWARDS else ""
 
     def diverged(self, position: int) -> Diverged:
         """Return the error that names each rank's collective at ``position``."""

@@ -4,7 +4,8 @@
 
 A mark is a tensor on the memory of a plain one, which does the work. Python's calls ask for the class first
 (``__torch_function__``). Code in C++, such as vmap, TorchScript, ``torch.tensor`` and process groups, asks
-when it calls an operator (``__torch_dispatch__``). Both ask the same list.
+when it calls an operator (``__torch_dispatch__``). Both ask the same list. A plain tensor that takes a piece,
+as ``buffer.add_(grad)``, gets the class of a piece. So Python asks it from then on, but C++ does not.
 
 ``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import ReferenceType
 
@@ -40,6 +41,7 @@ from shardtrain.comm.element_wise import (
     NORMS,
     SAME_NORMS,
     UNMARKED,
+    changes_in_place,
     changes_no_shape,
     counts_elements,
     describes,
@@ -47,6 +49,7 @@ from shardtrain.comm.element_wise import (
     is_element_wise,
     is_kernel,
     name_of,
+    overwrites,
     reshapes,
     tells_sizes,
 )
@@ -59,6 +62,7 @@ _COMPUTING = """
     abs add ceil divmod float floor floordiv ge int le lt mod mul neg pow radd rdivmod rfloordiv rmod rmul
     round rpow rsub rtruediv sub truediv
     """
+GRADIENT = "a gradient"
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
 
@@ -68,6 +72,8 @@ class Owners(NamedTuple):
     ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
     meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
     equal ones correspond, element by element. ``selected``: by a mask, so that their number is a result, too.
+    ``taken``: by a tensor that was plain, as ``buffer.add_(grad)`` does. ``memory``: that of the parameter's
+    shard, to which users add gradients. ``subject``: what the pieces are of, in messages.
     """
 
     channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
@@ -77,6 +83,9 @@ class Owners(NamedTuple):
     parts: Sequence[tuple[int, slice]] = ()
     elements: object = None
     selected: bool = False
+    taken: bool = False
+    memory: int = 0
+    subject: str = GRADIENT
 
     @property
     def stepping(self) -> bool:
@@ -152,6 +161,15 @@ class Mark(Tensor):
         mark.owners = owners
         return mark
 
+    @classmethod
+    def become(cls, tensor: Tensor, owners: Owners) -> None:
+        """Make the plain ``tensor`` a mark: the same object, of this class from now on."""
+        memory = tensor.as_subclass(Tensor)
+        mark: Any = tensor
+        mark.__class__ = cls
+        mark.plain = memory
+        mark.owners = owners
+
     def as_subclass(self, cls: type[Any]) -> Any:
         return self.plain.as_subclass(cls)  # torch's does not ask
 
@@ -199,18 +217,23 @@ class GradientPiece(Mark):
             if tells_sizes(func) and not free:
                 return _told(func, func(*plain(args), **kwargs), owners)
             if not (is_element_wise(func, args, cls) or (free and is_kernel(func))):
-                _refuse(func)
+                _refuse(func, owners.subject)
         if not (owners.whole and free):
             _require_same_elements(func, arguments)
         result = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
         if func.__name__ == "__set__":  # `Module.to` sets a gradient's data
             with torch_private.DisableTorchFunctionSubclass():
                 func(args[0], plain(args[1]))
-        if owners.whole:
-            return result if free else _of_an_owner(func, result, arguments)
-        return _element_by_element(func, result, arguments)
+        if owners.whole and free:
+            return result
+        answer = _of_an_owner if owners.whole else _element_by_element
+        result = answer(func, result, arguments)
+        _mark_changed(func, args, kwargs, owners)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.owners.subject == GRADIENT:
+            _refuse_text("pickle of a gradient")
         return self.plain.__reduce_ex__(protocol)
 
     def __copy__(self) -> GradientPiece:
@@ -253,7 +276,7 @@ class PieceNorm(Mark):
             if not isinstance(result, Tensor):
                 return result
         if not owners.whole:
-            _refuse(func)
+            _refuse(func, owners.subject)
         # A norm of a gradient that one rank owns is a number of that gradient.
         pieces = [_as_pieces(arg) for arg in args]
         return func(*pieces, **{name: _as_pieces(arg) for name, arg in kwargs.items()})
@@ -342,9 +365,58 @@ def _pieces(args: Sequence[Any]) -> list[GradientPiece]:
 
 def _require_same_elements(func: Any, args: Sequence[Any]) -> None:
     """Raise ValueError if ``func`` would combine pieces of different elements, but for lists of them."""
-    known = {piece.owners.elements for piece in args if isinstance(piece, GradientPiece)}
+    combined = args[1:] if _is_overwritten(func, args[0]) else args
+    known = {piece.owners.elements for piece in combined if isinstance(piece, GradientPiece)}
     if len(known) > 1:
         _refuse(func, "several gradients")
+
+
+def _is_overwritten(func: Any, target: Any) -> bool:
+    """Return whether ``func`` gives a tensor that had taken a piece other values, whatever it held."""
+    return isinstance(target, GradientPiece) and target.owners.taken and overwrites(func)
+
+
+def _mark_changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], owners: Owners) -> None:
+    """Mark the plain tensors that ``func`` has changed in place: what they hold is of pieces now.
+
+    Not in an optimizer's step, which was tried. Tensors that take a parameter stay plain, too.
+    """
+    if owners.stepping or owners.subject != GRADIENT:
+        return
+    changed = kwargs.get("out")
+    if changed is None and args and changes_in_place(func):
+        changed = args[0]
+    if changed is None:
+        return
+    targets = changed if isinstance(changed, list | tuple) else [changed]
+    for position, target in enumerate(targets):
+        source = _first_at(position, [*args, *kwargs.values()], target)
+        if _is_overwritten(func, target):
+            target.__class__ = Tensor  # as it was before it took a piece
+        if source is not None and _is_buffer(target, source.owners):
+            taken = source.owners._replace(taken=True)
+            base = target._base
+            GradientPiece.become(target, taken)
+            if type(base) is Tensor:  # other parts of it are of other elements
+                GradientPiece.become(base, taken._replace(elements=id(base), parts=()))
+
+
+def _is_buffer(target: Any, owners: Owners) -> bool:
+    """Return whether ``target`` is a plain tensor of a user's: no parameter, nor the memory of one."""
+    if type(target) is not Tensor or target.requires_grad:
+        return False
+    return not owners.memory or target.untyped_storage()._cdata != owners.memory
+
+
+def _first_at(position: int, args: Sequence[Any], target: Any) -> GradientPiece | None:
+    """Return the first piece in ``args`` but ``target``. Of lists ``position`` counts."""
+    for arg in args:
+        value = arg
+        if isinstance(arg, list | tuple):
+            value = arg[position] if position < len(arg) else None
+        if isinstance(value, GradientPiece) and value is not target:
+            return value
+    return None
 
 
 def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
@@ -362,9 +434,9 @@ def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
     if isinstance(args[0], list | tuple):  # joined
         owners = owners._replace(elements=tuple([piece.owners.elements for piece in pieces]), parts=())
     elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0].plain):
-        _refuse(func, "a gradient and a tensor of another shape")
+        _refuse(func, f"{owners.subject} and a tensor of another shape")
     elif reshapes(func) and isinstance(result, Tensor) and not _is_reshaped(result, pieces[0].plain):
-        _refuse(func, "a gradient into rows")
+        _refuse(func, f"{owners.subject} into rows")
     elif counts_elements(func, args):
         owners = owners._replace(parts=(), selected=True)
     return _marked(result, owners, args)
@@ -384,7 +456,7 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
     if len({piece.owners.elements for piece in pieces}) > 1:
         _refuse(func, "several gradients")
     if result is not None and not isinstance(result, Tensor | list | tuple):
-        _refuse(func)
+        _refuse(func, pieces[0].owners.subject)
     return _marked(result, pieces[0].owners, args)
 
 
@@ -409,9 +481,9 @@ def _is_reshaped(result: Tensor, piece: Tensor) -> bool:
 def _told(func: Any, result: Any, owners: Owners) -> Any:
     """Return the sizes that ``func`` returns, so that nothing computes with them."""
     if owners.selected:
-        _refuse(func, "elements of a gradient that a mask selects")
+        _refuse(func, f"elements of {owners.subject} that a mask selects")
     if func.__name__ == "__len__":  # Python wants a number
-        _refuse(func)
+        _refuse(func, owners.subject)
     return PieceSize(result) if isinstance(result, int) else tuple(map(PieceSize, result))
 
 
@@ -523,7 +595,7 @@ def refuse_pieces(name: str, tensors: Iterable[Any]) -> None:
         refuse_collective(name)
 
 
-def _refuse(func: Any, subject: str = "a gradient") -> NoReturn:
+def _refuse(func: Any, subject: str = GRADIENT) -> NoReturn:
     name = name_of(func).strip("_").replace("getitem", "an index").replace("setitem", "an index")
     _refuse_text(f"{name} of {subject}")
 

@@ -66,6 +66,8 @@ class Changes:
             replaced = [segment for segment in unit.segments if any(map(was_replaced, segment.members))]
             if not replaced or unit.shown is not Shown.SHARD:
                 continue
+            for segment in replaced:
+                _refuse_resized(segment)
             locals_ = [shown_local(segment) for segment in replaced]
             if any(segment.converts(local) for segment, local in zip(replaced, locals_, strict=True)):
                 require_reduced("parameters were converted")
@@ -192,6 +194,22 @@ def was_replaced(member: ShardedParam) -> bool:
         if module._parameters.get(attribute) is not param:
             return True
     return address_of(param) != member.address
+
+
+def _refuse_resized(segment: Segment) -> None:
+    """Raise ValueError if a user has resized the memory of local shards, whose values are lost.
+
+    What `share_memory_` moves keeps its storage, too, and its values.
+    """
+    for member in segment.members:
+        param = member.param
+        same = param.untyped_storage()._cdata == member.local_view.untyped_storage()._cdata
+        if same and address_of(param) != member.address and not param.is_shared():
+            raise ValueError(
+                f"the memory of parameter {member.name} was resized by untyped_storage().resize_(), and its "
+                "values are lost: a rank's shards of several parameters share one storage; free memory by "
+                "deleting the model, or shard it over more ranks"
+            )
 
 
 def shown_local(segment: Segment) -> torch.Tensor:

@@ -36,7 +36,7 @@ _DESCRIBING = """
     is_floating_point is_inference is_neg is_pinned is_shared is_signed ndimension register_hook
     register_post_accumulate_grad_hook requires_grad_ retain_grad untyped_storage
     """
-_PASSING = frozenset(_DESCRIBING.split())
+PASSING = frozenset(_DESCRIBING.split())
 
 
 class ClosedParameter(nn.Parameter):
@@ -47,9 +47,9 @@ class ClosedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _name_of(func)
+        name = name_of_use(func)
         closed = cls.closed()
-        if name not in _PASSING and closed is not None:
+        if name not in PASSING and closed is not None:
             leaves = torch_private.tree_leaves((args, kwargs))
             closed.refuse(name, next(leaf for leaf in leaves if isinstance(leaf, ClosedParameter)))
         with torch_private.DisableTorchFunctionSubclass():
@@ -83,16 +83,7 @@ class Closed:
 
     def _closed_class(self, kind: type) -> type:
         """Return the class of closed parameters of the class ``kind``, a user's own perhaps."""
-        closed_class: type = kind
-        if issubclass(kind, nn.Parameter) and not issubclass(kind, ClosedParameter):
-            described = {
-                "__module__": kind.__module__,
-                "__qualname__": kind.__qualname__,
-                "closed": weakref.ref(self),
-                "own": kind,
-            }
-            bases = (ClosedParameter, *([] if kind is nn.Parameter else [kind]))
-            closed_class = types.new_class(kind.__name__, bases, exec_body=lambda n: n.update(described))
+        closed_class = class_like(kind, ClosedParameter, closed=weakref.ref(self))
         self._classes[kind] = closed_class
         return closed_class
 
@@ -109,6 +100,18 @@ class Closed:
                         "shardtrain.unsharded(model)"
                     )
         raise ValueError(f"a parameter was used ({use}) in forward that its module no longer has")
+
+
+def class_like(kind: type, base: type[nn.Parameter], **attributes: Any) -> type:
+    """Return a class of parameters that looks like ``kind``, a user's own perhaps, and is a ``base``, too.
+
+    ``own`` of it is ``kind``. What is no parameter, or is a ``base`` already, keeps its class.
+    """
+    if not issubclass(kind, nn.Parameter) or issubclass(kind, base):
+        return kind
+    described = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "own": kind, **attributes}
+    bases = (base, *([] if kind is nn.Parameter else [kind]))
+    return types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(described))
 
 
 def attach(module: nn.Module, units: Sequence[Unit], closed: Closed) -> list[RemovableHandle]:
@@ -131,7 +134,7 @@ def attach(module: nn.Module, units: Sequence[Unit], closed: Closed) -> list[Rem
     return handles
 
 
-def _name_of(func: Any) -> str:
+def name_of_use(func: Any) -> str:
     """Return the name of a function of torch, or of the attribute that it gets or sets."""
     attribute = getattr(func, "__self__", None)
     if func.__name__ in ("__get__", "__set__", "__delete__"):

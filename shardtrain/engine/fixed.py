@@ -3,14 +3,16 @@
 A graph repeats launches: on the same memory, with the same numbers, whatever the host has decided since. So
 all that decides what a step launches, and where, is noted as it is captured, and compared at each call::
 
-    the model       modules, hooks, modes, plain attributes such as a dropout's ``p``, memory of buffers
-    parameters      memory, dtype, ``requires_grad``, hooks
+    the model       modules, hooks, modes, memory of buffers; attributes that are plain values such as a
+                    dropout's ``p``, tensors, or lists and tuples of both
+    parameters      memory, ``requires_grad``, hooks
     units           what users change of their options between steps
-    the optimizer   groups with their options, and its state: memory of tensors, values of numbers
-    torch           autocast, grad mode, and switches that choose kernels
+    the optimizer   groups with their options, hooks, and state: memory of tensors, values of numbers
+    torch           autocast, grad mode, switches that choose kernels, hooks of all modules and optimizers
 
-Nothing here reads a tensor's value, so the host does not wait for the device. What else a step uses, such as
-a tensor of its closure, cannot be seen from here.
+Nothing here reads a tensor's value, so the host does not wait for the device. What the step's own code holds
+is not seen: its closure, globals, attributes of other objects, and those of modules that are dicts or other
+objects. An attribute that the step computes with a gradient, such as a loss to add, is not compared.
 """
 
 from __future__ import annotations
@@ -21,15 +23,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardtrain import torch_private
 from shardtrain.engine.hooks import Engine
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOLDERS = frozenset((torch.Tensor, nn.Parameter, list, tuple))  # of memory, in attributes
 _NO_OPTIONS = ("params", "param_names", "initial_lr")  # of groups; the last is a schedule's own
 
 # The parts of what is noted of one parameter, of one unit, and of torch.
-_OF_PARAMETER = ("requires_grad", "the memory", "the dtype", "the hooks", "the post-accumulate hooks")
+_OF_PARAMETER = ("requires_grad", "the memory", "the hooks", "the post-accumulate hooks")
 _OF_UNIT = ("the options", "divide_by", "reshard_after_forward", "whether gradients wait")
+_OF_HOOKS = (
+    "the hooks of all modules",
+    "the hooks of all optimizers",
+    "the hooks of the optimizer before a step",
+    "the hooks of the optimizer after a step",
+)
 _OF_TORCH = (
     "grad mode",
     "inference mode",
@@ -43,13 +53,14 @@ Entry = tuple[Any, ...]
 
 
 class Fixed(NamedTuple):
-    """Hold what one capture fixes. Each field but the last has an entry per thing."""
+    """Hold what one capture fixes. Each field but the last two has an entry per thing."""
 
     modules: tuple[Entry, ...]
     params: tuple[Entry, ...]
     units: tuple[Entry, ...]
     groups: tuple[Entry, ...]
     state: tuple[Entry, ...]
+    hooks: Entry
     torch: Entry
 
 
@@ -89,6 +100,7 @@ class Watch:
             tuple(self._of_units()),
             tuple([_of_group(group) for group in self._optimizer.param_groups]),
             tuple(state),
+            _of_hooks(self._optimizer),
             _of_torch(self._engine.driver.device),
         )
 
@@ -99,12 +111,15 @@ class Watch:
             divide_by = driver.reductions[unit].divide_by
             yield unit.options, divide_by, unit in schedule.keeps, unit in schedule.accumulates
 
+    def name_of(self, param: nn.Parameter) -> str:
+        return self._params[param]
+
     def lines(self, fixed: Fixed) -> list[str]:
         """Return what must be alike on all ranks, whose memory lies elsewhere."""
         lines = [f"{len(fixed.modules)} modules and {len(fixed.params)} parameters", f"torch: {fixed.torch}"]
         for unit, entry in zip(self._engine.driver.units, fixed.units, strict=True):
             lines.append(f"options {entry[1:]} of {unit.title}")
-        for name, (_, plain, _, _) in zip(self._modules.values(), fixed.modules, strict=True):
+        for name, (_, plain, *_) in zip(self._modules.values(), fixed.modules, strict=True):
             lines.append(f"training={dict(plain)['training']} of {name or 'the model'}")
         return lines
 
@@ -130,8 +145,8 @@ class Watch:
             yield from _options(f"group {number} of {optimizer}", was, now)
         for was, now in zip(before.state, after.state, strict=False):
             yield from _options(f"the state of {optimizer}", was, now)
-        for what, was, now in zip(_OF_TORCH, before.torch, after.torch, strict=True):
-            yield what, was, now
+        yield from zip(_OF_HOOKS, before.hooks, after.hooks, strict=True)
+        yield from zip(_OF_TORCH, before.torch, after.torch, strict=True)
 
 
 def _pairs_of_module(title: str, before: Entry, after: Entry) -> Iterator[tuple[str, Any, Any]]:
@@ -139,6 +154,7 @@ def _pairs_of_module(title: str, before: Entry, after: Entry) -> Iterator[tuple[
     yield from _options(title, before[1], after[1])
     yield f"the hooks of {title}", before[2], after[2]
     yield f"the memory of buffers of {title}", before[3], after[3]
+    yield from _options(title, before[4], after[4])
 
 
 def _parts(parts: Sequence[str], title: str, before: Entry, after: Entry) -> Iterator[tuple[str, Any, Any]]:
@@ -154,18 +170,36 @@ def _options(title: str, before: Entry, after: Entry) -> Iterator[tuple[str, Any
 
 
 def _of_module(module: nn.Module) -> Entry:
-    """Return children and parameters, plain attributes, the keys of hooks, and the memory of buffers."""
+    """Return children and parameters, plain attributes, keys of hooks, memory of buffers and attributes."""
     attributes = module.__dict__
     children = tuple(attributes["_modules"].values()), tuple(map(id, attributes["_parameters"].values()))
     plain = tuple([item for item in attributes.items() if type(item[1]) in _PLAIN])
     hooks = tuple([tuple(attributes[name]) for name in _HOOKS])
-    return children, plain, hooks, tuple(map(_noted, attributes["_buffers"].values()))
+    memory = tuple([(name, _noted(value)) for name, value in attributes.items() if type(value) in _HOLDERS])
+    return children, plain, hooks, tuple(map(_noted, attributes["_buffers"].values())), memory
 
 
 def _of_parameter(param: nn.Parameter) -> Entry:
     hooks = tuple(param._backward_hooks or ())
     postponed = tuple(param._post_accumulate_grad_hooks or ())
-    return param.requires_grad, param.data_ptr(), param.dtype, hooks, postponed
+    return param.requires_grad, _noted(param), hooks, postponed
+
+
+def _of_hooks(optimizer: torch.optim.Optimizer) -> Entry:
+    """Return the keys of hooks that no module has. `Optimizers` reorders those of an optimizer."""
+    of_modules = (
+        torch_private.global_forward_pre_hooks,
+        torch_private.global_forward_hooks,
+        torch_private.global_backward_pre_hooks,
+        torch_private.global_backward_hooks,
+    )
+    of_optimizers = torch_private.global_optimizer_pre_hooks, torch_private.global_optimizer_post_hooks
+    return (
+        tuple(map(tuple, of_modules)),
+        tuple(map(tuple, of_optimizers)),
+        frozenset(optimizer._optimizer_step_pre_hooks),
+        frozenset(optimizer._optimizer_step_post_hooks),
+    )
 
 
 def _of_group(group: dict[str, Any]) -> Entry:
@@ -192,6 +226,8 @@ def _of_torch(device: torch.device) -> Entry:
 def _noted(value: Any) -> Any:
     """Return the memory of a tensor, a plain value itself, and of another object its class."""
     if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            return "computed"
         return Memory(value.data_ptr(), value.dtype, value.shape)
     if isinstance(value, list | tuple):
         return tuple(map(_noted, value))

@@ -13,10 +13,12 @@ need. Another hook checks each optimizer before it steps: see `optimizers.py`.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.engine.units import note_shards
+from shardtrain.engine.units import note_shards, note_uncaught
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
@@ -95,11 +97,11 @@ class Engine:
             self._marks += [(module, name) for name in lend(module, lent)]
         self._handles += casts.attach(self.units)
         self._handles += closed.attach(self.module, self.units, self.driver.closed)
-        refuse = self.module.register_state_dict_pre_hook(lambda *_: self.driver.refuse_edits())
-        self._handles.append(refuse)
+        self._handles.append(self.module.register_state_dict_pre_hook(self._before_state_dict))
         self._mark(self.module, _ENGINE, self)
         self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
+        explain_uncaught()
 
     def _mark(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of ``module`` until `detach`."""
@@ -133,6 +135,11 @@ class Engine:
                 self.driver.mark(unit, tensors_in(output))
 
         self._handles.append(module.register_forward_hook(after))
+
+    def _before_state_dict(self, *_: Any) -> None:
+        """Have a state dict show parameters as they are, also in a user's hook."""
+        self.optimizers.hooked.end()
+        self.driver.refuse_edits()
 
     # gradients and optimizers
 
@@ -240,11 +247,25 @@ def check_optimizers(trial: Trial) -> None:
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """
 
+    @user_code.uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
             engine.before_step(optimizer, trial)
 
     register_optimizer_step_pre_hook(before_step)
+
+
+@functools.cache
+def explain_uncaught() -> None:
+    """Have an error that ends the program name the shards whose sizes it tells, once for all engines."""
+    report = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for engine in engines():
+            note_uncaught(error, engine.units)
+        report(kind, error, trace)
+
+    sys.excepthook = explain
 
 
 def engine_of(module: nn.Module) -> Engine:

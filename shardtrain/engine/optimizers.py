@@ -18,6 +18,8 @@ from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.user_code import uncompiled
+from shardtrain.engine.users_hooks import Hooked, watch
 from shardtrain.layout import Policy
 
 
@@ -51,7 +53,9 @@ class Optimizers:
         self._passed: set[str] = set()  # see `Tryable`
         # Optimizers whose own code runs now, each with the parameters whose gradient is plain meanwhile.
         self._stepping: weakref.WeakKeyDictionary[Any, list[Plain]] = weakref.WeakKeyDictionary()
-        self._member_of = {member.param: member for member in members}
+        # Those whose gradients are marked as pieces: none on a silent rank.
+        self._member_of = {member.param: member for member in members if member.owners is not None}
+        self.hooked = Hooked(driver.units)
 
     def before_step(
         self,
@@ -80,13 +84,15 @@ class Optimizers:
         if not steps:
             return
         self.end_step(optimizer)  # the last one may have raised
-        self._hooks[optimizer].enclose(optimizer)
+        self._hooks[optimizer].enclose(optimizer, self.hooked)
         driver = self._driver
         driver.reset_failed_backward()
         driver.require_reduced("an optimizer's step()")
         driver.show_shards()
         if driver.awaits_backward:
             self._check_before_backward()
+        if driver.is_silent:
+            return
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
@@ -117,8 +123,9 @@ class Optimizers:
         No user's code runs meanwhile: neither a hook nor a closure. For torch's own optimizers gradients are
         plain tensors, since each operation on a piece is a call of Python.
         """
+        self.hooked.end()  # a hook of another optimizer makes this step
         plain = list[Plain]()
-        if type(optimizer).__module__.startswith("torch.optim."):
+        if self._member_of and type(optimizer).__module__.startswith("torch.optim."):
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     member = self._member_of.get(param)
@@ -134,7 +141,8 @@ class Optimizers:
         self._driver.root.channel.stepping = bool(self._stepping)
 
     def end_steps(self) -> None:
-        """End the steps of optimizers that raised: torch calls no hook then."""
+        """End the steps of optimizers that raised: torch calls no hook then. And users' hooks may go on."""
+        self.hooked.end()
         for optimizer in list(self._stepping):
             self.end_step(optimizer)
 
@@ -167,14 +175,19 @@ class StepHooks:
         self._before = optimizer.register_step_pre_hook(partial(_begin_step, known)).id
         self._after = optimizer.register_step_post_hook(partial(_end_step, known)).id
 
-    def enclose(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended."""
+    def enclose(self, optimizer: torch.optim.Optimizer, hooked: Hooked) -> None:
+        """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended.
+
+        Parameters are pieces there, by ``hooked``.
+        """
         before: Any = optimizer._optimizer_step_pre_hooks
         after: Any = optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before)
         after.move_to_end(self._after, last=False)
+        watch(optimizer, (self._before, self._after), hooked)
 
 
+@uncompiled
 def _begin_step(
     known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
@@ -207,6 +220,7 @@ def _run_outside(
     return result
 
 
+@uncompiled
 def _end_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     optimizers = known()
     if optimizers is not None:

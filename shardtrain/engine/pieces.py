@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtrain import torch_private
 from shardtrain.comm.element_wise import ATTRIBUTES
+from shardtrain.comm.norms import plain
 from shardtrain.engine.part import Index, Part
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
@@ -250,6 +251,7 @@ def _changed(
 
 def _as_piece(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
     """Return ``value`` as a piece if it is a number or has the parameter's shape."""
+    value = plain(value)  # an optimizer may have made it of gradients
     if value.ndim == 0:  # a step count, which may differ on a rank that has no elements
         part = Part(part.name, (), (), 0, int(param.numel() > 0 or 0 in part.shape))
     elif value.shape != param.shape:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.comm.channel import Ranks
+from shardtrain.comm.norms import plain
 from shardtrain.comm.transport import Flat
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
@@ -115,7 +116,7 @@ def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     local = torch.zeros_like(segment.local)
     for member in segment.members:
         if member.param.grad is not None:
-            member.piece_of(local).copy_(member.param.grad)
+            member.piece_of(local).copy_(plain(member.param.grad))
     wholes = _whole(unit, segment, local) if present.any() else [None] * len(params)
     return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -12,6 +12,21 @@ from torch.autograd import forward_ad
 from shardtrain import torch_private
 
 Hook = Callable[..., None]
+R = TypeVar("R")
+
+
+def uncompiled(hook: Callable[..., R]) -> Callable[..., R]:
+    """Return ``hook`` so that ``torch.compile`` breaks the graph there and runs it as it is."""
+    broken = torch_private.disable_dynamo(hook)
+
+    @functools.wraps(hook)
+    def either(*args: Any) -> R:
+        if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
+            answer: R = broken(*args)
+            return answer
+        return hook(*args)
+
+    return either
 
 
 def undisturbed(hook: Hook) -> Hook:

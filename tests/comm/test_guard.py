@@ -153,6 +153,7 @@ def test_a_rank_that_ends_early_is_named() -> None:
     # It may notice while it starts the gather of the next unit, before it waits for that of the root.
     at = f"rank {dist.get_rank()} was at step 3, (entering the model|gathering (the root|blocks\\.0))"
     assert re.match(f"rank 1 has ended: {at}", text), text
+    assert "make different numbers (generate() to other lengths) belong into shardtrain.unsharded" in text
 
 
 def on_a_plateau(optimizer: torch.optim.Optimizer) -> None:

@@ -72,7 +72,7 @@ FAULTS: dict[str, Callable[[Job], object]] = {
         lambda job: weight(job).register_hook(lambda gradient: gradient + ONE_ELEMENT)
     ),
     r"step 1, parameter of 1\.0\.weight in unit 1\.0: Mismatched": (
-        lambda job: job.optimizer.register_step_post_hook(lambda *_: weight(job).data[-1].add_(1.0))
+        lambda job: job.optimizer.register_step_post_hook(lambda *_: weight(job).data.add_(1.0))
     ),
     r"rank 1: step 1, output of 1\.0 in unit 1\.0: Mismatched": (
         lambda job: job.model.get_submodule("1.0").register_forward_hook(lambda *call: call[2] * 1.0001)

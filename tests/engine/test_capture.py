@@ -1,12 +1,14 @@
 """Steps that are captured and replayed, on the simulated device with a recorder of graphs for it."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,14 +16,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import shardtrain
 from shardtrain import comm
+from shardtrain import device as devices
 from shardtrain.comm import guard
 from shardtrain.job import step as program
 from shardtrain.job.errors import UserError
 from shardtrain.job.launch import Context
+from shardtrain.monitor import Monitor
 from shardtrain.optim import Ema
 from shardtrain.train.loop import train
 
@@ -29,7 +35,7 @@ import trials
 import ways
 from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
-from simulated_graph import Recorder, recorder
+from simulated_graph import Recordings, recorder
 from small import Block, OddNet, images, mesh, raised_soon
 from tiny import ALONE, TINY, configure
 from ways import WAYS, Way
@@ -50,7 +56,7 @@ WORLDS = {"silent": 0, "one": 1, "eight": 8}
 
 
 @contextmanager
-def simulated(size: int = 0) -> Iterator[tuple[SimulatedDevice, Recorder]]:
+def simulated(size: int = 0) -> Iterator[tuple[SimulatedDevice, Recordings]]:
     """Let this process be the last rank of a fake group of ``size``, or a silent one; steps are captured."""
     with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
         if size:
@@ -69,7 +75,7 @@ def _trials() -> Iterator[None]:
 
 
 @pytest.fixture
-def records() -> Iterator[Recorder]:
+def records() -> Iterator[Recordings]:
     with simulated() as (device, made):
         yield made
         assert list(device.findings) == []
@@ -148,7 +154,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in {**one, **other} if not torch.equal(one[name], other[name])]
 
 
-def test_a_replay_is_a_step(records: Recorder) -> None:
+def test_a_replay_is_a_step(records: Recordings) -> None:
     """Losses, parameters, statistics and the optimizer's state have the bits of steps as they are."""
     for make in (sgd, adamw):
         eager = Run(False, make)
@@ -279,8 +285,22 @@ ACTS = (
 )
 
 
+@pytest.mark.parametrize("change", [evaluate, train_without, change_weights])
+def test_what_comes_before_the_recording_leaves_it_no_memory(
+    records: Recordings, change: Callable[[Run], None]
+) -> None:
+    """Such as a root that is whole: the graph would read that memory, and not own it."""
+    runs = Run(False), Run(True, warmup=1)
+    losses = [run.losses(range(1)) for run in runs]
+    for run in runs:
+        change(run)
+    losses += [run.losses(range(1, 4)) for run in runs]
+    assert losses[0::2] == losses[1::2]
+    assert runs[1].step.replayed == 3
+
+
 @pytest.mark.parametrize("change", ACTS)
-def test_what_acts_without_another_recording(records: Recorder, change: Callable[[Run], None]) -> None:
+def test_what_acts_without_another_recording(records: Recordings, change: Callable[[Run], None]) -> None:
     runs = Run(False), Run(True, warmup=1)
     losses = [run.losses(range(3)) for run in runs]
     for run in runs:
@@ -289,6 +309,25 @@ def test_what_acts_without_another_recording(records: Recorder, change: Callable
     assert losses[0::2] == losses[1::2]
     assert same(*(run.state() for run in runs)) == []
     assert runs[1].step.eager == {"to warm up": 1}
+
+
+@pytest.mark.parametrize("act", [train_without, evaluate, load_into_memory])
+def test_a_recording_waits_for_nothing_that_came_before_it(act: Callable[[Run], None]) -> None:
+    """A unit that an earlier forward has left whole has an event of work that is not recorded."""
+    with simulated(1) as (device, _):
+        transport = comm.ProcessGroupTransport(dist.group.WORLD)
+        runs = [
+            Run(False, model=sharded(transport=transport)),
+            Run(True, model=sharded(transport=transport), warmup=1),
+        ]
+        losses = [run.losses(range(1)) for run in runs]
+        for run in runs:
+            act(run)
+        losses += [run.losses(range(1, 4)) for run in runs]
+        assert losses[0::2] == losses[1::2]
+        assert same(*(run.state() for run in runs)) == []
+        assert list(device.findings) == []
+    assert runs[1].step.summary == "3 replayed, 1 not: 1 to warm up"
 
 
 def freeze(run: Run) -> None:
@@ -321,6 +360,35 @@ def hook_gradient(run: Run) -> None:
 
 def hook_after_accumulation(run: Run) -> None:
     run.model.fc.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+
+
+def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
+
+
+def hook_step(run: Run) -> None:
+    run.optimizer.register_step_pre_hook(halve)
+
+
+def hook_after_step(run: Run) -> None:
+    run.optimizer.register_step_post_hook(halve)
+
+
+def replace_tensor(run: Run) -> None:
+    run.model.blocks[1].factor = torch.full((1,), 0.5, device=DEVICE)
+
+
+def replace_in_list(run: Run) -> None:
+    run.model.blocks[1].factors[0] = torch.full((1,), 0.5, device=DEVICE)
+
+
+def replace_shards(run: Run) -> None:
+    """Casts are adopted as the local shards' new memory."""
+    for dtype in (torch.float64, torch.float32):
+        for param in run.model.parameters():
+            param.data = param.data.to(dtype)
+        shardtrain.full_state_dict(run.model)
 
 
 def replace_module(run: Run) -> None:
@@ -369,6 +437,11 @@ CHANGES = {
     hook_input: "the hooks of fc changed",
     hook_gradient: "the hooks of fc.weight changed",
     hook_after_accumulation: "the post-accumulate hooks of fc.weight changed",
+    hook_step: "the hooks of the optimizer before a step changed",
+    hook_after_step: "the hooks of the optimizer after a step changed",
+    replace_tensor: "factor of blocks.1 changed",
+    replace_in_list: "factors of blocks.1 changed",
+    replace_shards: "the memory of scale changed",
     replace_module: "the modules in blocks.2 changed",
     replace_buffer: "the memory of buffers of blocks.0.norm changed",
     decay: "weight_decay of group 0 of SGD was 0 and is 0.1",
@@ -380,6 +453,11 @@ CHANGES = {
 }
 
 
+def multiply(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    scaled: Tensor = output * module.factor * module.factors[0]
+    return scaled
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.LogCaptureFixture) -> None:
     """In one line of the log, after one step as it is."""
@@ -389,6 +467,9 @@ def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.Lo
             model = sharded(transport=comm.ProcessGroupTransport(dist.group.WORLD))
             if change is unfreeze:
                 model.stem.requires_grad_(False)
+            model.blocks[1].factor = torch.ones(1, device=DEVICE)
+            model.blocks[1].factors = [torch.ones(1, device=DEVICE)]
+            model.blocks[1].register_forward_hook(multiply)
             make = adamw if change is unfreeze else sgd
             runs.append(Run(captures, make, model=model, **({"warmup": 1} if captures else {})))
         losses = [run.losses(range(3)) for run in runs]
@@ -414,7 +495,7 @@ def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.Lo
     ids=["autocast", "no_grad"],
 )
 def test_another_mode_of_torch_records_again(
-    records: Recorder, caplog: pytest.LogCaptureFixture, context: Callable[[], Any], what: str
+    records: Recordings, caplog: pytest.LogCaptureFixture, context: Callable[[], Any], what: str
 ) -> None:
     run = Run(True, warmup=1)
     run.losses(range(2))
@@ -425,7 +506,7 @@ def test_another_mode_of_torch_records_again(
 
 
 def test_deterministic_kernels_and_the_precision_of_products_record_again(
-    records: Recorder, caplog: pytest.LogCaptureFixture
+    records: Recordings, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(True, warmup=1)
     run.losses(range(2))
@@ -442,7 +523,57 @@ def test_deterministic_kernels_and_the_precision_of_products_record_again(
     assert run.step.replayed == 3
 
 
-def test_a_step_that_changes_something_each_time_is_never_recorded(records: Recorder) -> None:
+REGISTRIES = (
+    nn.modules.module.register_module_forward_pre_hook,
+    nn.modules.module.register_module_forward_hook,
+    nn.modules.module.register_module_full_backward_pre_hook,
+    nn.modules.module.register_module_full_backward_hook,
+    register_optimizer_step_pre_hook,
+    register_optimizer_step_post_hook,
+)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of the stem: images need no gradient
+@pytest.mark.parametrize("number", range(6))
+def test_hooks_of_all_record_again(
+    records: Recordings, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """Of modules, and of optimizers."""
+    calls = []
+    run = Run(True, warmup=1)
+    for relu in filter(lambda module: isinstance(module, nn.ReLU), run.model.modules()):
+        relu.inplace = False  # full backward hooks refuse it
+    run.losses(range(2))
+    handle = REGISTRIES[number](lambda *_: calls.append(0))
+    try:
+        run.losses(range(2, 5))
+    finally:
+        handle.remove()
+    kind = "modules" if number < 4 else "optimizers"
+    assert f"recorded again: the hooks of all {kind} changed" in caplog.text
+    assert calls
+    assert run.step.replayed == 3
+
+
+def test_an_attribute_that_the_step_computes_is_not_compared(records: Recordings) -> None:
+    """Such as a part of the loss. A tensor without a gradient would be what the next step reads."""
+    for keeps in (False, True):
+        run = Run(True, warmup=1)
+        run.model.blocks[1].register_forward_hook(
+            lambda module, args, output, keeps=keeps: setattr(
+                module, "kept", output.mean().detach() if keeps else output.mean()
+            )
+        )
+        run.losses(range(1))
+        if keeps:
+            with pytest.raises(ValueError, match=r"changes what a replay cannot: kept of blocks\.1 changed"):
+                run.losses(range(1, 2))
+        else:
+            run.losses(range(1, 3))
+            assert run.step.replayed == 2
+
+
+def test_a_step_that_changes_something_each_time_is_never_recorded(records: Recordings) -> None:
     run = Run(True, warmup=1)
     for number in range(4):
         run.optimizer.param_groups[0]["momentum"] = 0.1 * number
@@ -451,7 +582,7 @@ def test_a_step_that_changes_something_each_time_is_never_recorded(records: Reco
     assert records.recordings == []
 
 
-def test_other_inputs_run_as_they_are(records: Recorder) -> None:
+def test_other_inputs_run_as_they_are(records: Recordings) -> None:
     """Also the first one: the shapes that come as often as warm-up has steps are recorded."""
     sizes = [3, 6, 6, 6, 3, 6, 3]
     losses = []
@@ -529,7 +660,7 @@ def test_gradients_are_what_a_step_leaves(step: Callable[..., Step], size: int) 
         assert run.step.replayed == 5
 
 
-def test_gradients_that_the_step_leaves_can_be_cleared_between_calls(records: Recorder) -> None:
+def test_gradients_that_the_step_leaves_can_be_cleared_between_calls(records: Recordings) -> None:
     losses = []
     for captures in (False, True):
         run = Run(captures, step=never_clears, **({"warmup": 1} if captures else {}))
@@ -542,7 +673,7 @@ def test_gradients_that_the_step_leaves_can_be_cleared_between_calls(records: Re
     assert run.step.replayed == 4
 
 
-def test_what_it_returns(records: Recorder) -> None:
+def test_what_it_returns(records: Recordings) -> None:
     def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         step = plain_step(model, optimizer)
         return lambda batch, scale: {"loss": step(*batch) * scale, "text": ["as it is"]}
@@ -558,7 +689,7 @@ def test_what_it_returns(records: Recorder) -> None:
         assert run.step.eager["with other inputs"] == 1
 
 
-def test_dropout_draws_as_in_other_steps(records: Recorder) -> None:
+def test_dropout_draws_as_in_other_steps(records: Recordings) -> None:
     losses = []
     for captures in (False, True):
         torch.manual_seed(0)
@@ -595,7 +726,7 @@ def test_counts_go_on_in_replays() -> None:
         assert exposed == {}
 
 
-def test_averages_and_checkpoints_between_replays(records: Recorder, tmp_path: Path) -> None:
+def test_averages_and_checkpoints_between_replays(records: Recordings, tmp_path: Path) -> None:
     results = []
     for captures in (False, True):
         run = Run(captures, make=adamw, **({"warmup": 1} if captures else {}))
@@ -625,7 +756,7 @@ def refused_by_capture(text: str, model: nn.Module, optimizer: torch.optim.Optim
         shardtrain.capture(plain_step(model, optimizer), model, optimizer, **options)
 
 
-def test_refusals_before_the_first_step(records: Recorder) -> None:
+def test_refusals_before_the_first_step(records: Recordings) -> None:
     model = sharded()
     params = [*model.parameters()]
     refused_by_capture(r"warmup=0\): expected at least 1", model, sgd(model), warmup=0)
@@ -695,7 +826,7 @@ def without(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         (without, "the step did not step its SGD"),
     ],
 )
-def test_refusals_after_warm_up(records: Recorder, step: Callable[..., Step], text: str) -> None:
+def test_refusals_after_warm_up(records: Recordings, step: Callable[..., Step], text: str) -> None:
     """Before anything is recorded; later calls are steps as they are."""
     run = Run(True, step=step, warmup=2)
     run.losses(range(2))
@@ -749,10 +880,23 @@ def moves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return lambda x, y: step(x + torch.ones(1).to(DEVICE), y)  # read on the host
 
 
-@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves])
+def recomputes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        options = {"use_reentrant": False, "determinism_check": "none"}
+        logits = checkpoint(model, x, **options)  # read on the host
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves, recomputes])
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_a_step_that_waits_is_refused_by_its_line(
-    records: Recorder, step: Callable[..., Step], make: Callable[..., torch.optim.Optimizer]
+    records: Recordings, step: Callable[..., Step], make: Callable[..., torch.optim.Optimizer]
 ) -> None:
     """And trains on as it is; a recording leaves nothing."""
     runs = Run(False, make, step), Run(True, make, step, warmup=1)
@@ -767,12 +911,124 @@ def test_a_step_that_waits_is_refused_by_its_line(
     assert runs[1].step.eager == {"to warm up": 1, "since it cannot be captured": 3}
 
 
+# What the simulated device finds in a recording, each planted in a step.
+
+
+def gives_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Return a step that replaces a tensor which it has read: a replay reads the first one for ever."""
+    step = plain_step(model, optimizer)
+    scales = [torch.ones(1, device=DEVICE)]
+
+    def replacing(x: Tensor, y: Tensor) -> Tensor:
+        loss = step(x * scales[0], y)
+        scales[0] = scales[0] * 1.5
+        return loss
+
+    return replacing
+
+
+def on_a_stream_of_its_own(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Return a step that launches and allocates where nothing is recorded."""
+    step = plain_step(model, optimizer)
+    stream = devices.new_stream(DEVICE)
+
+    def apart(x: Tensor, y: Tensor) -> Tensor:
+        with devices.inside(stream):
+            torch.ones(3, device=DEVICE)
+        return step(x, y)
+
+    return apart
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (gives_back, "outside: mul in a replay uses memory of before ((1,)), which was given back"),
+        (on_a_stream_of_its_own, "outside: ones on a stream of priority 0, which is not recorded"),
+    ],
+)
+def test_memory_outside_of_the_graph_is_found(step: Callable[..., Step], text: str) -> None:
+    with simulated() as (device, _):
+        run = Run(True, step=step, warmup=1)
+        run.losses(range(3))
+        assert run.step.replayed == 2
+        assert next(iter(device.findings)).startswith(text)
+
+
+@pytest.mark.parametrize("after", [0, 8])
+def test_memory_that_a_recording_or_others_resize_is_found(after: int) -> None:
+    """Of what was there before. What a recording allocates itself is the graph's."""
+    with simulated() as (device, _):
+        scale, apart, own = (torch.ones(1, device=DEVICE) for _ in range(3))
+        own.untyped_storage().resize_(0)
+
+        def run() -> None:
+            own.untyped_storage().resize_(4)
+            own.copy_(scale * apart)
+            own.untyped_storage().resize_(0)
+            scale.untyped_storage().resize_(after)
+
+        _, launch = devices.Recorder(DEVICE).record(run)
+        text = "outside: memory of before is used in a recording, and given back there, at test_capture"
+        assert [finding[: len(text)] for finding in device.findings] == [text]
+        apart.untyped_storage().resize_(0)
+        apart.untyped_storage().resize_(1 << 20)
+        device.findings.clear()
+        launch()
+        texts = {re.sub(", at .*", "", finding) for finding in device.findings}
+        assert texts == {"outside: mul in a replay uses memory of before ((1,)), which was given back"}
+
+
+def waits_for_before(side: Any, event: Any, x: Tensor) -> None:
+    devices.current_stream(DEVICE).wait_event(event)
+
+
+def leaves_open(side: Any, event: Any, x: Tensor) -> None:
+    side.wait_event(devices.current_stream(DEVICE).record_event())
+    with devices.inside(side):
+        x.add_(1)
+
+
+def synchronizes(side: Any, event: Any, x: Tensor) -> None:
+    devices.synchronize(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("acts", "text"),
+    [
+        (waits_for_before, "dependency created on uncaptured work in another stream"),
+        (leaves_open, "capturing stream has unjoined work"),
+        (synchronizes, r"operation not permitted when stream is capturing \(synchronize\(\)\)"),
+    ],
+)
+def test_streams_that_no_graph_can_have_are_refused(acts: Callable[..., None], text: str) -> None:
+    """In the words of CUDA, as capture() passes them on."""
+    with simulated() as (_, records):
+        run = Run(False)
+        step = run.step
+        side = devices.new_stream(DEVICE)
+
+        def acting(x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = step(x, y)
+            acts(side, event, x)
+            return loss
+
+        with devices.inside(side):
+            torch.ones(1, device=DEVICE)
+            event = side.record_event()
+        run.step = shardtrain.capture(acting, run.model, run.optimizer, warmup=1)
+        run.losses(range(1))
+        with pytest.raises(ValueError, match=f"the step cannot be captured.*: CUDA error: {text}"):
+            run.losses(range(1, 2))
+        assert records.recordings == []
+
+
 class Planted(Exception):
     pass
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_an_error_of_the_user_s_passes_a_recording(records: Recorder, where: str) -> None:
+def test_an_error_of_the_user_s_passes_a_recording(records: Recordings, where: str) -> None:
     def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         def fail(*_: object) -> None:
             if records_now and where in records_now:
@@ -829,7 +1085,7 @@ def grows(run: Run, model: nn.Module) -> None:
     ],
 )
 def test_what_the_step_itself_changes_is_refused(
-    records: Recorder, change: Callable[..., None], text: str
+    records: Recordings, change: Callable[..., None], text: str
 ) -> None:
     run = Run(False, adamw)
     step = run.step
@@ -843,11 +1099,12 @@ def test_what_the_step_itself_changes_is_refused(
     run.losses(range(1))
     with pytest.raises(ValueError, match=text):
         run.losses(range(1, 2))
+    assert not records.is_held
     run.losses(range(2, 3))
     assert run.step.summary == "0 replayed, 2 not: 1 to warm up, 1 since it cannot be captured"
 
 
-def test_inputs_that_no_graph_can_have(records: Recorder) -> None:
+def test_inputs_that_no_graph_can_have(records: Recordings) -> None:
     run = Run(True)
     x, y = batch(0)
     with pytest.raises(ValueError, match="an input of a captured step is on cpu, the model on cuda:0"):
@@ -877,7 +1134,7 @@ def test_gradients_that_wait_are_refused() -> None:
 
 
 @contextmanager
-def simulated_rank() -> Iterator[tuple[SimulatedDevice, Recorder]]:
+def simulated_rank() -> Iterator[tuple[SimulatedDevice, Recordings]]:
     with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
         yield device, records
 
@@ -954,7 +1211,7 @@ def test_a_reason_of_one_rank_is_every_rank_s() -> None:
         run = Run(True, model=sharded(transport="process_group"), warmup=1)
         run.losses(range(1))
         if rank == 1:
-            run.step._reason = "planted"
+            run.step._warm_up.reason = "planted"
         with pytest.raises(ValueError, match=r"the step cannot be captured: planted \(rank 1\)"):
             run.losses(range(1, 2))
         run.losses(range(2, 3))
@@ -963,8 +1220,8 @@ def test_a_reason_of_one_rank_is_every_rank_s() -> None:
 
 @each_rank(2, transport="auto")
 def test_gloo_is_refused_for_what_needs_no_host() -> None:
-    with simulated_rank() as (_, records):
-        records.only_capturable = True
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices.Recorder, "only_capturable", True)
         model = sharded(transport="process_group")
         refused_by_capture("collectives of BackendTransport need the host: .* NCCL", model, sgd(model))
 
@@ -1018,7 +1275,7 @@ def test_collectives_of_the_host_are_refused() -> None:
         run.losses(range(2, 3))
 
 
-def test_a_scaler_that_is_off_is_no_reason(records: Recorder) -> None:
+def test_a_scaler_that_is_off_is_no_reason(records: Recordings) -> None:
     def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         scaler = shardtrain.GradScaler("cuda", enabled=False)
 
@@ -1035,6 +1292,94 @@ def test_a_scaler_that_is_off_is_no_reason(records: Recorder) -> None:
     run = Run(True, step=make, warmup=1)
     run.losses(range(3))
     assert run.step.replayed == 2
+
+
+def test_a_graph_that_is_released_is_recorded_again(records: Recordings) -> None:
+    """A process group of NCCL ends only when no graph has its collectives."""
+    eager = Run(False)
+    run = Run(True, warmup=1)
+    losses = run.losses(range(3))
+    assert records.is_held
+    run.step.release()
+    assert not records.is_held
+    losses += run.losses(range(3, 5))
+    assert eager.losses(range(5)) == losses
+    assert same(eager.state(), run.state()) == []
+    assert run.step.summary == "4 replayed, 1 not: 1 to warm up"
+
+
+def test_a_change_frees_the_graph_s_memory_before_the_next_step(records: Recordings) -> None:
+    run = Run(True, warmup=1)
+    run.losses(range(2))
+    decay(run)
+    run.losses(range(2, 3))
+    assert not records.is_held
+
+
+def test_the_recorder_of_a_card_deletes_its_graph_and_keeps_the_profiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setenv("TEARDOWN_CUPTI", "")
+    monkeypatch.delenv("TEARDOWN_CUPTI")
+    with SimulatedDevice()(monkeypatch):
+        recorder = devices.Recorder(DEVICE)
+        assert os.environ["TEARDOWN_CUPTI"] == "0"
+        recorder.release()
+        result, launch = recorder.record(lambda: 1)
+    assert (result, launch) == (1, graph.replay)
+    recorder.release()
+    recorder.release()
+    graph.reset.assert_called_once_with()
+
+
+def test_a_recording_that_fails_returns_to_the_stream_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch leaves its context without doing so if CUDA has given the recording up."""
+    with simulated() as (device, _):
+
+        @contextmanager
+        def graph(recording: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+            device.set_stream(stream)
+            yield
+            raise RuntimeError("capture_end")
+
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        before = device.current
+        with pytest.raises(RuntimeError, match="capture_end"):
+            devices.Recorder(DEVICE).record(lambda: 1)
+        assert device.current is before
+
+
+def test_a_warm_up_that_fails_is_waited_for(records: Recordings) -> None:
+    [x, _] = batch(0)
+
+    def fail() -> None:
+        x.add_(1)
+        raise Planted
+
+    with pytest.raises(Planted):
+        devices.Recorder(DEVICE).warm_up(fail)
+    x.add_(1)  # the fixture finds races
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_nccl_would_register_wrongly_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with simulated(8):
+        model = sharded()
+        refused_by_capture(
+            "hangs with expandable_segments:True .*: set NCCL_GRAPH_REGISTER=0", model, sgd(model)
+        )
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+        Run(True, model=model)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    with simulated():  # a single rank has no collectives
+        Run(True)
 
 
 # The training program.
@@ -1056,7 +1401,14 @@ def saved(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "checkpoints/step-00000010/rank-00000.safetensors")
 
 
-@pytest.mark.parametrize("keys", [("optim=sgd",), ("optim=adamw", "train.accumulate=2", "ema.decay=0.5")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("optim=sgd",),
+        ("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
+        ("optim=adamw", "train.accumulate=2", "train.class_weights=[1,9,1,4,1,1,1,1,1,1]"),
+    ],
+)
 def test_the_program_replays_its_steps(tmp_path: Path, keys: tuple[str, ...]) -> None:
     """Losses, scores, schedules and state are those of steps that run as they are."""
     _, expected, log = run_program(tmp_path / "eager", *keys, warmup=1000)
@@ -1081,11 +1433,30 @@ def test_a_captured_run_resumes_to_the_bit(tmp_path: Path) -> None:
     ("keys", "text"),
     [
         (("parallel.precision=fp16",), "parallel.precision=fp16 has the host decide"),
-        (("train.class_weights=balanced",), "train.class_weights are summed over ranks by the host"),
         (("parallel.offload=true",), "offload has the host wait"),
+        (("parallel.activation_checkpoint=true",), "parallel.activation_checkpoint has the host read random"),
+        (("parallel.virtual_ranks=2",), "virtual ranks compute and compare on the host"),
         (("optim=muon",), "Muon decides on the host unless it is capturable"),
     ],
 )
 def test_what_the_program_cannot_capture(tmp_path: Path, keys: tuple[str, ...], text: str) -> None:
     with pytest.raises(UserError, match=f"train.capture=true: .*{text}"):
         run_program(tmp_path, *keys)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_program_that_ends_early_leaves_no_graph(tmp_path: Path, error: type[BaseException]) -> None:
+    """The traceback refers to the captured step while the process group ends."""
+
+    def end(monitor: Monitor, step: int) -> None:
+        if step == 6:
+            raise error
+
+    keys = ("train.capture=true", "monitor.writers=[]")
+    with simulated() as (_, records), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Monitor, "step", end)
+        with pytest.raises(error) as raised:
+            train(configure(*TINY, *keys), Context(ALONE, DEVICE, tmp_path))
+        assert raised.traceback
+        assert records.replays == 3
+        assert not records.is_held

@@ -1,6 +1,7 @@
 """Gradients on a rank: what is right on pieces, or on whole gradients of one owner; all else is refused."""
 
 import copy
+import io
 import itertools
 import math
 import pickle
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -29,7 +31,16 @@ from shardtrain.comm.norms import GradientPiece
 from shardtrain.recipes.muon import Muon
 
 from pool import Ranks, each_rank
-from small import Block, OddNet, classify, images, raised_soon, shard, sharded_and_replica
+from small import (
+    Block,
+    OddNet,
+    assert_same_parameters,
+    classify,
+    images,
+    raised_soon,
+    shard,
+    sharded_and_replica,
+)
 
 SEES = "would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ for the norm of all "
 
@@ -114,6 +125,9 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "a new one of a norm": ("detach", lambda g: quietly(lambda: torch.tensor(g.norm()))),
     "torch.Tensor": ("sum", lambda g: torch.Tensor(g).sum()),
     "new_tensor": ("sum", lambda g: quietly(lambda: g.new_tensor(g)).sum()),
+    "pickle": ("pickle", pickle.dumps),
+    "torch.save": ("pickle", lambda g: torch.save({"grads": [g]}, io.BytesIO())),
+    "a pickle of a copy": ("pickle", lambda g: pickle.dumps(g.clone())),
     "copy.copy": ("sum", lambda g: copy.copy(g).sum()),
     "a parameter": ("sum", lambda g: nn.Parameter(g).sum()),
     "another's memory": ("set", lambda g: torch.empty(0).set_(g)),
@@ -186,7 +200,78 @@ def test_what_treats_each_element_by_itself_is_right() -> None:
         for param, grad in zip(model.parameters(), kept, strict=True):
             assert type(param.grad) is type(grad), name  # a norm of it is a norm of all
             param.grad = grad
-    assert type(pickle.loads(pickle.dumps(kept[0]))) is Tensor
+
+
+def by_list(grad: Tensor) -> Tensor:
+    buffers = [torch.zeros(grad.shape)]
+    torch._foreach_add_(buffers, [grad])
+    return buffers[0]
+
+
+def by_index(grad: Tensor) -> Tensor:
+    buffer = torch.zeros(grad.shape)
+    buffer[...] = grad
+    return buffer
+
+
+def in_a_flat_one(grad: Tensor) -> Tensor:
+    flat = torch.zeros(2, *grad.shape)
+    flat[1].add_(grad)
+    return flat
+
+
+TAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "add_": lambda g: torch.zeros(g.shape).add_(g),
+    "copy_": lambda g: torch.zeros(g.shape).copy_(g),
+    "lerp_": lambda g: torch.zeros(g.shape).lerp_(g, 0.1),
+    "addcmul_": lambda g: torch.zeros(g.shape).addcmul_(g, g),
+    "out": lambda g: torch.mul(g, 2, out=torch.zeros(g.shape)),
+    "a list": by_list,
+    "an index": by_index,
+    "a part of a flat one": in_a_flat_one,
+}
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(2, transport="auto")
+def test_a_plain_tensor_that_takes_a_gradient_is_a_piece(layout: str) -> None:
+    model = with_gradients(layout=layout)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for grad in grads:
+        for name, take in TAKES.items():
+            buffer = take(grad)
+            assert isinstance(buffer, GradientPiece), name
+            number = raised_soon(ValueError, lambda taken=buffer: taken.sum().item())
+            assert SEES in number, name
+            others = GradientPiece.on(torch.ones(buffer.shape), grad.owners._replace(elements="others"))
+            assert "several gradients" in raised_soon(ValueError, lambda a=buffer, b=others: a + b)
+    for param in model.parameters():
+        assert type(param.data) is Tensor
+
+
+@each_rank(2, transport="auto")
+def test_momentum_by_hand_is_right_and_its_buffers_are_free_when_zeroed() -> None:
+    model, replica = sharded_and_replica(small, units=[nn.Linear])
+    for net in (model, replica):
+        params = [*net.parameters()]
+        buffers = [torch.zeros_like(param) for param in params]
+        for number in range(3):
+            net(torch.arange(10.0).view(2, 5) - number).square().mean().backward()
+            for param, buffer in zip(params, buffers, strict=True):
+                if param.grad is not None:
+                    buffer.mul_(0.9).add_(param.grad)
+                    shard_of_it = param.data
+                    shard_of_it.sub_(buffer, alpha=0.01)
+                    assert type(shard_of_it) is Tensor
+                    param.grad = None
+    assert_same_parameters(model, replica)
+    squares = torch.zeros_like(model[0].weight)
+    for grad in (with_gradients()[0].weight.grad, with_gradients()[0].weight.grad):
+        squares.copy_(grad).mul_(squares)
+        assert isinstance(squares, GradientPiece)
+    squares.zero_()
+    assert type(squares) is Tensor
+    assert squares.sum() == 0
 
 
 SIZE_LOOKS: dict[str, Callable[[Tensor], object]] = {
@@ -280,6 +365,26 @@ def test_an_optimizer_that_was_tried_computes_with_sizes() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+class Remembering(torch.optim.SGD):
+    """Keep gradients as state, as momentum that begins with the first one does."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["first"] = param.grad.clone()
+                    param.data.sub_(param.grad)
+
+
+@each_rank(2)
+def test_state_that_is_made_of_gradients_is_pickled_as_other_state() -> None:
+    model = with_gradients()
+    optimizer = Remembering(model.parameters(), lr=0.1)
+    optimizer.step()
+    state = pickle.loads(pickle.dumps(optimizer.state_dict()))["state"]
+    assert {type(value["first"]) for value in state.values()} == {Tensor}
+
+
 @each_rank(2)
 def test_torchscript_and_whole_graphs_end_in_torch_s_own_errors() -> None:
     grad = with_gradients()[0].weight.grad
@@ -302,12 +407,17 @@ UNSEEN_USES: dict[str, Callable[[Tensor], object]] = {
     "to_dlpack": lambda g: torch.from_dlpack(to_dlpack(g)).sum(),
     "data_ptr": lambda g: g.data_ptr() + 0,
     "untyped_storage": lambda g: torch.empty(0).set_(g.untyped_storage()).sum(),
-    "pickle": lambda g: pickle.loads(pickle.dumps(g)).sum(),
     "size": lambda g: torch.jit.script(rows_of)(g) * 2,
-    "add_": lambda g: torch.zeros(g.shape).add_(g).sum(),
-    "copy_": lambda g: torch.zeros(g.shape).copy_(g).sum(),
+    "data": lambda g: with_data(g).sum(),
+    "vmap": lambda g: torch.vmap(torch.sum)(torch.zeros(g.shape).add_(g)).as_subclass(Tensor),
     "reduce_scatter": lambda g: dist.reduce_scatter(torch.empty(g.shape), [g, g]),
 }
+
+
+def with_data(grad: Tensor) -> Tensor:
+    buffer = torch.zeros(grad.shape)
+    buffer.data = grad
+    return buffer
 
 
 def rows_of(values: Tensor) -> int:
@@ -580,6 +690,127 @@ def test_users_code_in_a_step_sees_pieces(kind: type[torch.optim.Optimizer], lay
         *(*both, "closure", "after", "after all") * 2,
         "outside",
     ]
+
+
+def by_total(params: list[nn.Parameter]) -> None:
+    total = torch.stack([param.norm() for param in params]).norm()
+    for param in params:
+        param.div_(total)
+
+
+def logged(params: list[nn.Parameter]) -> None:
+    for param in params:
+        assert (param.ndim, param.dtype, param.requires_grad) == (param.dim(), torch.float32, True)
+        assert "Parameter" in repr(param)
+        assert isinstance(param, nn.Parameter)
+
+
+def assigned(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data = param.data * 0.9
+
+
+# By name: what a user's hook of a step does, which is right on pieces of parameters.
+RIGHT_HOOKS: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "logs": logged,
+    "clamps": lambda params: [param.clamp_(-0.2, 0.2) for param in params],
+    "decays": lambda params: torch._foreach_mul_(params, 0.9),
+    "decays data": assigned,
+    "divides by the norm of all": by_total,
+    "copies": lambda params: [param.copy_(param.detach().clone().sign() * 0.1) for param in params],
+}
+WRONG_HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], object]]] = {
+    "norm": ("div", lambda param: param.div_(param.norm())),
+    "norm of data": ("div", lambda param: param.data.div_(param.data.norm())),
+    "centre": ("mean", lambda param: param.sub_(param.mean())),
+    "largest": ("max", lambda param: param.div_(param.abs().max())),
+    "rows": ("normalize", lambda param: param.copy_(F.normalize(param, dim=-1))),
+    "noise": ("normal", lambda param: param.add_(torch.empty_like(param).normal_())),
+    "number": ("item", lambda param: param.norm().item()),
+    "fan in": ("arithmetic with a size", lambda param: param.mul_(param.shape[0] ** -0.5)),
+    "average": ("all_reduce", lambda param: dist.all_reduce(param.data)),
+    "averager": (
+        "",
+        lambda param: average_parameters(iter([param]), dist.group.WORLD),
+    ),
+}
+
+
+def registers(optimizer: torch.optim.Optimizer) -> list[Callable[[Any], Any]]:
+    return [
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ]
+
+
+@pytest.mark.parametrize("where", range(4))
+@each_rank(2, transport="auto")
+def test_users_hooks_of_a_step_compute_with_pieces_of_parameters(where: int) -> None:
+    for name, hook in RIGHT_HOOKS.items():
+        model, replica = sharded_and_replica(small, units=[nn.Linear])
+        for net in (model, replica):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            params = [*net.parameters()]
+
+            @torch.no_grad()
+            def call(steps: Any, *_: Any, hook: Any = hook, own: Any = optimizer, of: Any = params) -> None:
+                if steps is own:
+                    hook(of)
+
+            handle = registers(optimizer)[where](call)
+            for number in range(2):
+                net(torch.arange(10.0).view(2, 5) - number).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            handle.remove()
+        assert_same_parameters(model, replica)
+        assert all(type(param) is nn.Parameter for param in model.parameters()), name
+    model = with_gradients()
+    weight = model[0].weight
+    before = shardtrain.full_state_dict(model)
+    for name, (says, look) in WRONG_HOOKS.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        handle = registers(optimizer)[where](torch.no_grad()(lambda *_, look=look: look(weight)))
+        text = raised_soon(ValueError, optimizer.step)
+        handle.remove()
+        assert text.startswith(says), name
+        assert (
+            "0.weight, in a hook of an optimizer's step, would see" in text
+            or "arith" in says
+            or "all_" in text
+        )
+        assert type(weight) is nn.Parameter
+    after = shardtrain.full_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@each_rank(2, transport="auto")
+def test_a_user_s_hook_of_a_step_uses_the_model() -> None:
+    """Whole parameters, a state dict, a forward, another optimizer: all as after the step."""
+    model = with_gradients()
+    params = [*model.parameters()]
+    inner = torch.optim.AdamW(params[1:])
+    optimizer = torch.optim.SGD(params[:1], lr=0.1)
+    average = [param.detach().clone() for param in params]
+    seen = list[object]()
+
+    def hook(*_: Any) -> None:
+        torch._foreach_lerp_(average, params, 0.1)
+        seen.append({name: type(value) for name, value in model.state_dict().items()})
+        with shardtrain.unsharded(model), torch.no_grad():
+            params[0].div_(params[0].norm())
+        inner.step()
+        seen.append(model(torch.ones(1, 5)))
+
+    optimizer.register_step_post_hook(hook)
+    optimizer.step()
+    names = {type(value).__name__ for value in model.state_dict().values()}
+    assert {kind.__name__ for kind in seen[0].values()} == names
+    assert {type(value) for value in average} == {Tensor}
+    with shardtrain.unsharded(model):
+        torch.testing.assert_close(params[0].norm().item(), 1.0)
 
 
 @each_rank(2, transport="auto")
