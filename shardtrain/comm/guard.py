@@ -53,8 +53,9 @@ _STEP_HINT = (
 )
 _UNITS_HINT = (
     ". Modules that only some ranks call (experts, heads for some images) belong into shard(..., "
-    "conditional=[module]); forwards of which ranks make different numbers (generate() to other lengths) "
-    "into shardtrain.unsharded(model)"
+    "conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must run on every "
+    "rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
+    "shardtrain.unsharded(model)"
 )
 _FEWER_HINT = (
     ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
@@ -98,10 +99,11 @@ class Entry(NamedTuple):
 class Paths:
     """Hold the latest collectives of this rank, and those known of the others, by position.
 
-    ``step``: forwards begun. ``end``: the position of this rank's next collective. ``digest``: of all its
-    collectives. ``difference``: the first position at which ranks are known to differ. ``untagged``: some
-    collectives carry no tag. ``captures``: steps may be captured and replayed. ``recording``: one is captured
-    now, so that nothing runs and nothing can be compared.
+    ``step``: forwards begun, also those of evaluations and of each micro-batch; errors name it. ``end``: the
+    position of this rank's next collective. ``digest``: of all its collectives. ``difference``: the first
+    position at which ranks are known to differ. ``untagged``: some collectives carry no tag. ``captures``:
+    steps may be captured and replayed. ``recording``: one is captured now, so that nothing runs and nothing
+    can be compared.
     """
 
     def __init__(self, rank: int, others: Iterable[int]) -> None:

@@ -2,10 +2,11 @@
 
 The full flat vector of a unit exists once per host, and every rank maps it. A rank's interval *is* that part
 of the vector. So a gather moves nothing, and what the optimizer writes to an interval is what the others read
-in the next forward. Two barriers keep owners from writing while others read::
+in the next forward. Three barriers per step keep owners from writing while others read::
 
-    entering forward            every rank has left its optimizer step, so all intervals are final
-    leaving forward, backward   every rank has finished reading, so owners may write again
+    entering forward    every rank has left its optimizer step, so all intervals are final
+    leaving forward     every rank has finished reading, so owners may write again
+    leaving backward    the same, for what backward has read
 
 Gradients are collected in an arena: memory of each rank that all others map. To reduce a unit, a rank posts
 where in its arena the unit's gradient lies, and waits for the posts of all ranks. Then it averages its

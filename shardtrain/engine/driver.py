@@ -43,7 +43,7 @@ class Driver:
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
-        self.micro_batch = 0  # the number of the virtual rank's among this rank's
+        self.micro_batch = 0  # which of this rank's micro-batches runs now, if it has virtual ranks
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.is_silent = self.root.channel.silent  # no other rank compares or waits
         self.steps = Steps()  # of optimizers since the last forward
@@ -107,7 +107,7 @@ class Driver:
         unit.gather()
 
     def show(self, unit: Unit) -> None:
-        self.closed.open([unit])
+        self.closed.allow([unit])
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -117,7 +117,7 @@ class Driver:
     def hide(self, unit: Unit) -> None:
         unit.hide()
         if self.schedule.in_forward and not self.schedule.backward:
-            self.closed.close(unit)
+            self.closed.forbid(unit)
 
     def release(self, unit: Unit) -> None:
         unit.release()
@@ -144,18 +144,18 @@ class Driver:
         self.show_shards()
         self.schedule.begin_forward(self._training())
         for unit in self.units:
-            unit.refresh()
+            unit.cast()
             self.changes.note(unit)
         self._agree_on_frozen()
         self._fence(ENTER)
         self.forget_nodes()
-        self._close()
+        self._forbid()
 
-    def _close(self) -> None:
+    def _forbid(self) -> None:
         """Refuse to compute with parameters that show shards, until their units are called."""
         for unit in self.units:
             if unit.shown is Shown.SHARD:
-                self.closed.close(unit)
+                self.closed.forbid(unit)
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
@@ -175,10 +175,10 @@ class Driver:
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
 
-    def refresh(self, unit: Unit) -> None:
+    def release_and_cast(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.refresh(unit, self._training())
-        unit.refresh()
+        self.schedule.release_alone(unit, self._training())
+        unit.cast()
         self.changes.note(unit)
         self._agree_on_frozen()
         self._fence(ENTER)
@@ -188,7 +188,7 @@ class Driver:
 
         Raises ValueError if a local shard was changed that other ranks may still read.
         """
-        self.closed.open(self.units)
+        self.closed.allow(self.units)
         if self.schedule.backward:
             return
         try:
@@ -212,10 +212,10 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
-                self.closed.open([unit])
+                self.closed.allow([unit])
                 self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
-                self.refresh(unit)
+                self.release_and_cast(unit)
             self._refuse_edits_between(unit)
         schedule.enter(unit)
         if is_outermost:
@@ -268,7 +268,7 @@ class Driver:
         unannounced = False
         if learns:
             self.mark(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
-            unannounced = _hides(unit, outputs)
+            unannounced = _may_need_unannounced(unit, outputs)
         if call.depth == 1:
             trace.end("forward", unit.title)
             if not (failed or schedule.backward):
@@ -322,7 +322,7 @@ class Driver:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        self.closed.open(self.units)  # a backward inside forward
+        self.closed.allow(self.units)  # a backward inside forward
         self.refuse_edits()
         self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
@@ -374,7 +374,7 @@ class Driver:
             finish_downloads(self.device)
         call_postponed(given.params)
         if self.schedule.in_forward:
-            self._close()
+            self._forbid()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []
@@ -419,7 +419,7 @@ class Driver:
             pending.settle()
 
 
-def _hides(unit: Unit, outputs: Iterable[Any]) -> bool:
+def _may_need_unannounced(unit: Unit, outputs: Iterable[Any]) -> bool:
     """Return whether ``unit`` must stay gathered through backward, which its output may not announce.
 
     It must if the leaves ``outputs`` of the output may hide tensors in objects, or are views of parameters.

@@ -165,7 +165,7 @@ class Reduction:
 
     ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
     which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
-    segments of which a backward brings any gradient, or an earlier one has brought some that wait.
+    segments that get a gradient in this backward, or still hold one from an earlier one.
     ``_awaited``: parameters that required a gradient in a backward since the last reduction. ``_shown``: what
     ``.grad`` shows under `no_sync`, with its version, and whether `show_waiting` put it there.
     """

@@ -2,8 +2,9 @@
 
 - Each call of a unit's module gathers it before and releases it afterwards, users' hooks included. For the
   root, so does a call of each module that holds a root parameter, so that a child called by itself works.
-- A hook on the autograd node of each tensor that such a call returns, and that modules inside it return,
-  since a loss may depend on the latter alone. It tells how far backward has come.
+- A hook on the autograd node of each tensor that such a call returns, and of each that a module inside it
+  returns which holds parameters of the unit: a loss may depend on the latter alone. It tells how far backward
+  has come.
 - A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
 `Engine` attaches these, and forwards events to what protects users: files of their own, which a step does not

@@ -563,6 +563,22 @@ def test_what_one_rank_does_alone_is_not_blamed_on_a_scaler() -> None:
 
 
 @each_rank(2)
+def test_an_evaluation_on_one_rank_after_the_update_hears_of_both_ways_out() -> None:
+    """It ends before anything tells it from experts that one rank alone calls."""
+    model, optimizer = trained()
+
+    def evaluate_on_rank_0() -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(2, 3, 5, 5))
+        train(model, optimizer, 1)
+
+    text = raised_soon(comm.Diverged, evaluate_on_rank_0)
+    assert "what stands under `if rank == 0:`, an evaluation for example, must run on every rank" in text
+    assert "conditional=[module]" in text
+
+
+@each_rank(2)
 def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
     """Two models, of which each rank calls another one first."""
     models = [trained()[0] for _ in range(2)]

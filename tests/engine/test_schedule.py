@@ -217,7 +217,7 @@ class Recorder:
         """Begin a call, as `Driver.begin_call` does."""
         schedule = self.schedule
         if unit not in schedule.calls and not (schedule.backward or schedule.in_forward):
-            schedule.refresh(unit, self.trains)
+            schedule.release_alone(unit, self.trains)
             assert unit not in self.full  # its values may be from before an update
         schedule.enter(unit)
         self._note_computing(unit)
