@@ -83,6 +83,9 @@ def local_shards(engine: Engine) -> list[LocalShard]:
 
 def misfits(shards: Sequence[LocalShard], averages: Averages) -> list[str]:
     """Return a line per parameter whose average is missing, or not sharded like it."""
+    if not isinstance(averages, Mapping):
+        kind = type(averages).__name__
+        return [f"averages is an {kind}, expected a tensor per parameter: pass ema.averages, and its state() in extra"]
     problems = []
     for param, part, _ in shards:
         average = averages.get(param)

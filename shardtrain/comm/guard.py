@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from shardtrain.comm.trace import (
+    ADD,
     ENTER,
     GATHER,
     LEAVE,
@@ -64,7 +65,9 @@ _OPTIONS_HINT = (
 _FROZEN_HINT = (
     ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
 )
-
+_ADD_HINT = (
+    ". Clear gradients on all ranks or on none, at the same point: call zero_grad() on every rank"
+)
 _CAPTURE_HINT = (
     ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
     "changes of the model and its optimizer between calls"
@@ -165,6 +168,8 @@ class Paths:
         hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
         if any(entry.kind == TRAIN.number for entry in shown):
             hint = _FROZEN_HINT
+        if any(entry.kind == ADD.number for entry in shown):
+            hint = _ADD_HINT
         if all(entry.kind in _OF_FORWARDS for entry in shown):
             hint = _UNITS_HINT
         if any(entry.kind == REPLAY.number for entry in shown):
