@@ -1,5 +1,6 @@
 """Hydra's config groups: the YAML files here, and `model`, which is torchvision's own list."""
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,16 @@ def registered() -> Iterator[Path]:
 
     Hydra's store is one for the whole process; other programs have keys of that name.
     """
+    ConfigStore.instance().repo["model"] = _models()
+    try:
+        yield Path(__file__).resolve().parent
+    finally:
+        ConfigStore.instance().repo.pop("model")
+
+
+@functools.cache  # storing them takes a third of the time in which Hydra composes
+def _models() -> Any:
+    """Return what Hydra's store holds as the group `model`. Hydra copies what it reads there."""
     shared, own = (
         OmegaConf.load(Path(__file__).with_name("common") / f"{name}.yaml")
         for name in ("models", "classifier")
@@ -27,10 +38,7 @@ def registered() -> Iterator[Path]:
     _store("vit_cifar", "models.vit", shared, patch=4, layers=7, heads=12, width=384, mlp_width=384)
     _store("resnet20", "models.resnet_cifar", shared, depth=20)
     _store("resnet9", "resnet9_cifar10.Resnet9", shared, widths=[64, 256, 256])
-    try:
-        yield Path(__file__).resolve().parent
-    finally:
-        ConfigStore.instance().repo.pop("model")
+    return ConfigStore.instance().repo.pop("model")
 
 
 def torchvision_models() -> list[str]:

@@ -258,6 +258,10 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)  # graphs cannot be recorded on the default stream
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # NVIDIA's profiling library crashes in a second profile beside graphs if it was taken down after the
+        # first. Torch's profiler sets the same for the graphs of torch's compiler.
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether what is launched on ``tensor`` is recorded."""
@@ -267,18 +271,31 @@ class Recorder:
         """Run ``run`` on the stream that records, so that what a first launch prepares is there."""
         current = torch.cuda.current_stream(self._side.device)
         self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            result = run()
-        current.wait_stream(self._side)
-        return result
+        try:
+            with torch.cuda.stream(self._side):
+                return run()
+        finally:  # also of a step that fails
+            current.wait_stream(self._side)
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record what ``run`` launches, which does not run yet. Return its result, and what launches it."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as that which pins a loader's batches, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
+        # Where a recording fails, torch does not return to the stream before. Other threads, such as that
+        # which pins a loader's batches, may call CUDA meanwhile.
+        before = inside(current_stream(self._side.device))
+        with before, torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
             result = run()
+        self._graph = graph
         return result, graph.replay
+
+    def release(self) -> None:
+        """Delete the graph that was recorded last, whoever still refers to it: a traceback, for example.
+
+        NCCL waits, as a process group ends, for each graph that has one of its collectives.
+        """
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
 
 
 def recorder(device: torch.device) -> Recorder | None:

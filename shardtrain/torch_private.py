@@ -72,8 +72,6 @@ NAMES = {
     "torch.nn.modules.module:_global_forward_hooks": Row("to notice hooks of all modules", _CAPTURE),
     "torch.nn.modules.module:_global_backward_pre_hooks": Row("to notice hooks of all modules", _CAPTURE),
     "torch.nn.modules.module:_global_backward_hooks": Row("to notice hooks of all modules", _CAPTURE),
-    "torch.optim.optimizer:_global_optimizer_pre_hooks": Row("to notice hooks of all optimizers", _CAPTURE),
-    "torch.optim.optimizer:_global_optimizer_post_hooks": Row("to notice hooks of all optimizers", _CAPTURE),
     "torch._compile:_disable_dynamo": Row(
         "to keep hooks out of compiled graphs",
         _COMPILE,

@@ -261,6 +261,7 @@ def by_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def _program(command: list[str], folder: str, said: str, environment: dict[str, str]) -> None:
+    gc.freeze()  # as above
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -10,7 +10,7 @@ each step, and what it does not see, shows as on a device::
     a wait, a value   refused in the words of CUDA, and so is a copy between host and device
     a stream          takes part once it waits for one that does; it may wait for nothing older, and the first
                       stream must wait for it in the end: otherwise refused in the words of CUDA
-    a draw            draws anew, from torch's generator as it is then
+    a draw            draws anew, from torch's generator as it is then; reading its state is refused
     a collective      made again, over gloo or torch's fake process group
 
 Memory from before the recording is not the graph's. If a replay uses some that was given back since, or lies
@@ -26,7 +26,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ from simulated_device import DEVICE, NO_KERNEL, WAITS, Event, SimulatedDevice, S
 
 Launch = Callable[[], object]
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
+NO_STATE = "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture"
 ISOLATION = "CUDA error: dependency created on uncaptured work in another stream"
 UNJOINED = "CUDA error: capturing stream has unjoined work"
 
@@ -57,6 +58,11 @@ class Recordings:
     def __init__(self, sim: SimulatedDevice) -> None:
         self.sim = sim
         self.recordings: list[Recording] = []
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is a graph, for which NCCL would wait as its group ends."""
+        return not all(recording.is_deleted for recording in self.recordings)
 
     @property
     def replays(self) -> int:
@@ -131,6 +137,7 @@ class Recording(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.names: list[str] = []
         self.replays = 0
+        self.is_deleted = False
         self.streams: dict[Stream, int] = {}
         self._own: dict[int, Tensor] = {}  # storages of the graph's own memory, each by a view that holds it
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other storages that it uses, and what was there
@@ -152,7 +159,14 @@ class Recording(TorchDispatchMode):
             self._undo()
             torch.default_generator.set_state(generator)
 
+    def reset(self) -> None:
+        """Do as torch's: delete the graph, and give its memory back."""
+        self.is_deleted = True
+        self.launches.clear()
+        self._own.clear()
+
     def replay(self) -> None:
+        assert not self.is_deleted
         self.replays += 1
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for launch in self.launches:
@@ -245,8 +259,11 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def _resizes(self) -> Iterator[None]:
-        """Note what is resized inside."""
+        """Note what is resized inside, and refuse to read random states."""
         resize = torch.UntypedStorage.resize_
+
+        def refused(device: object = None) -> Any:
+            raise RuntimeError(NO_STATE)
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (0,))  # type: ignore[call-overload]
@@ -260,6 +277,9 @@ class Recording(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.UntypedStorage, "resize_", noted)
+            patch.setattr(torch.cuda, "get_rng_state", refused)
+            patch.setattr(torch.cuda, "_initialized", True)  # else `torch.utils.checkpoint` does not ask
+            patch.setattr(torch.cuda, "device", lambda index: nullcontext())
             yield
 
     def _undo(self) -> None:

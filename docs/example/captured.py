@@ -31,4 +31,6 @@ for number in range(20):
     loss = step(torch.randn(size, 8, device=device), torch.randint(4, (size,), device=device))
     schedule.step()  # its rate is a tensor, which replays read
 print(f"loss {loss.item():.3f}", getattr(step, "summary", ""))
+if on_gpus:  # or NCCL would wait for the graph for ever
+    step.release()
 torch.distributed.destroy_process_group()

@@ -85,7 +85,8 @@ def misfits(shards: Sequence[LocalShard], averages: Averages) -> list[str]:
     """Return a line per parameter whose average is missing, or not sharded like it."""
     if not isinstance(averages, Mapping):
         kind = type(averages).__name__
-        return [f"averages is an {kind}, expected a tensor per parameter: pass ema.averages, and its state() in extra"]
+        expected = "expected a tensor per parameter: pass ema.averages, and ema.state() in extra"
+        return [f"averages is of class {kind}, {expected}"]
     problems = []
     for param, part, _ in shards:
         average = averages.get(param)

@@ -57,6 +57,10 @@ _UNITS_HINT = (
     "conditional=[module]); forwards of which ranks make different numbers (generate() to other lengths) "
     "into shardtrain.unsharded(model)"
 )
+_FEWER_HINT = (
+    ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
+    "(generate() to other lengths) belong into shardtrain.unsharded(model)"
+)
 _OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE)}
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
@@ -66,7 +70,8 @@ _FROZEN_HINT = (
     ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
 )
 _ADD_HINT = (
-    ". Clear gradients on all ranks or on none, at the same point: call zero_grad() on every rank"
+    ". Ranks must clear gradients at the same point, and make as many backwards under no_sync and outside of "
+    "it: call zero_grad(), backward() and no_sync() on every rank"
 )
 _CAPTURE_HINT = (
     ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
@@ -151,6 +156,11 @@ class Paths:
             if is_first and len({entry[:3] for entry in entries}) > 1:
                 self.difference = position
 
+    def hint_of_fewer(self, position: int) -> str:
+        """Return what to do if ranks make fewer collectives than this one, which waits at ``position``."""
+        entry = self.own.get(position)
+        return _FEWER_HINT if entry is not None and entry.kind in _OF_FORWARDS else ""
+
     def diverged(self, position: int) -> Diverged:
         """Return the error that names each rank's collective at ``position``."""
         logs = sorted({self.rank: self.own, **self.theirs}.items())
@@ -172,6 +182,8 @@ class Paths:
             hint = _ADD_HINT
         if all(entry.kind in _OF_FORWARDS for entry in shown):
             hint = _UNITS_HINT
+            if len({entry.kind == REDUCE.number for entry in shown}) > 1:
+                hint += _ADD_HINT
         if any(entry.kind == REPLAY.number for entry in shown):
             hint = _CAPTURE_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")

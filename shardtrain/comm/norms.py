@@ -351,8 +351,8 @@ def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
     piece = _first(GradientPiece, grads)
     if any(each.owners.waits for each in _pieces(grads)):
         raise ValueError(
-            "the norm of gradients that wait under no_sync would see this rank's alone: run the last backward "
-            "outside of no_sync first, then measure or clip"
+            "the norm of gradients that wait under no_sync would see this rank's alone: run the last "
+            "backward outside of no_sync first, then measure or clip"
         )
     table: Sequence[Tensor | None] = [None] * len(grads)
     if piece.owners.virtual:

@@ -456,6 +456,8 @@ class Reports(Guard):
             places = {rank: self._places[rank] for rank in ranks if rank in self._places}
             for rank, place in places.items():
                 text += f"; the main thread of rank {rank} is at {place}"
+        if state in (ENDED, ELSEWHERE):
+            text += self.paths.hint_of_fewer(position)
         self._fail(PeerLost(text), ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:

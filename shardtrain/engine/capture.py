@@ -160,6 +160,15 @@ class Captured:
         outputs = self._graph.outputs
         return torch_private.tree_map(copied, outputs) if self._copies else outputs
 
+    def release(self) -> None:
+        """Delete the graph, and free its memory. The next call with inputs of its shapes records it again.
+
+        Call it before ``torch.distributed.destroy_process_group()``, which otherwise waits for the graph,
+        for ever: NCCL counts the graphs that have its collectives.
+        """
+        self._graph = None
+        self._recorder.release()
+
     @property
     def summary(self) -> str:
         """How many calls replayed the step, and why the others did not."""
@@ -174,8 +183,8 @@ class Captured:
         change = ""
         if self._fixed is not None and fixed != self._fixed:
             change = self._watch.difference(self._fixed, fixed)
-        elif self._graph is not None and (odd := self._graph.odd):
-            param, has_gradient = odd
+        elif self._graph is not None and (changed := self._graph.changed_gradient):
+            param, has_gradient = changed
             there = "a gradient" if has_gradient else "no gradient"
             change = f"{self._watch.name_of(param)} has {there} before the step, unlike when recorded"
         self._fixed = fixed
@@ -183,7 +192,7 @@ class Captured:
             self._settled = False
             if self._graph is not None:
                 _log.warning("the captured step is recorded again: %s", change)
-            self._graph = None
+            self.release()
 
     # steps as they are
 
@@ -237,6 +246,7 @@ class Captured:
             )
         except BaseException:
             self._failed = True
+            self.release()
             raise
 
     def _require_unchanged(self, versions: Sequence[int]) -> None:

@@ -45,6 +45,7 @@ class Driver:
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # the number of the virtual rank's among this rank's
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
+        self.is_silent = self.root.channel.silent  # no other rank compares or waits
         self.steps = Steps()  # of optimizers since the last forward
         self._whole = any(segment.layout.whole for unit in units for segment in unit.segments)
         self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
@@ -84,6 +85,8 @@ class Driver:
         return bool(self.schedule.forward.calls)
 
     def _fence(self, what: Movement) -> None:
+        if self.is_silent:
+            return
         if what is ENTER:
             for name in self.steps.take():
                 self.root.channel.fence(STEP, name)
@@ -92,6 +95,8 @@ class Driver:
 
     def _agree_on_frozen(self) -> None:
         """Enter into the path which parameters are frozen, if users have changed that."""
+        if self.is_silent:
+            return
         names = frozen(self.units)
         if names != self._frozen:
             self._frozen = names
@@ -238,10 +243,17 @@ class Driver:
             return
         reach = partial(self._reach, schedule.recorded, schedule.moment)
         for tensor in tensors:
-            for output in (tensor, tensor._base):
-                if output is not None and (node := output.grad_fn) is not None:
-                    node.register_prehook(reach)
-                    schedule.announce(unit)
+            node = tensor.grad_fn
+            base = tensor._base
+            if base is not None and (node_of_base := base.grad_fn) is not None:
+                node_of_base.register_prehook(reach)
+                schedule.announce(unit)
+                # As of a linear layer: the base's node runs next, and this one reads no parameter.
+                if node is not None and node.next_functions == ((node_of_base, 0),):
+                    continue
+            if node is not None:
+                node.register_prehook(reach)
+                schedule.announce(unit)
 
     def end_call(self, unit: Unit, outputs: Sequence[Any], failed: bool) -> None:
         """Release ``unit`` as one of its modules returns or (``failed``) raises.

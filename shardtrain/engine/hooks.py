@@ -13,11 +13,13 @@ need. Another hook checks each optimizer before it steps: see `optimizers.py`.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.engine.units import note_shards
+from shardtrain.engine.units import note_shards, note_uncaught
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
@@ -100,6 +102,7 @@ class Engine:
         self._mark(self.module, _ENGINE, self)
         self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
+        explain_uncaught()
 
     def _mark(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of ``module`` until `detach`."""
@@ -261,7 +264,7 @@ def check_optimizers(trial: Trial) -> None:
 
 
 def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
-    """Warn (UserWarning) if ``optimizer``, which steps a sharded model, steps parameters that belong to none."""
+    """Warn (UserWarning) if ``optimizer`` of a sharded model has parameters that belong to none."""
     known = set[nn.Parameter]()
     for engine in engines():
         known |= engine.known_parameters
@@ -270,12 +273,25 @@ def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
         shapes += [tuple(p.shape) for p in group["params"] if p.grad is not None and p not in known]
     if shapes:
         warnings.warn(
-            f"{type(optimizer).__name__} steps sharded parameters, and {len(shapes)} that belong to no sharded "
-            f"model, the first of shape {shapes[0]}. Nothing of shardtrain reduces their gradients, so ranks "
-            "drift apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
+            f"{type(optimizer).__name__} steps sharded parameters, and {len(shapes)} that belong to no "
+            f"sharded model, the first of shape {shapes[0]}. Nothing here reduces their gradients, so ranks drift "
+            "apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
             "shard(model)), unless DistributedDataParallel or you reduce them",
             stacklevel=5,
         )
+
+
+@functools.cache
+def explain_uncaught() -> None:
+    """Have an error that ends the program name the shards whose sizes it tells, once for all engines."""
+    report = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for engine in engines():
+            note_uncaught(error, engine.units)
+        report(kind, error, trace)
+
+    sys.excepthook = explain
 
 
 def engine_of(module: nn.Module) -> Engine:

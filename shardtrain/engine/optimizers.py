@@ -53,7 +53,8 @@ class Optimizers:
         self._passed: set[str] = set()  # see `Tryable`
         # Optimizers whose own code runs now, each with the parameters whose gradient is plain meanwhile.
         self._stepping: weakref.WeakKeyDictionary[Any, list[Plain]] = weakref.WeakKeyDictionary()
-        self._member_of = {member.param: member for member in members}
+        # Those whose gradients are marked as pieces: none on a silent rank.
+        self._member_of = {member.param: member for member in members if member.owners is not None}
         self.hooked = Hooked(driver.units)
 
     def before_step(
@@ -92,6 +93,8 @@ class Optimizers:
         driver.show_shards()
         if driver.awaits_backward:
             self._check_before_backward()
+        if driver.is_silent:
+            return False
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
@@ -125,7 +128,7 @@ class Optimizers:
         """
         self.hooked.end()  # a hook of another optimizer makes this step
         plain = list[Plain]()
-        if type(optimizer).__module__.startswith("torch.optim."):
+        if self._member_of and type(optimizer).__module__.startswith("torch.optim."):
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     member = self._member_of.get(param)

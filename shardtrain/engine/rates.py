@@ -1,7 +1,7 @@
 """Keep the learning rates of an optimizer in tensors, which a captured step reads.
 
 A graph would repeat a rate that is a number for ever. A schedule of torch writes into a rate that is a
-tensor. What users set instead is copied into it.
+tensor. What users set instead is copied into it. Its own file, since it knows an optimizer only.
 """
 
 from __future__ import annotations

@@ -245,8 +245,8 @@ def _untied(
             values[first] = value
         elif not _is_same(values[first], value):
             problems.append(
-                f"{name} and {first} are one tied tensor here, and have other values in what is to be loaded: "
-                "leave one out with strict=False, or untie them before shard()"
+                f"{name} and {first} are one tied tensor here, and differ in what is to be loaded: leave one "
+                " out with strict=False, or untie them before shard()"
             )
     return values, problems
 

@@ -20,7 +20,10 @@ _SHOWN = 60  # characters of a line that the guard's errors show
 
 
 class Steps:
-    """Collect the steps of optimizers and averages since the last forward. Numbers in options are compared bit by bit."""
+    """Collect the steps of optimizers and averages since the last forward.
+
+    Numbers in options are compared bit by bit.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[str, None] = {}  # of this step's optimizers

@@ -11,6 +11,7 @@ What a step itself changes of what a graph fixes is found while recording, too: 
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -43,7 +44,18 @@ def refusal(
     if recorder.only_capturable and not channel.transport.capturable:
         kind = type(channel.transport).__name__
         return f"collectives of {kind} need the host: open a process group of NCCL"
+    if channel.all_ranks.world > 1 and _segments_expand() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        return (
+            "NCCL registers the memory of a graph's collectives, which hangs with expandable_segments:True "
+            "of PYTORCH_CUDA_ALLOC_CONF: set NCCL_GRAPH_REGISTER=0 before the process group is opened"
+        )
     return _refusal_of(optimizer)
+
+
+def _segments_expand() -> bool:
+    """Return whether torch's allocator is told to map more memory to a segment as it grows."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
 
 def _refusal_of(optimizer: torch.optim.Optimizer) -> str | None:
@@ -141,7 +153,8 @@ def explained(error: BaseException) -> BaseException:
     first_line = text.splitlines()[0]
     return ValueError(
         f"the step cannot be captured{where}: {first_line}. Code in a captured step may not wait for the "
-        "device: read values, print, and move tensors after it"
+        "device: read values, print, and move tensors after it. torch.utils.checkpoint reads random states "
+        "unless preserve_rng_state=False, which is right where nothing is drawn"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import warnings
 from collections import Counter
@@ -27,6 +28,7 @@ UnitChoice = (
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _READ = "If forward read a parameter of a module that it did not call, it read this rank's shard"
+_OF_SHAPES = re.compile("(shape|size).*(match|multiplied|broadcast|invalid|inconsistent|expected)")
 _LISTED = 12  # names of parameters in a note
 _SMALL = 1 << 16  # bytes; smaller units are not worth collectives of their own
 _TINY = 2 << 20  # bytes of a model that is not worth several
@@ -293,6 +295,35 @@ def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
         f"{_READ}: call the module, choose units so that both are in one, or read it inside "
         f"shardtrain.unsharded(model). Shards were shown by {listed}"
     )
+    _add_note(error, note)
+
+
+def note_uncaught(error: BaseException, units: Iterable[Unit]) -> None:
+    """Add a note to ``error``, which ends the program, if sizes in it are those of parameters' shards.
+
+    A parameter that is used outside of forward, as in ``student.weight + teacher.weight``, ends in an error
+    of torch's about shapes.
+    """
+    sizes = {int(number) for number in re.findall(r"\d+", str(error))} - {0, 1}
+    shards = list[str]()
+    for unit in units:
+        for member in unit.members if unit.shown is Shown.SHARD else ():
+            part = member.part
+            cut = {local for local, whole in zip(part.local_shape, part.shape, strict=True) if local != whole}
+            if cut & sizes:
+                shards.append(f"{member.name} {part.local_shape} of {part.shape}")
+    is_noted = any(_READ in note for note in getattr(error, "__notes__", ()))
+    if type(error) is RuntimeError and not is_noted and _OF_SHAPES.search(str(error)) and shards:
+        listed = ", ".join(shards[:_LISTED])
+        more = f" and {len(shards) - _LISTED} more" if len(shards) > _LISTED else ""
+        _add_note(
+            error,
+            "Outside of their units' forward parameters show this rank's shard: use them in it, or inside "
+            f"shardtrain.unsharded(model). Shards of such sizes are {listed}{more}",
+        )
+
+
+def _add_note(error: BaseException, note: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:

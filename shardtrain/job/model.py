@@ -115,6 +115,11 @@ def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
         raise UserError(f"parallel.offload=true needs a GPU, found {device.type}")
     if config.train.capture and not is_accelerator(device):
         raise UserError(f"train.capture=true needs a GPU, found {device.type}")
+    if config.train.capture and config.parallel.activation_checkpoint:
+        raise UserError(
+            "train.capture=true: parallel.activation_checkpoint has the host read random states in each "
+            "step; leave one of the two out"
+        )
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
     return model

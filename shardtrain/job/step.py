@@ -158,14 +158,20 @@ class Step(NamedTuple):
             return batches, loss
         with phase("data"):
             loaded = list(itertools.islice(batches, count))
-        return iter(loaded), partial(loss.over, self._mean_weight(loss, loaded))
+        weight = self.weight_of(loaded)
+        assert weight is not None
+        return iter(loaded), partial(loss.over, weight)
 
-    def _mean_weight(self, loss: CrossEntropy, batches: Sequence[Sequence[Any]]) -> Tensor:
+    def weight_of(self, batches: Sequence[Sequence[Any]]) -> Tensor | None:
         """Return the weight of all images of the step, over the number of micro-batches of all ranks.
 
-        Collective, with the same bits on any number of ranks that compute the same virtual ranks. The mean
-        over micro-batches of their sums divided by this is the weighted mean over all images.
+        None if classes have no weights. Else collective, with the same bits on any number of ranks that
+        compute the same virtual ranks. The mean over micro-batches of their sums divided by this is the
+        weighted mean over all images.
         """
+        loss = self.loss
+        if not isinstance(loss, CrossEntropy) or loss.weight is None:
+            return None
         rows = table_rows(self.model)
         weights = torch.stack([loss.weight_of(labels) for _, labels, *_ in batches])
         table = table_of(weights.view(len(rows), -1), rows)
@@ -188,8 +194,9 @@ class Step(NamedTuple):
 class CapturedStep:
     """Run a `Step` as one CUDA graph: all micro-batches, clipping and the update. See `shardtrain.capture`.
 
-    What it returns and what observers see is computed already, and the update done. The moving average, whose
-    weight depends on the number of the step, is updated outside of the graph.
+    What it returns and what observers see is computed already, and the update done. Outside of the graph are
+    the moving average, whose weight depends on the number of the step, and the weight of all images where
+    classes have weights, which a collective sums.
 
     Raises UserError if the step cannot be captured.
     """
@@ -200,18 +207,22 @@ class CapturedStep:
             raise UserError(
                 "train.capture=true: parallel.precision=fp16 has the host decide on updates; choose bf16"
             )
-        if isinstance(step.loss, CrossEntropy) and step.loss.weight is not None:
-            raise UserError("train.capture=true: train.class_weights are summed over ranks by the host")
         for group in step.optimizer.param_groups:
             if group.get("fused") and "capturable" in group:  # its counts of steps are on the device already
                 group["capturable"] = True
         with _as_mistake():
             self._run = capture(self._compute, step.model, step.optimizer)
 
-    def _compute(self, *batches: tuple[Tensor, Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the gradients' norm, and loss and logits of each micro-batch."""
+    def _compute(
+        self, weight: Tensor | None, *batches: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the gradients' norm, and loss and logits of each micro-batch; ``weight``: of all images."""
         results = list[tuple[Tensor, Tensor]]()
-        norm = self._step.gradients(
+        loss = self._step.loss
+        if weight is not None:
+            assert isinstance(loss, CrossEntropy)
+            loss = partial(loss.over, weight)
+        norm = self._step._replace(loss=loss).gradients(
             iter(batches),
             len(batches),
             observe=lambda images, loss, logits, labels: results.append((loss, logits)),
@@ -225,14 +236,19 @@ class CapturedStep:
         """Run step number ``step`` on ``count`` micro-batches; return the gradients' norm, 0-dim."""
         with phase("data"):
             own = [(images, labels) for images, labels, *_ in itertools.islice(batches, count)]
+            weight = self._step.weight_of(own)
         with phase("forward"), _as_mistake():
             norm: Tensor
-            norm, results = self._run(*own)
+            norm, results = self._run(weight, *own)
         for (images, labels), (loss, logits) in zip(own, results, strict=True):
             observe(images, loss, logits, labels)
         if self._step.ema is not None:
             self._step.ema.update(step)
         return norm
+
+    def release(self) -> None:
+        """Delete the graph, for which the end of a process group would wait for ever."""
+        self._run.release()
 
     @property
     def summary(self) -> str:

@@ -54,10 +54,22 @@ OUTCOME_FILE = "SHARDTRAIN_OUTCOME_FILE"  # in the environment of a sweep's job:
 
 def fit(training: Training, saver: Saver, watch: Watch) -> None:
     """Train up to step ``job.steps``; evaluate every ``train.eval_every`` epochs and at the end."""
+    train = training.config.train
+    one_step = Step.of(training.job, train.clip_grad_norm)
+    captured = CapturedStep(one_step) if train.capture else None
+    try:
+        take_steps(training, saver, watch, one_step, captured)
+    finally:
+        if captured is not None:
+            captured.release()
+
+
+def take_steps(
+    training: Training, saver: Saver, watch: Watch, one_step: Step, captured: CapturedStep | None
+) -> None:
+    """Take the steps of `fit`, by replays if they are ``captured``."""
     config, job, metrics, monitor = training
     train = config.train
-    one_step = Step.of(job, config.train.clip_grad_norm)
-    captured = CapturedStep(one_step) if train.capture else None
     gradients = Finiteness(training, one_step)
     replays = train.replay_every if introspect(job.model).virtual_ranks else 0
     saver.before_save = gradients.settle

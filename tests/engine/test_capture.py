@@ -1,12 +1,14 @@
 """Steps that are captured and replayed, on the simulated device with a recorder of graphs for it."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import shardtrain
 from shardtrain import comm
@@ -24,6 +27,7 @@ from shardtrain.comm import guard
 from shardtrain.job import step as program
 from shardtrain.job.errors import UserError
 from shardtrain.job.launch import Context
+from shardtrain.monitor import Monitor
 from shardtrain.optim import Ema
 from shardtrain.train.loop import train
 
@@ -191,10 +195,23 @@ def train_in_way(way: Way, captures: bool, rank: int = 0, **options: Any) -> tup
     return results, run
 
 
+# Captured by default; other ways in these worlds are long. Over a group of one all are, as each value
+# can be compared there.
+SHORT = {
+    "silent": {"even", "bf16", "clip", "kept, no_sync", "joined, kept, recomputed"},
+    "eight": {"whole, bf16", "frozen", "recomputed", "reduce bf16", "frozen, no_sync, clip", "joined, whole"},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(name, size, id=f"{name}, {world}")
+        pytest.param(
+            name,
+            size,
+            id=f"{name}, {world}",
+            marks=pytest.mark.long if name not in SHORT.get(world, CAPTURABLE) else (),
+        )
         for world, size in WORLDS.items()
         for name in CAPTURABLE
         if not WAYS[name].replicas or size == 1
@@ -292,6 +309,25 @@ def test_what_acts_without_another_recording(records: Recordings, change: Callab
     assert losses[0::2] == losses[1::2]
     assert same(*(run.state() for run in runs)) == []
     assert runs[1].step.eager == {"to warm up": 1}
+
+
+@pytest.mark.parametrize("act", [train_without, evaluate, load_into_memory])
+def test_a_recording_waits_for_nothing_that_came_before_it(act: Callable[[Run], None]) -> None:
+    """A unit that an earlier forward has left whole has an event of work that is not recorded."""
+    with simulated(1) as (device, _):
+        transport = comm.ProcessGroupTransport(dist.group.WORLD)
+        runs = [
+            Run(False, model=sharded(transport=transport)),
+            Run(True, model=sharded(transport=transport), warmup=1),
+        ]
+        losses = [run.losses(range(1)) for run in runs]
+        for run in runs:
+            act(run)
+        losses += [run.losses(range(1, 4)) for run in runs]
+        assert losses[0::2] == losses[1::2]
+        assert same(*(run.state() for run in runs)) == []
+        assert list(device.findings) == []
+    assert runs[1].step.summary == "3 replayed, 1 not: 1 to warm up"
 
 
 def freeze(run: Run) -> None:
@@ -844,7 +880,20 @@ def moves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return lambda x, y: step(x + torch.ones(1).to(DEVICE), y)  # read on the host
 
 
-@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves])
+def recomputes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        options = {"use_reentrant": False, "determinism_check": "none"}
+        logits = checkpoint(model, x, **options)  # read on the host
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("step", [reads_loss, reads_in_backward, moves, recomputes])
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_a_step_that_waits_is_refused_by_its_line(
     records: Recordings, step: Callable[..., Step], make: Callable[..., torch.optim.Optimizer]
@@ -1050,6 +1099,7 @@ def test_what_the_step_itself_changes_is_refused(
     run.losses(range(1))
     with pytest.raises(ValueError, match=text):
         run.losses(range(1, 2))
+    assert not records.is_held
     run.losses(range(2, 3))
     assert run.step.summary == "0 replayed, 2 not: 1 to warm up, 1 since it cannot be captured"
 
@@ -1244,6 +1294,94 @@ def test_a_scaler_that_is_off_is_no_reason(records: Recordings) -> None:
     assert run.step.replayed == 2
 
 
+def test_a_graph_that_is_released_is_recorded_again(records: Recordings) -> None:
+    """A process group of NCCL ends only when no graph has its collectives."""
+    eager = Run(False)
+    run = Run(True, warmup=1)
+    losses = run.losses(range(3))
+    assert records.is_held
+    run.step.release()
+    assert not records.is_held
+    losses += run.losses(range(3, 5))
+    assert eager.losses(range(5)) == losses
+    assert same(eager.state(), run.state()) == []
+    assert run.step.summary == "4 replayed, 1 not: 1 to warm up"
+
+
+def test_a_change_frees_the_graph_s_memory_before_the_next_step(records: Recordings) -> None:
+    run = Run(True, warmup=1)
+    run.losses(range(2))
+    decay(run)
+    run.losses(range(2, 3))
+    assert not records.is_held
+
+
+def test_the_recorder_of_a_card_deletes_its_graph_and_keeps_the_profiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setenv("TEARDOWN_CUPTI", "")
+    monkeypatch.delenv("TEARDOWN_CUPTI")
+    with SimulatedDevice()(monkeypatch):
+        recorder = devices.Recorder(DEVICE)
+        assert os.environ["TEARDOWN_CUPTI"] == "0"
+        recorder.release()
+        result, launch = recorder.record(lambda: 1)
+    assert (result, launch) == (1, graph.replay)
+    recorder.release()
+    recorder.release()
+    graph.reset.assert_called_once_with()
+
+
+def test_a_recording_that_fails_returns_to_the_stream_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch leaves its context without doing so if CUDA has given the recording up."""
+    with simulated() as (device, _):
+
+        @contextmanager
+        def graph(recording: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+            device.set_stream(stream)
+            yield
+            raise RuntimeError("capture_end")
+
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        before = device.current
+        with pytest.raises(RuntimeError, match="capture_end"):
+            devices.Recorder(DEVICE).record(lambda: 1)
+        assert device.current is before
+
+
+def test_a_warm_up_that_fails_is_waited_for(records: Recordings) -> None:
+    [x, _] = batch(0)
+
+    def fail() -> None:
+        x.add_(1)
+        raise Planted
+
+    with pytest.raises(Planted):
+        devices.Recorder(DEVICE).warm_up(fail)
+    x.add_(1)  # the fixture finds races
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_nccl_would_register_wrongly_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with simulated(8):
+        model = sharded()
+        refused_by_capture(
+            "hangs with expandable_segments:True .*: set NCCL_GRAPH_REGISTER=0", model, sgd(model)
+        )
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+        Run(True, model=model)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    with simulated():  # a single rank has no collectives
+        Run(True)
+
+
 # The training program.
 
 
@@ -1263,7 +1401,14 @@ def saved(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "checkpoints/step-00000010/rank-00000.safetensors")
 
 
-@pytest.mark.parametrize("keys", [("optim=sgd",), ("optim=adamw", "train.accumulate=2", "ema.decay=0.5")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("optim=sgd",),
+        ("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
+        ("optim=adamw", "train.accumulate=2", "train.class_weights=[1,9,1,4,1,1,1,1,1,1]"),
+    ],
+)
 def test_the_program_replays_its_steps(tmp_path: Path, keys: tuple[str, ...]) -> None:
     """Losses, scores, schedules and state are those of steps that run as they are."""
     _, expected, log = run_program(tmp_path / "eager", *keys, warmup=1000)
@@ -1288,11 +1433,30 @@ def test_a_captured_run_resumes_to_the_bit(tmp_path: Path) -> None:
     ("keys", "text"),
     [
         (("parallel.precision=fp16",), "parallel.precision=fp16 has the host decide"),
-        (("train.class_weights=balanced",), "train.class_weights are summed over ranks by the host"),
         (("parallel.offload=true",), "offload has the host wait"),
+        (("parallel.activation_checkpoint=true",), "parallel.activation_checkpoint has the host read random"),
+        (("parallel.virtual_ranks=2",), "virtual ranks compute and compare on the host"),
         (("optim=muon",), "Muon decides on the host unless it is capturable"),
     ],
 )
 def test_what_the_program_cannot_capture(tmp_path: Path, keys: tuple[str, ...], text: str) -> None:
     with pytest.raises(UserError, match=f"train.capture=true: .*{text}"):
         run_program(tmp_path, *keys)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_program_that_ends_early_leaves_no_graph(tmp_path: Path, error: type[BaseException]) -> None:
+    """The traceback refers to the captured step while the process group ends."""
+
+    def end(monitor: Monitor, step: int) -> None:
+        if step == 6:
+            raise error
+
+    keys = ("train.capture=true", "monitor.writers=[]")
+    with simulated() as (_, records), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Monitor, "step", end)
+        with pytest.raises(error) as raised:
+            train(configure(*TINY, *keys), Context(ALONE, DEVICE, tmp_path))
+        assert raised.traceback
+        assert records.replays == 3
+        assert not records.is_held

@@ -131,7 +131,7 @@ def test_a_transport_costs_as_much_per_unit_in_a_larger_model() -> None:
 
 @each_rank(2)
 def test_a_step_leaves_no_cycles_and_nothing_else() -> None:
-    model = shard(stack(units, 20), units=[Layer])
+    model = shard(stack(units, 6), units=[Layer])
     for _ in range(8):  # until as much of the past is kept as ever will be
         step(model)
     gc.collect()

@@ -260,7 +260,9 @@ def test_momentum_by_hand_is_right_and_its_buffers_are_free_when_zeroed() -> Non
             for param, buffer in zip(params, buffers, strict=True):
                 if param.grad is not None:
                     buffer.mul_(0.9).add_(param.grad)
-                    param.data.sub_(buffer, alpha=0.01)
+                    shard_of_it = param.data
+                    shard_of_it.sub_(buffer, alpha=0.01)
+                    assert type(shard_of_it) is Tensor
                     param.grad = None
     assert_same_parameters(model, replica)
     squares = torch.zeros_like(model[0].weight)

@@ -705,6 +705,9 @@ class Tied(nn.Module):
         self.register_buffer("table", torch.arange(3.0))
         self.register_buffer("same_table", self.table)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.emb(x))
+
 
 @each_rank(2)
 def test_tied_names_whose_values_differ_are_refused_and_one_alone_is_taken() -> None:
@@ -727,3 +730,28 @@ def test_tied_names_whose_values_differ_are_refused_and_one_alone_is_taken() -> 
         assert torch.equal(shardtrain.full_state_dict(model)["head.weight"], alone[tensor])
     unknown = torch.full_like(weight, torch.nan)
     shardtrain.load_full_state_dict(model, {**state, "emb.weight": unknown, "head.weight": unknown.clone()})
+
+
+@each_rank(2)
+def test_whole_optimizer_state_by_torch_is_refused_alike() -> None:
+    """And a rank's pickled state in the optimizer of an unsharded model is named, as it steps."""
+    model = shard(OddNet())
+    optimizer = torch.optim.AdamW(model.parameters())
+    classify(model, 0).backward()
+    optimizer.step()
+    for offload in (True, False):
+        options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        with pytest.raises(ValueError, match=r"an optimizer's state is not gathered: leave full_state_dict"):
+            dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
+    assert dcp_state.get_optimizer_state_dict(model, optimizer)["state"]
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    plain = OddNet()
+    other = torch.optim.AdamW(plain.parameters())
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    classify(plain, 0).backward()
+    with pytest.raises(
+        ValueError, match=r"AdamW was given the state of a sharded model's, which is one rank"
+    ):
+        other.step()

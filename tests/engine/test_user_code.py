@@ -5,9 +5,11 @@ import copy
 import datetime
 import functools
 import gc
+import io
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -389,6 +392,81 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
     table = shard(nn.Sequential(nn.Embedding(10, 3, sparse=True)))
     with refused(r"parameter 0\.weight has a sparse gradient"):
         table(torch.tensor([1, 2])).sum().backward()
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 6))
+
+
+OUTSIDE: dict[str, Callable[[Any], object]] = {
+    "a head's weight": lambda model: F.linear(model[0](torch.ones(2, 8)), model[1].weight),
+    "a mean teacher": lambda model: two_layers()[1].weight.data.mul_(0.9).add_(model[1].weight.data),
+    "a product": lambda model: model[1].weight @ torch.ones(16),
+    "a copy": lambda model: two_layers()[1].weight.data.copy_(model[1].weight.data),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@each_rank(2, transport="auto")
+def test_an_error_of_shapes_that_ends_the_program_names_the_shards(name: str) -> None:
+    model = shard(two_layers(), units=[nn.Linear])
+    said = uncaught(lambda: OUTSIDE[name](model))
+    assert re.search(r"(shape|size)", said), said
+    if sys.version_info >= (3, 11):
+        assert "or inside shardtrain.unsharded(model). Shards of such sizes are " in said
+        assert re.search(r"sizes are .*1\.weight \(\d+, 1\) of \(6, 16\)", said), said
+    for other in (
+        lambda: torch.ones(3) + torch.ones(7),
+        lambda: exec("raise RuntimeError('no memory for 48 blocks')"),
+    ):
+        assert "Shards of such sizes" not in uncaught(other)
+
+
+def uncaught(call: Callable[[], object]) -> str:
+    """Return what Python prints where ``call`` ends the program."""
+    said = io.StringIO()
+    try:
+        call()
+    except RuntimeError as error:
+        with contextlib.redirect_stderr(said):
+            sys.excepthook(type(error), error, error.__traceback__)
+    return said.getvalue()
+
+
+def resized(model: Any, resize: Callable[[Any], object]) -> None:
+    resize(model[1].weight)
+    model(torch.ones(2, 8))
+
+
+@each_rank(2)
+def test_memory_of_shards_that_is_resized_is_refused() -> None:
+    """Ranks that share memory have none that torch resizes."""
+    for resize in (
+        lambda param: param.untyped_storage().resize_(0),
+        lambda param: param.data.untyped_storage().resize_(0),
+        lambda param: param.detach().untyped_storage().resize_(8),
+    ):
+        model = shard(two_layers(), units=[nn.Linear])
+        model(torch.ones(2, 8)).sum().backward()
+        message = r"not resizable|^the memory of parameter 1\.weight was resized by untyped_storage"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            resized(model, resize)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, eps=0.1)])
+@each_rank(2, transport="auto")
+def test_a_compiled_step_of_an_optimizer_is_an_optimizer_s_step(kind: Any) -> None:
+    model, replica = sharded_and_replica(two_layers, units=[nn.Linear])
+    optimizer = kind(model.parameters(), lr=0.1)
+    by_hand = kind(replica.parameters(), lr=0.1)
+    for step in (optimizer.step, lambda: optimizer.step()):
+        compiled = torch.compile(step, backend="eager")
+        for number in range(2):
+            for net, update in ((model, compiled), (replica, by_hand.step)):
+                net(torch.arange(16.0).view(2, 8) / 9 - number).square().mean().backward()
+                update()
+                net.zero_grad()
+    assert_same_parameters(model, replica)
 
 
 def sent(values: Any) -> None:
