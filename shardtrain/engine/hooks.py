@@ -274,8 +274,8 @@ def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
     if shapes:
         warnings.warn(
             f"{type(optimizer).__name__} steps sharded parameters, and {len(shapes)} that belong to no "
-            f"sharded model, the first of shape {shapes[0]}. Nothing here reduces their gradients, so ranks drift "
-            "apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
+            f"sharded model, the first of shape {shapes[0]}. Nothing here reduces their gradients, and ranks "
+            "drift apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
             "shard(model)), unless DistributedDataParallel or you reduce them",
             stacklevel=5,
         )

@@ -98,7 +98,7 @@ class Optimizers:
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
-        return known != sizes
+        return bool(known != sizes)
 
     def _check_before_backward(self) -> None:
         """Check a step between forward and backward. Raises ValueError for gradients of whole parameters.
