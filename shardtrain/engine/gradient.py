@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.comm.norms import GradientPiece
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.engine.part import strided
 from shardtrain.engine.shard import Segment, ShardedParam
@@ -196,6 +197,8 @@ class Reduction:
         self._expected = [s for s in segments if s.trains or not awaited.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
+            if isinstance(now, GradientPiece):
+                now.owners = now.owners._replace(waits=False)
             if now is grad and now._version == version:
                 if own:
                     member.take_grad()
@@ -276,6 +279,8 @@ class Reduction:
                 member.give_grad(total.own_part(member))
             grad = member.param.grad
             assert grad is not None
+            if isinstance(grad, GradientPiece):
+                grad.owners = grad.owners._replace(waits=True)
             self._shown[member] = grad, grad._version, own
 
     def reduce(self) -> Pending[list[Mean]]:

@@ -62,8 +62,10 @@ class Optimizers:
         optimizer: torch.optim.Optimizer,
         hooked: Mapping[ShardedParam, tuple[nn.Parameter, Any]],
         trial: Trial,
-    ) -> None:
+    ) -> bool:
         """Prepare a step of ``optimizer``, if it steps one of the parameters that are ``hooked``.
+
+        Return whether it does so for the first time, or with other parameters than before.
 
         Raises ValueError if it is not right on local shards, by ``trial``, or if gradients wait.
         """
@@ -82,7 +84,7 @@ class Optimizers:
                     _cut_state(member, state)
             self._known[optimizer] = sizes, steps
         if not steps:
-            return
+            return False
         self.end_step(optimizer)  # the last one may have raised
         self._hooks[optimizer].enclose(optimizer, self.hooked)
         driver = self._driver
@@ -92,10 +94,11 @@ class Optimizers:
         if driver.awaits_backward:
             self._check_before_backward()
         if driver.is_silent:
-            return
+            return False
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
+        return bool(known != sizes)
 
     def _check_before_backward(self) -> None:
         """Check a step between forward and backward. Raises ValueError for gradients of whole parameters.
