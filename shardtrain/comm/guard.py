@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from shardtrain.comm.trace import (
+    ADD,
     ENTER,
     GATHER,
     LEAVE,
@@ -69,7 +70,10 @@ _OPTIONS_HINT = (
 _FROZEN_HINT = (
     ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
 )
-
+_ADD_HINT = (
+    ". Ranks must clear gradients at the same point, and make as many backwards under no_sync and outside of "
+    "it: call zero_grad(), backward() and no_sync() on every rank"
+)
 _CAPTURE_HINT = (
     ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
     "changes of the model and its optimizer between calls"
@@ -176,8 +180,12 @@ class Paths:
         hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
         if any(entry.kind == TRAIN.number for entry in shown):
             hint = _FROZEN_HINT
+        if any(entry.kind == ADD.number for entry in shown):
+            hint = _ADD_HINT
         if all(entry.kind in _OF_FORWARDS for entry in shown):
             hint = _UNITS_HINT
+            if len({entry.kind == REDUCE.number for entry in shown}) > 1:
+                hint += _ADD_HINT
         if any(entry.kind == REPLAY.number for entry in shown):
             hint = _CAPTURE_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")

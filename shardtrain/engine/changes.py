@@ -51,6 +51,11 @@ class Changes:
             params += [member.param for member in unit.members]
         return params
 
+    @property
+    def known(self) -> set[nn.Parameter]:
+        """The parameters that units have, and those that are ignored."""
+        return self._ignored.union(self._params())
+
     # between steps
 
     def adopt(self, require_reduced: Callable[[str], None]) -> bool:
@@ -83,7 +88,7 @@ class Changes:
             for module, children, count in self._below
         ):
             return
-        known = self._ignored.union(self._params())
+        known = self.known
         if new := [name for name, param in self._root.named_parameters() if param not in known]:
             raise ValueError(
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "

@@ -16,7 +16,7 @@ import torch
 
 from shardtrain import torch_private
 from shardtrain.comm import trace
-from shardtrain.comm.trace import ENTER, LEAVE, STEP, TRAIN, Movement, waiting
+from shardtrain.comm.trace import ADD, ENTER, LEAVE, STEP, TRAIN, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
 from shardtrain.engine.changes import Changes, frozen, trained_in_words
@@ -45,7 +45,9 @@ class Driver:
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # which of this rank's micro-batches runs now, if it has virtual ranks
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
+        self.is_silent = self.root.channel.silent  # no other rank compares or waits
         self.steps = Steps()  # of optimizers since the last forward
+        self._whole = any(segment.layout.whole for unit in units for segment in unit.segments)
         self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
         self._frozen = frozen(units)  # the names of parameters, which ranks agree in
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
@@ -83,6 +85,8 @@ class Driver:
         return bool(self.schedule.forward.calls)
 
     def _fence(self, what: Movement) -> None:
+        if self.is_silent:
+            return
         if what is ENTER:
             for name in self.steps.take():
                 self.root.channel.fence(STEP, name)
@@ -91,6 +95,8 @@ class Driver:
 
     def _agree_on_frozen(self) -> None:
         """Enter into the path which parameters are frozen, if users have changed that."""
+        if self.is_silent:
+            return
         names = frozen(self.units)
         if names != self._frozen:
             self._frozen = names
@@ -237,10 +243,17 @@ class Driver:
             return
         reach = partial(self._reach, schedule.recording, schedule.moment)
         for tensor in tensors:
-            for output in (tensor, tensor._base):
-                if output is not None and (node := output.grad_fn) is not None:
-                    node.register_prehook(reach)
-                    schedule.announce(unit)
+            node = tensor.grad_fn
+            base = tensor._base
+            if base is not None and (node_of_base := base.grad_fn) is not None:
+                node_of_base.register_prehook(reach)
+                schedule.announce(unit)
+                # As of a linear layer: the base's node runs next, and this one reads no parameter.
+                if node is not None and node.next_functions == ((node_of_base, 0),):
+                    continue
+            if node is not None:
+                node.register_prehook(reach)
+                schedule.announce(unit)
 
     def end_call(self, unit: Unit, outputs: Sequence[Any], failed: bool) -> None:
         """Release ``unit`` as one of its modules returns or (``failed``) raises.
@@ -325,6 +338,8 @@ class Driver:
                     postpone(member.param)
                 if (grad := member.take_grad()) is not None:
                     self._put_aside.append((member, grad))
+        if self._put_aside and not self._whole:  # else a rank may own no gradient, and not know
+            self.root.channel.fence(ADD, "to the gradients of an earlier backward")
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)
 

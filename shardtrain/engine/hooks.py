@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -156,9 +157,15 @@ class Engine:
                     handle = param.register_hook(_gradient_hook(self.driver, unit, member))
                     self._hooked[member] = param, handle
 
+    @property
+    def known_parameters(self) -> set[nn.Parameter]:
+        """The parameters of the model: sharded, or ignored on purpose."""
+        return self._changes.known
+
     def before_step(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
         """Prepare a step of ``optimizer``. Raises ValueError if it is not right on local shards."""
-        self.optimizers.before_step(optimizer, self._hooked, trial)
+        if self.optimizers.before_step(optimizer, self._hooked, trial) and self.channel.all_ranks.world > 1:
+            _warn_of_unreduced(optimizer)
 
     # between steps
 
@@ -252,8 +259,27 @@ def check_optimizers(trial: Trial) -> None:
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
             engine.before_step(optimizer, trial)
+        pieces.refuse_pickled(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
+
+
+def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    """Warn (UserWarning) if ``optimizer`` of a sharded model has parameters that belong to none."""
+    known = set[nn.Parameter]()
+    for engine in engines():
+        known |= engine.known_parameters
+    shapes = list[tuple[int, ...]]()
+    for group in optimizer.param_groups:
+        shapes += [tuple(p.shape) for p in group["params"] if p.grad is not None and p not in known]
+    if shapes:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps sharded parameters, and {len(shapes)} that belong to no "
+            f"sharded model, the first of shape {shapes[0]}. Nothing here reduces their gradients, and ranks "
+            "drift apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
+            "shard(model)), unless DistributedDataParallel or you reduce them",
+            stacklevel=5,
+        )
 
 
 @functools.cache

@@ -102,6 +102,10 @@ class ShardedParam:
         self.full_view = full_view
         self.owners = owners
         self.address = address_of(self.local_view)
+        if not self.part.numel:
+            with torch.no_grad():  # as views of reduced gradients are made
+                empty = self.piece_of(local)
+            self._empty_grad = empty if owners is None else GradientPiece.on(empty, owners)
 
     def piece_of(self, interval: torch.Tensor) -> torch.Tensor:
         """Return a view of this parameter's piece of ``interval``, the rank's, in the shape at rest."""
@@ -142,7 +146,7 @@ class ShardedParam:
         if grad is not None:
             grad.add_(piece)
             return
-        self.set_grad(piece)
+        self.set_grad(piece if self.part.numel else self._empty_grad)
 
     def unmark_grad(self) -> GradientPiece | None:
         """Let ``.grad`` be plain until `mark_grad`; return the piece that it was, if it was one."""

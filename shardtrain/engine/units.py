@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -282,6 +283,8 @@ def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
     notes = [str(error), *getattr(error, "__notes__", ())]
     if type(error) not in (RuntimeError, IndexError) or any(_READ in note for note in notes):
         return
+    if _is_of_a_loader(error):
+        return
     names = list[str]()
     for unit in units:
         if unit.shown is Shown.SHARD:
@@ -296,6 +299,15 @@ def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
         f"shardtrain.unsharded(model). Shards were shown by {listed}"
     )
     _add_note(error, note)
+
+
+def _is_of_a_loader(error: BaseException) -> bool:
+    """Return whether torch's loader raised ``error``: for a dead worker it does so in a signal's handler.
+
+    So the error appears in whatever runs at that moment.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("torch.utils.data.")
 
 
 def note_uncaught(error: BaseException, units: Iterable[Unit]) -> None:

@@ -7,11 +7,13 @@ signal. It has its own file because the launcher and the loop share it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from threading import Thread
 from types import FrameType
 from typing import Any
@@ -48,11 +50,21 @@ def leave_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Hold stop signals back inside the context. Processes that start there inherit that, and keep it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def end_with_parent(worker: int) -> None:
     """Make this loader worker ignore stop signals, except its parent's SIGTERM.
 
     torchrun and Slurm signal all processes, but a rank needs its workers for the step that it saves. Without
-    the rank they end by themselves.
+    the rank they end by themselves. Until the worker gets here, signals must be `held_back`.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

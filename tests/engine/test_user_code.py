@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -850,6 +851,30 @@ def test_initialization_that_cannot_be_right_is_refused() -> None:
     seen: list[int] = []
     model.apply(lambda module: seen.extend(p.numel() for p in module.parameters(recurse=False)))
     assert sum(seen) == sum(value.numel() for value in before.values())
+
+
+class Fatal(torch.utils.data.Dataset[int]):
+    """Kill the loader's worker that asks for an item."""
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_dead_loader_worker_is_not_taken_for_a_read_shard() -> None:
+    """Torch raises its error in whatever runs at that moment, a forward for example."""
+
+    def loads(self: Any, x: torch.Tensor) -> torch.Tensor:
+        [*torch.utils.data.DataLoader(Fatal(), num_workers=1)]
+        return self.inside(x)
+
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker") as caught:
+        shardtrain.shard(Net(loads), units=[Unit])(torch.zeros(4, 5))
+    assert not hasattr(caught.value, "__notes__")
+    assert "read this rank's shard" not in str(caught.value)
 
 
 @each_rank(2)

@@ -4,9 +4,11 @@ import hashlib
 import importlib.resources
 import io
 import multiprocessing
+import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -32,6 +34,7 @@ from shardtrain.job.data.items import Items
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
 from shardtrain.job.preprocessing import Preprocessing, numbered
+from shardtrain.job.signals import SIGNALS, end_with_parent
 from shardtrain.recipes.augment import Photo
 
 from tiny import CPU, composed, write_folders
@@ -517,6 +520,20 @@ def test_signals_of_others_end_no_worker() -> None:
     worker.terminate()
     worker.join(20)
     assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_a_worker_starts_does_not_end_it(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(worker: int) -> None:
+        os.kill(os.getpid(), number)
+        end_with_parent(worker)
+
+    monkeypatch.setattr("shardtrain.job.data.feed.end_with_parent", late)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    batches = iter(train_feed(data.load(DIGITS), 8, workers=1, steps=range(3)))
+    next(batches)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert len(list(batches)) == 2
 
 
 def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:

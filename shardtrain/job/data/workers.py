@@ -7,6 +7,7 @@ Its own file, since the feeds know nothing of processes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from shardtrain.job.dist_env import START_UP
 from shardtrain.job.errors import UserError, WorkerError
+from shardtrain.job.signals import held_back
 
 PATIENCE_S = START_UP.total_seconds()  # for a single batch; a cold network disk takes minutes
 WAY_OUT = "make /dev/shm larger (docker run --shm-size=…), or data.workers=0 loads without workers"
@@ -49,8 +51,12 @@ def context() -> BaseContext:
 
 def arriving(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield the batches of ``loader``. Raises UserError for one that is lost, or takes too long."""
+    # A worker that looks after signals itself does so late in its start, and would die of one until then.
+    starting = contextlib.nullcontext() if loader.worker_init_fn is None else held_back()
     try:
-        yield from loader
+        with starting:
+            batches = iter(loader)
+        yield from batches
     except RuntimeError as error:
         text = str(error)
         found = f"data.workers={loader.num_workers}"
