@@ -89,6 +89,12 @@ def test_mistakes_are_named(part: int) -> None:
         require_told(line, lambda words: build(from_hydra(compose(words)), 0, 1, CPU))
 
 
+def test_a_choice_with_a_dot_is_taken_for_a_target() -> None:
+    for group, path in (("model", "mynet.Net"), ("data", "nets.sets.load")):
+        meant = f'did you mean {group}._target_={path} "allow=[{path.partition(".")[0]}]"?'
+        require_told(f"{group}={path} | unknown {group} {path!r}; {meant}", compose)
+
+
 def test_mistakes_in_sweeps_are_named() -> None:
     for line in MISTAKES[:5]:
         require_told(line, lambda words: sweep.read(words, False))
