@@ -410,7 +410,9 @@ OUTSIDE: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", OUTSIDE)
 @each_rank(2, transport="auto")
 def test_an_error_of_shapes_that_ends_the_program_names_the_shards(name: str) -> None:
-    model = shard(two_layers(), units=[nn.Linear])
+    layers = two_layers()
+    layers.register_parameter("scale", nn.Parameter(torch.ones(())))
+    model = shard(layers, units=[nn.Linear])
     said = uncaught(lambda: OUTSIDE[name](model))
     assert re.search(r"(shape|size)", said), said
     if sys.version_info >= (3, 11):
