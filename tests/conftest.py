@@ -4,13 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from pool import Pool
-
-# Threads that wait for one another on busy cores made a run of half a second last ten.
-torch.set_num_threads(1)
 
 # The same examples in every run, and none that fails because the machine is busy.
 settings.register_profile("tests", deadline=None, derandomize=True)
@@ -28,10 +24,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import torch and the tests without collections of garbage, which took a third of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """Let collections of garbage leave out torch's modules, through which one took 0.2 s."""
+    """Prepare a process that runs tests. The one that only starts others needs no torch."""
+    import torch
+
+    # Threads that wait for one another on busy cores made a run of half a second last ten.
+    torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # a collection took 0.2 s to look through torch's modules
 
 
 @pytest.fixture(scope="session")

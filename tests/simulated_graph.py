@@ -283,11 +283,14 @@ class Recording(TorchDispatchMode):
             yield
 
     def _undo(self) -> None:
-        """Restore what was in memory before."""
+        """Restore what was in memory before. Nothing is in the graph's own memory yet."""
         with torch._C.DisableTorchFunction():
             for whole, before in self._before.values():
                 if whole.untyped_storage().nbytes() == before.numel():
                     whole.copy_(before)
+            for view in self._own.values():
+                own = torch.empty(0, dtype=torch.uint8)
+                own.set_(view.untyped_storage()).fill_(255)  # type: ignore[call-overload]  # NaN
         self._before = {}
 
     def _launch(self, func: Any, own: Any, fresh: Sequence[Tensor]) -> None:

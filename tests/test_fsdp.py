@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import itertools
 import os
 import tempfile
@@ -430,3 +431,34 @@ def test_torch_compile_before_the_first_call(in_place: bool) -> None:
         if in_place:
             model.compile(backend="eager")
         assert train(model if in_place else torch.compile(model, backend="eager")) == expected
+
+
+@each_rank(2)
+def test_blocks_without_their_root_are_warned_of() -> None:
+    model = decoder()
+    for layer in model.layers.values():
+        ours.fully_shard(layer)
+    with pytest.warns(UserWarning, match=r"4 that belong to no sharded model, .* shard the root, too"):
+        train(model, 1)
+    whole = decoder()
+    for layer in whole.layers.values():
+        ours.fully_shard(layer)
+    ours.fully_shard(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(whole, 1)
+
+
+@each_rank(2)
+def test_activation_checkpointing_after_sharding_is_refused_by_its_name() -> None:
+    name = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    wrap = importlib.import_module(name).apply_activation_checkpointing
+    model = decoder()
+    ours.fully_shard(model.layers["0"])
+    ours.fully_shard(model)
+    with pytest.raises(ValueError, match=r"apply_activation_checkpointing\(\) .* before shard\(\)"):
+        wrap(model, check_fn=lambda module: isinstance(module, Layer))
+    model = decoder()
+    wrap(model, check_fn=lambda module: isinstance(module, Layer))
+    ours.fully_shard(model)
+    train(model, 1)

@@ -126,8 +126,8 @@ def test_steps_captured_on_a_card_run_dry(tmp_path: Path) -> None:
             assert finding["off"] == 0
         assert finding["eager_ms"] > 0
     assert {by_name[name]["summary"] for name in EXTRAS} == {
-        "10 replayed, 3 not: 3 to warm up",
-        "9 replayed, 4 not: 3 to warm up, 1 after a change",
+        "11 replayed, 3 not: 3 to warm up",
+        "10 replayed, 4 not: 3 to warm up, 1 after a change",
     }
     assert "the program refuses a CPU" in by_name[PROGRAM]["card_only"]
     assert "failed" not in gpu_capture.table(found)

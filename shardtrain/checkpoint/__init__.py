@@ -8,6 +8,7 @@ checkpoints of a run). ``memory.py``, ``hosts.py`` and ``cleanup.py`` keep some 
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def load(
     Every file is verified before the module changes. With as many ranks as saved, each rank gets its own
     buffers and ``extra`` again, bit for bit. With more or fewer, buffers are the mean over the ranks that
     saved, and ``extra`` is rank 0's. The optimizer also gets its groups' options, as by its
-    ``load_state_dict``. ``averages`` are filled in place. Beside its shards a rank holds at most one whole
-    parameter.
+    ``load_state_dict``. ``averages`` are filled in place. Saved ones that are left out are warned of
+    (UserWarning). Beside its shards a rank holds at most one whole parameter.
 
     Raises:
         Damaged: on every rank, naming the file that is missing, changed, or not what the manifest says.
@@ -86,4 +87,9 @@ def load(
     engine = engine_of(module)
     engine.require_rest("checkpoint.load() cannot be called")
     opened = open_checkpoint(Path(path), engine.channel.all_ranks)
+    if averages is None and opened.manifest.specs("ema"):
+        warnings.warn(
+            f"{path} has moving averages of the parameters, which are not loaded: pass averages=ema.averages",
+            stacklevel=2,
+        )
     return load_into(opened, module, optimizer, averages)

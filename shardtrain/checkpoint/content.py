@@ -83,6 +83,10 @@ def local_shards(engine: Engine) -> list[LocalShard]:
 
 def misfits(shards: Sequence[LocalShard], averages: Averages) -> list[str]:
     """Return a line per parameter whose average is missing, or not sharded like it."""
+    if not isinstance(averages, Mapping):
+        kind = type(averages).__name__
+        expected = "expected a tensor per parameter: pass ema.averages, and ema.state() in extra"
+        return [f"averages is of class {kind}, {expected}"]
     problems = []
     for param, part, _ in shards:
         average = averages.get(param)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from shardtrain.comm.trace import (
+    ADD,
     ENTER,
     GATHER,
     LEAVE,
@@ -53,14 +54,15 @@ _STEP_HINT = (
 )
 _UNITS_HINT = (
     ". Modules that only some ranks call (experts, heads for some images) belong into shard(..., "
-    "conditional=[module]); forwards of which ranks make different numbers (generate() to other lengths) "
-    "into shardtrain.unsharded(model)"
+    "conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must run on every "
+    "rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
+    "shardtrain.unsharded(model)"
 )
 _FEWER_HINT = (
     ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
     "(generate() to other lengths) belong into shardtrain.unsharded(model)"
 )
-_OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE)}
+_OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE, ADD)}
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
     "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
@@ -68,7 +70,10 @@ _OPTIONS_HINT = (
 _FROZEN_HINT = (
     ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
 )
-
+_ADD_HINT = (
+    ". Ranks must clear gradients at the same point, and make as many backwards under no_sync and outside of "
+    "it: call zero_grad(), backward() and no_sync() on every rank"
+)
 _CAPTURE_HINT = (
     ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
     "changes of the model and its optimizer between calls"
@@ -98,10 +103,11 @@ class Entry(NamedTuple):
 class Paths:
     """Hold the latest collectives of this rank, and those known of the others, by position.
 
-    ``step``: forwards begun. ``end``: the position of this rank's next collective. ``digest``: of all its
-    collectives. ``difference``: the first position at which ranks are known to differ. ``untagged``: some
-    collectives carry no tag. ``captures``: steps may be captured and replayed. ``recording``: one is captured
-    now, so that nothing runs and nothing can be compared.
+    ``step``: forwards begun, also those of evaluations and of each micro-batch; errors name it. ``end``: the
+    position of this rank's next collective. ``digest``: of all its collectives. ``difference``: the first
+    position at which ranks are known to differ. ``untagged``: some collectives carry no tag. ``captures``:
+    steps may be captured and replayed. ``recording``: one is captured now, so that nothing runs and nothing
+    can be compared.
     """
 
     def __init__(self, rank: int, others: Iterable[int]) -> None:
@@ -172,10 +178,13 @@ class Paths:
         step = min(entry.step for entry in shown)
         steps = [entry.kind == STEP.number for entry in shown]
         hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
-        if any(entry.kind == TRAIN.number for entry in shown):
-            hint = _FROZEN_HINT
         if all(entry.kind in _OF_FORWARDS for entry in shown):
             hint = _UNITS_HINT
+        reducing = {entry.kind == REDUCE.number for entry in shown}
+        if len(reducing) > 1 or any(entry.kind == ADD.number for entry in shown):
+            hint += _ADD_HINT
+        if any(entry.kind == TRAIN.number for entry in shown):
+            hint = _FROZEN_HINT
         if any(entry.kind == REPLAY.number for entry in shown):
             hint = _CAPTURE_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")

@@ -73,7 +73,8 @@ class Owners(NamedTuple):
     meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
     equal ones correspond, element by element. ``selected``: by a mask, so that their number is a result, too.
     ``taken``: by a tensor that was plain, as ``buffer.add_(grad)`` does. ``memory``: that of the parameter's
-    shard, to which users add gradients. ``subject``: what the pieces are of, in messages.
+    shard, to which users add gradients. ``subject``: what the pieces are of, in messages. ``waits``: under
+    ``no_sync``, to be reduced: other ranks' gradients are not in it.
     """
 
     channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
@@ -86,6 +87,7 @@ class Owners(NamedTuple):
     taken: bool = False
     memory: int = 0
     subject: str = GRADIENT
+    waits: bool = False
 
     @property
     def stepping(self) -> bool:
@@ -151,6 +153,7 @@ def _uncompiled(ask: Callable[..., Any]) -> Callable[..., Any]:
 class Mark(Tensor):
     """Mark the memory of the tensor ``plain``, which computes in its place."""
 
+    subject = "a number of a gradient"  # in messages
     plain: Tensor
     owners: Owners
 
@@ -177,6 +180,8 @@ class Mark(Tensor):
         return f"{type(self).__name__}({self.plain!r})"
 
     def __format__(self, spec: str) -> str:
+        if self.plain.ndim == 0:  # it would be shown as a number, like that of the whole
+            _refuse_text(f"an f-string or format() of {self.subject}")
         return format(self.plain, spec)
 
     @classmethod
@@ -249,6 +254,7 @@ class PieceNorm(Mark):
     ``intervals``: with V virtual ranks, the norms of each one's interval: V more than the norms' dimensions.
     """
 
+    subject = "a norm of a gradient"
     order: float
     intervals: Tensor | None
 
@@ -343,6 +349,11 @@ def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
             "a positive norm_type"
         )
     piece = _first(GradientPiece, grads)
+    if any(each.owners.waits for each in _pieces(grads)):
+        raise ValueError(
+            "the norm of gradients that wait under no_sync would see this rank's alone: run the last "
+            "backward outside of no_sync first, then measure or clip"
+        )
     table: Sequence[Tensor | None] = [None] * len(grads)
     if piece.owners.virtual:
         intervals = _interval_norms(grads, order, piece.owners.virtual)

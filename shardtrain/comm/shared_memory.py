@@ -2,10 +2,11 @@
 
 The full flat vector of a unit exists once per host, and every rank maps it. A rank's interval *is* that part
 of the vector. So a gather moves nothing, and what the optimizer writes to an interval is what the others read
-in the next forward. Two barriers keep owners from writing while others read::
+in the next forward. Three barriers per step keep owners from writing while others read::
 
-    entering forward            every rank has left its optimizer step, so all intervals are final
-    leaving forward, backward   every rank has finished reading, so owners may write again
+    entering forward    every rank has left its optimizer step, so all intervals are final
+    leaving forward     every rank has finished reading, so owners may write again
+    leaving backward    the same, for what backward has read
 
 Gradients are collected in an arena: memory of each rank that all others map. To reduce a unit, a rank posts
 where in its arena the unit's gradient lies, and waits for the posts of all ranks. Then it averages its
@@ -96,7 +97,7 @@ class SharedMemoryTransport(Transport):
         """Bytes of this rank's arena that a step usually uses: three times the largest gradient."""
         return 3 * self._largest
 
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if like.is_meta:
             full = like.new_empty(layout.padded)
         elif like.device.type != "cpu":
@@ -109,7 +110,7 @@ class SharedMemoryTransport(Transport):
             while self._unread:
                 self._free_oldest()
             self._arena = None
-            size = _aligned(layout.padded * reduced.itemsize)
+            size = _aligned(layout.padded * gradient_dtype.itemsize)
             self._largest = max(self._largest, size)
             self._size = self._size + size
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)

@@ -45,6 +45,7 @@ class Movement(Enum):
     SHARE = "", "sharing"  # memory, between the ranks of a host
     TRAIN = "fence", "training"  # other parameters than before: users have frozen some, or set them free
     REPLAY = "fence", "replaying"  # a step that was captured
+    ADD = "fence", "adding"  # to gradients that `zero_grad` has not cleared
 
     def __init__(self, counted: str, doing: str) -> None:
         self.counted = counted
@@ -54,12 +55,12 @@ class Movement(Enum):
 
 # Module-level names, since every unit uses them in every step: `Movement.GATHER` takes ten times as long.
 MOVEMENTS = tuple(Movement)
-GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, TRAIN, REPLAY = (
+GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, TRAIN, REPLAY, ADD = (
     Movement
 )
 
 # What a rank notes in its path, where nothing moves.
-NOTES = (STEP, TRAIN)
+NOTES = (STEP, TRAIN, ADD)
 
 
 class Wait(NamedTuple):

@@ -83,7 +83,7 @@ def shard(
             at rest, on other ranks ``(0, 1, ...)``. Shards are as equal as whole parameters allow.
         device: the device of shards, buffers and computation. ``None`` is where they are now, for a deferred
             model the CPU. At most one full unit at a time is there while sharding.
-        virtual_ranks: micro-batches per step, so that each number of ranks up to it, both powers of two,
+        virtual_ranks: micro-batches per step, a power of two, so that any power of two of ranks up to it
             gives the same bits (see `virtual_rank`). 0: each number of ranks has its own order of sums.
         offload: keep shards, their gradients and optimizer state in host memory instead of on the device
             that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
@@ -148,7 +148,7 @@ def _largest_first(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def _segments_of(
-    infos: Sequence[ParamInfo], transport: Channel, precision: Precision, cut: Cut, initial: InitialValues
+    infos: Sequence[ParamInfo], channel: Channel, precision: Precision, cut: Cut, initial: InitialValues
 ) -> list[Segment]:
     """Make a segment of each dtype, device and ``requires_grad``, in order. Collective."""
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
@@ -157,7 +157,7 @@ def _segments_of(
         moves_as = precision.of_parameter(param, info.holder)
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(info)
-    return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
+    return [Segment(group, channel, precision, cut, initial) for group in groups.values()]
 
 
 @contextmanager

@@ -183,8 +183,8 @@ class Captured:
         change = ""
         if self._fixed is not None and fixed != self._fixed:
             change = self._watch.difference(self._fixed, fixed)
-        elif self._graph is not None and (odd := self._graph.odd):
-            param, has_gradient = odd
+        elif self._graph is not None and (changed := self._graph.changed_gradient):
+            param, has_gradient = changed
             there = "a gradient" if has_gradient else "no gradient"
             change = f"{self._watch.name_of(param)} has {there} before the step, unlike when recorded"
         self._fixed = fixed

@@ -6,7 +6,7 @@ or by another object in a module's attribute. So what they show is noted, and co
 between steps     a local shard that lies elsewhere, of another dtype or device, is adopted; so is another
                   object, if all modules that held the parameter hold it
 in forward        local shards may not change or move, since other ranks may compute with them
-while whole       values may not change: that would be lost, or done once per rank; they may move
+while whole       values may not change: that would be lost, or done once per rank; the parameters may move
 where a forward   the frozen parameters must be the same on all ranks: their names enter the path
 or backward begins
 
@@ -35,7 +35,7 @@ Noted = list[tuple[int, int]]
 
 
 class Changes:
-    """Compare what the parameters of ``root`` show with what was noted. Written here only."""
+    """Compare what the parameters of ``root`` show with what was noted, which only this class writes."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
         self._root = root
@@ -50,6 +50,11 @@ class Changes:
         for unit in self._units:
             params += [member.param for member in unit.members]
         return params
+
+    @property
+    def known(self) -> set[nn.Parameter]:
+        """The parameters that units have, and those that are ignored."""
+        return self._ignored.union(self._params())
 
     # between steps
 
@@ -83,7 +88,7 @@ class Changes:
             for module, children, count in self._below
         ):
             return
-        known = self._ignored.union(self._params())
+        known = self.known
         if new := [name for name, param in self._root.named_parameters() if param not in known]:
             raise ValueError(
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "

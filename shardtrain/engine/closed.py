@@ -57,22 +57,22 @@ class ClosedParameter(nn.Parameter):
 
 
 class Closed:
-    """Close and open the ``units`` of a model. Classes of parameters are written here only."""
+    """Forbid and allow the use of ``units`` of a model. Only this class writes classes of parameters."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._closed = set[Unit]()
         self._classes: dict[type, type] = {}
 
-    def close(self, unit: Unit) -> None:
-        """Refuse to compute with parameters of ``unit``, until `open`."""
+    def forbid(self, unit: Unit) -> None:
+        """Refuse to compute with parameters of ``unit``, until `allow`."""
         self._closed.add(unit)
         for member in unit.members:
             kind = type(member.param)
             member.param.__class__ = self._classes.get(kind) or self._closed_class(kind)
 
-    def open(self, units: Iterable[Unit]) -> None:
-        """Undo `close`."""
+    def allow(self, units: Iterable[Unit]) -> None:
+        """Undo `forbid`."""
         for unit in self._closed.intersection(units):
             self._closed.remove(unit)
             for member in unit.members:
@@ -123,7 +123,7 @@ def attach(module: nn.Module, units: Sequence[Unit], closed: Closed) -> list[Rem
 
     @user_code.undisturbed
     def before(layers: Sequence[Unit], *_: Any) -> None:
-        closed.open(layers)
+        closed.allow(layers)
 
     handles = []
     for encoder in module.modules():

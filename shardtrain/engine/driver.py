@@ -16,7 +16,7 @@ import torch
 
 from shardtrain import torch_private
 from shardtrain.comm import trace
-from shardtrain.comm.trace import ENTER, LEAVE, STEP, TRAIN, Movement, waiting
+from shardtrain.comm.trace import ADD, ENTER, LEAVE, STEP, TRAIN, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
 from shardtrain.engine.changes import Changes, frozen, trained_in_words
@@ -43,9 +43,11 @@ class Driver:
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
-        self.micro_batch = 0  # the number of the virtual rank's among this rank's
+        self.micro_batch = 0  # which of this rank's micro-batches runs now, if it has virtual ranks
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
+        self.is_silent = self.root.channel.silent  # no other rank compares or waits
         self.steps = Steps()  # of optimizers since the last forward
+        self._whole = any(segment.layout.whole for unit in units for segment in unit.segments)
         self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
         self._frozen = frozen(units)  # the names of parameters, which ranks agree in
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
@@ -83,6 +85,8 @@ class Driver:
         return bool(self.schedule.forward.calls)
 
     def _fence(self, what: Movement) -> None:
+        if self.is_silent:
+            return
         if what is ENTER:
             for name in self.steps.take():
                 self.root.channel.fence(STEP, name)
@@ -91,6 +95,8 @@ class Driver:
 
     def _agree_on_frozen(self) -> None:
         """Enter into the path which parameters are frozen, if users have changed that."""
+        if self.is_silent:
+            return
         names = frozen(self.units)
         if names != self._frozen:
             self._frozen = names
@@ -102,7 +108,7 @@ class Driver:
         unit.gather()
 
     def show(self, unit: Unit) -> None:
-        self.closed.open([unit])
+        self.closed.allow([unit])
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -112,7 +118,7 @@ class Driver:
     def hide(self, unit: Unit) -> None:
         unit.hide()
         if self.schedule.in_forward and not self.schedule.backward:
-            self.closed.close(unit)
+            self.closed.forbid(unit)
 
     def release(self, unit: Unit) -> None:
         unit.release()
@@ -139,18 +145,18 @@ class Driver:
         self.show_shards()
         self.schedule.begin_forward(self._training())
         for unit in self.units:
-            unit.refresh()
+            unit.cast()
             self.changes.note(unit)
         self._agree_on_frozen()
         self._fence(ENTER)
         self.forget_nodes()
-        self._close()
+        self._forbid()
 
-    def _close(self) -> None:
+    def _forbid(self) -> None:
         """Refuse to compute with parameters that show shards, until their units are called."""
         for unit in self.units:
             if unit.shown is Shown.SHARD:
-                self.closed.close(unit)
+                self.closed.forbid(unit)
 
     def forget_nodes(self) -> None:
         """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
@@ -170,10 +176,10 @@ class Driver:
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
 
-    def refresh(self, unit: Unit) -> None:
+    def release_and_cast(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.refresh(unit, self._training())
-        unit.refresh()
+        self.schedule.release_alone(unit, self._training())
+        unit.cast()
         self.changes.note(unit)
         self._agree_on_frozen()
         self._fence(ENTER)
@@ -183,7 +189,7 @@ class Driver:
 
         Raises ValueError if a local shard was changed that other ranks may still read.
         """
-        self.closed.open(self.units)
+        self.closed.allow(self.units)
         if self.schedule.backward:
             return
         try:
@@ -207,10 +213,10 @@ class Driver:
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
-                self.closed.open([unit])
+                self.closed.allow([unit])
                 self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
-                self.refresh(unit)
+                self.release_and_cast(unit)
             self._refuse_edits_between(unit)
         schedule.enter(unit)
         if is_outermost:
@@ -235,12 +241,19 @@ class Driver:
         schedule = self.schedule
         if unit not in schedule.calls or schedule.backward or not torch.is_grad_enabled():
             return
-        reach = partial(self._reach, schedule.recorded, schedule.moment)
+        reach = partial(self._reach, schedule.recording, schedule.moment)
         for tensor in tensors:
-            for output in (tensor, tensor._base):
-                if output is not None and (node := output.grad_fn) is not None:
-                    node.register_prehook(reach)
-                    schedule.announce(unit)
+            node = tensor.grad_fn
+            base = tensor._base
+            if base is not None and (node_of_base := base.grad_fn) is not None:
+                node_of_base.register_prehook(reach)
+                schedule.announce(unit)
+                # As of a linear layer: the base's node runs next, and this one reads no parameter.
+                if node is not None and node.next_functions == ((node_of_base, 0),):
+                    continue
+            if node is not None:
+                node.register_prehook(reach)
+                schedule.announce(unit)
 
     def end_call(self, unit: Unit, outputs: Sequence[Any], failed: bool) -> None:
         """Release ``unit`` as one of its modules returns or (``failed``) raises.
@@ -256,7 +269,7 @@ class Driver:
         unannounced = False
         if learns:
             self.mark(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
-            unannounced = _hides(unit, outputs)
+            unannounced = _may_need_unannounced(unit, outputs)
         if call.depth == 1:
             trace.end("forward", unit.title)
             if not (failed or schedule.backward):
@@ -310,7 +323,7 @@ class Driver:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        self.closed.open(self.units)  # a backward inside forward
+        self.closed.allow(self.units)  # a backward inside forward
         self.refuse_edits()
         self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
@@ -325,6 +338,8 @@ class Driver:
                     postpone(member.param)
                 if (grad := member.take_grad()) is not None:
                     self._put_aside.append((member, grad))
+        if self._put_aside and not self._whole:  # else a rank may own no gradient, and not know
+            self.root.channel.fence(ADD, "to the gradients of an earlier backward")
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)
 
@@ -362,7 +377,7 @@ class Driver:
             finish_downloads(self.device)
         call_postponed(given.params)
         if self.schedule.in_forward:
-            self._close()
+            self._forbid()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []
@@ -407,7 +422,7 @@ class Driver:
             pending.settle()
 
 
-def _hides(unit: Unit, outputs: Iterable[Any]) -> bool:
+def _may_need_unannounced(unit: Unit, outputs: Iterable[Any]) -> bool:
     """Return whether ``unit`` must stay gathered through backward, which its output may not announce.
 
     It must if the leaves ``outputs`` of the output may hide tensors in objects, or are views of parameters.

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.comm.norms import GradientPiece
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.engine.part import strided
 from shardtrain.engine.shard import Segment, ShardedParam
@@ -134,14 +135,16 @@ class Sum:
         for member in self.segment.members:
             is_certain = member in self.grads
             if is_certain or member in self.unknown:
-                means.append(Mean(member, member.piece_of(interval), is_certain))
+                # An empty piece lies nowhere: it needs no view per step.
+                value = member.piece_of(interval) if member.part.numel else member.local_view
+                means.append(Mean(member, value, is_certain))
         return means
 
     def own_means(self) -> list[Mean]:
         """Return the gradients of a single rank, which are the means."""
         local = self.segment.local
-        members = [member for member in self.segment.members if member in self.grads]
-        values = [member.part.at_rest(self.grads[member]) for member in members]
+        members = [*self.grads]
+        values = [member.part.all_at_rest(grad) for member, grad in self.grads.items()]
         if values and values[0].dtype != local.dtype:  # one launch casts all
             interval = local.new_empty(len(local))
             narrow = values
@@ -163,7 +166,7 @@ class Reduction:
 
     ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
     which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
-    segments of which a backward brings any gradient, or an earlier one has brought some that wait.
+    segments that get a gradient in this backward, or still hold one from an earlier one.
     ``_awaited``: parameters that required a gradient in a backward since the last reduction. ``_shown``: what
     ``.grad`` shows under `no_sync`, with its version, and whether `show_waiting` put it there.
     """
@@ -194,6 +197,8 @@ class Reduction:
         self._expected = [s for s in segments if s.trains or not awaited.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
+            if isinstance(now, GradientPiece):
+                now.owners = now.owners._replace(waits=False)
             if now is grad and now._version == version:
                 if own:
                     member.take_grad()
@@ -226,7 +231,8 @@ class Reduction:
                 grad = member.take_grad()
                 if grad is not None:
                     _require_dense(grad, member.name)
-                    grads[member] = strided(grad, member.part.stride)
+                    stride = member.part.stride
+                    grads[member] = grad if grad.stride() == stride else strided(grad, stride)
                 elif member.name in self.arrived and member.param.requires_grad:
                     captured.append(member.name)
             if grads:
@@ -273,6 +279,8 @@ class Reduction:
                 member.give_grad(total.own_part(member))
             grad = member.param.grad
             assert grad is not None
+            if isinstance(grad, GradientPiece):
+                grad.owners = grad.owners._replace(waits=True)
             self._shown[member] = grad, grad._version, own
 
     def reduce(self) -> Pending[list[Mean]]:

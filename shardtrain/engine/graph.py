@@ -90,11 +90,8 @@ class Graph(NamedTuple):
     name: str
 
     @property
-    def odd(self) -> tuple[nn.Parameter, bool] | None:
-        """A parameter that has a gradient where it had none when recorded, or none where it had one.
-
-        With whether it has one.
-        """
+    def changed_gradient(self) -> tuple[nn.Parameter, bool] | None:
+        """A parameter and whether it has a gradient, if it had none when recorded, or the reverse."""
         for param, grad in self.before:
             if (param.grad is None) != (grad is None):
                 return param, param.grad is not None

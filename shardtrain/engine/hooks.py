@@ -2,8 +2,9 @@
 
 - Each call of a unit's module gathers it before and releases it afterwards, users' hooks included. For the
   root, so does a call of each module that holds a root parameter, so that a child called by itself works.
-- A hook on the autograd node of each tensor that such a call returns, and that modules inside it return,
-  since a loss may depend on the latter alone. It tells how far backward has come.
+- A hook on the autograd node of each tensor that such a call returns, and of each that a module inside it
+  returns which holds parameters of the unit: a loss may depend on the latter alone. It tells how far backward
+  has come.
 - A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
 `Engine` attaches these, and forwards events to what protects users: files of their own, which a step does not
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -155,9 +157,15 @@ class Engine:
                     handle = param.register_hook(_gradient_hook(self.driver, unit, member))
                     self._hooked[member] = param, handle
 
+    @property
+    def known_parameters(self) -> set[nn.Parameter]:
+        """The parameters of the model: sharded, or ignored on purpose."""
+        return self._changes.known
+
     def before_step(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
         """Prepare a step of ``optimizer``. Raises ValueError if it is not right on local shards."""
-        self.optimizers.before_step(optimizer, self._hooked, trial)
+        if self.optimizers.before_step(optimizer, self._hooked, trial) and self.channel.all_ranks.world > 1:
+            _warn_of_unreduced(optimizer)
 
     # between steps
 
@@ -251,8 +259,27 @@ def check_optimizers(trial: Trial) -> None:
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
             engine.before_step(optimizer, trial)
+        pieces.refuse_pickled(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
+
+
+def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    """Warn (UserWarning) if ``optimizer`` of a sharded model has parameters that belong to none."""
+    known = set[nn.Parameter]()
+    for engine in engines():
+        known |= engine.known_parameters
+    shapes = list[tuple[int, ...]]()
+    for group in optimizer.param_groups:
+        shapes += [tuple(p.shape) for p in group["params"] if p.grad is not None and p not in known]
+    if shapes:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps sharded parameters, and {len(shapes)} that belong to no "
+            f"sharded model, the first of shape {shapes[0]}. Nothing here reduces their gradients, and ranks "
+            "drift apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
+            "shard(model)), unless DistributedDataParallel or you reduce them",
+            stacklevel=5,
+        )
 
 
 @functools.cache

@@ -53,7 +53,8 @@ class Optimizers:
         self._passed: set[str] = set()  # see `Tryable`
         # Optimizers whose own code runs now, each with the parameters whose gradient is plain meanwhile.
         self._stepping: weakref.WeakKeyDictionary[Any, list[Plain]] = weakref.WeakKeyDictionary()
-        self._member_of = {member.param: member for member in members}
+        # Those whose gradients are marked as pieces: none on a silent rank.
+        self._member_of = {member.param: member for member in members if member.owners is not None}
         self.hooked = Hooked(driver.units)
 
     def before_step(
@@ -61,8 +62,10 @@ class Optimizers:
         optimizer: torch.optim.Optimizer,
         hooked: Mapping[ShardedParam, tuple[nn.Parameter, Any]],
         trial: Trial,
-    ) -> None:
+    ) -> bool:
         """Prepare a step of ``optimizer``, if it steps one of the parameters that are ``hooked``.
+
+        Return whether it does so for the first time, or with other parameters than before.
 
         Raises ValueError if it is not right on local shards, by ``trial``, or if gradients wait.
         """
@@ -81,7 +84,7 @@ class Optimizers:
                     _cut_state(member, state)
             self._known[optimizer] = sizes, steps
         if not steps:
-            return
+            return False
         self.end_step(optimizer)  # the last one may have raised
         self._hooks[optimizer].enclose(optimizer, self.hooked)
         driver = self._driver
@@ -90,9 +93,12 @@ class Optimizers:
         driver.show_shards()
         if driver.awaits_backward:
             self._check_before_backward()
+        if driver.is_silent:
+            return False
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
+        return bool(known != sizes)
 
     def _check_before_backward(self) -> None:
         """Check a step between forward and backward. Raises ValueError for gradients of whole parameters.
@@ -122,7 +128,7 @@ class Optimizers:
         """
         self.hooked.end()  # a hook of another optimizer makes this step
         plain = list[Plain]()
-        if type(optimizer).__module__.startswith("torch.optim."):
+        if self._member_of and type(optimizer).__module__.startswith("torch.optim."):
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     member = self._member_of.get(param)

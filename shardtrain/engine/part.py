@@ -71,6 +71,10 @@ class Part:
         """Return a view in the shape at rest of the part that begins at ``offset`` in dense ``memory``."""
         return memory.as_strided(self.local_shape, self.local_stride, memory.storage_offset() + offset)
 
+    def all_at_rest(self, whole: Tensor) -> Tensor:
+        """Return ``whole``, all of which is this part, in the shape at rest: itself, or a view of it."""
+        return whole if self.local_shape == self.shape else self.at_rest(whole)
+
     def flattened(self, piece: Tensor) -> Tensor:
         """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""
         return in_memory_order(piece, self.stride) if piece.shape == self.shape else piece.reshape(-1)

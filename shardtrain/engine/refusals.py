@@ -18,6 +18,7 @@ _WRAPPERS = (
     "torch.distributed._composable.",
     "torch.distributed.tensor.",
 )
+_CHECKPOINTING = "torch.distributed.algorithms._checkpoint."
 _AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 
@@ -53,6 +54,12 @@ class Unwrapped(Addition):
         frame = sys._getframe(1)
         while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
             frame = frame.f_back
+        caller = frame.f_back
+        if caller and caller.f_globals["__name__"].startswith(_CHECKPOINTING):
+            raise ValueError(
+                "apply_activation_checkpointing() of a sharded model replaces its units: call it before "
+                "shard() or fully_shard()"
+            )
         if frame.f_globals["__name__"].startswith(_WRAPPERS):
             raise ValueError(
                 "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, "

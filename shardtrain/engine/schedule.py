@@ -6,7 +6,7 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
     begin                  release all
     enter R                gather R, gather A, show R     A followed R in the last forward
     enter A                gather B, show A
-    leave A                release A
+    leave A                release A                     which hides A first, as all releases do
     enter B, leave B       gather C, show B, hide B       backward begins with the last two calls
     enter C, leave C       show C, hide C
     leave R, end_forward                                  a loss may use the root's parameters
@@ -33,7 +33,8 @@ A unit that is called by itself, outside of the root's forward, has a forward of
 through those that it reaches, the latest first.
 
 Besides the root and units whose call is under way, in forward or backward, at most two units are gathered:
-the last two that forward called, or the next one, and the last one if the next call is its own, too. The root
+the last two that forward called, or the next one. If the next call is of the unit that was just called, as in
+``A A B``, this one stays, too: A and B are gathered between the two calls. The root
 stays gathered from forward to backward, and so do units that return objects, since no node announces their
 backward. What backward computes again stays until backward has passed its call. Where units keep their full
 vectors after forward, all are gathered at once. Reductions under way hold at most ``room`` bytes, or one.
@@ -132,7 +133,7 @@ class Backward(Generic[U]):
     moment: int = sys.maxsize
     edges: list[Edge] = field(default_factory=list)
     first: dict[U, int] = field(default_factory=dict)
-    following: dict[int, U] = field(default_factory=dict)  # by moments of ends: the unit that ends next
+    following: dict[int, U] = field(default_factory=dict)  # by moments of ends: the next other unit
     entered: dict[U, None] = field(default_factory=dict)  # units that have been opened, in order
     reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
     under_way: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
@@ -159,9 +160,9 @@ class Schedule(Generic[U]):
         self.prefetched: dict[U, None] = {}  # gathered, and not shown since
         self.opened: set[U] = set()  # units whose call is under way in backward: they may get gradients
         self.unannounced: dict[U, None] = {}  # gathered until backward: perhaps no node announces it
-        self.unreduced: set[U] = set()  # units whose gradients have been taken, and not reduced
+        self.unreduced: set[U] = set()  # taken and not reduced, as of the end of the last backward
         self.forward: Forward[U] = Forward()  # the latest of the root
-        self.recorded: Forward[U] = self.forward  # has the calls under way: this, or one called by itself
+        self.recording: Forward[U] = self.forward  # has the calls under way: this, or one called by itself
         self.in_forward = False
         self.backward: Backward[U] | None = None
         self.moment = 0  # the latest at which a call began or ended
@@ -188,7 +189,7 @@ class Schedule(Generic[U]):
         """Let the next backwards reduce no gradients of ``units``, and those of all others."""
         self.accumulates = frozenset(units)
 
-    def refresh(self, unit: U, trains: set[U]) -> None:
+    def release_alone(self, unit: U, trains: set[U]) -> None:
         """Release ``unit``, which is called by itself."""
         self.trains = trains
         self.release(unit)
@@ -209,7 +210,7 @@ class Schedule(Generic[U]):
         self._ends = []
         self._alike = True
         self.forward = Forward()
-        self.recorded = self.forward
+        self.recording = self.forward
         self.in_forward = True
 
     def enter(self, unit: U) -> None:
@@ -218,7 +219,7 @@ class Schedule(Generic[U]):
             self.calls[unit].depth += 1
             return
         if not (self.calls or self.in_forward or self.backward):  # called by itself: a forward of its own
-            self.recorded = Forward()
+            self.recording = Forward()
         self.moment += 1
         self.calls[unit] = Call(unit, self.moment)
         if self.backward is not None:  # which computes something again
@@ -276,7 +277,7 @@ class Schedule(Generic[U]):
         if learns and (unannounced or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self.unannounced[unit] = None
         if not (self.calls or self.in_forward):
-            self.recorded = self.forward
+            self.recording = self.forward
         if unit in self.unannounced or self.is_called_next(unit):
             return
         if learns and (unit in self.keeps or self._begins_backward(call)):
@@ -287,7 +288,7 @@ class Schedule(Generic[U]):
     def _record(self, call: Call[U]) -> None:
         """Note the end of ``call``: backward will descend through it."""
         self._awaiting.setdefault(call.unit, call.began)
-        self.recorded.calls.append(call)
+        self.recording.calls.append(call)
         if self.in_forward and call.unit is not self.root:
             self._compare(self._ends, self._expected_ends, call.unit)
 
@@ -400,7 +401,7 @@ class Schedule(Generic[U]):
             self._awaiting.clear()
             self.forward = Forward()
             if not self.calls:
-                self.recorded = self.forward
+                self.recording = self.forward
         for unit in self.units:
             if unit not in self.calls:
                 self.release(unit)

@@ -174,8 +174,12 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     engine = engine_of(module)
     engine.require_rest("load_full_state_dict() cannot be called")
     all_ranks = engine.channel.all_ranks
-    values = {} if all_ranks.rank else state
-    verdict = json.dumps(([], []) if all_ranks.rank else _compare(engine, state, strict))
+    values = dict[str, Tensor]()
+    verdict = json.dumps(([], []))
+    if all_ranks.rank == 0:
+        values, ties = _untied(engine.module, state, strict)
+        problems, missing = _compare(engine, values, strict)
+        verdict = json.dumps(([*problems, *ties], missing))
     # A simulated world delivers an empty text.
     problems, missing = json.loads(comm.gather_texts(verdict, all_ranks)[0] or verdict)
     if problems:
@@ -217,19 +221,61 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     return dict(get_optimizer_state_dict(module, optimizer))
 
 
+def _untied(
+    module: nn.Module, state: Mapping[str, Tensor], strict: bool
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return ``state`` with the value of each tied tensor under its first name, and what contradicts that.
+
+    Of one tensor with several names torch would keep the value that it copies last.
+    """
+    values = dict(state)
+    problems = list[str]()
+    firsts = dict[Tensor, str]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        first = firsts.setdefault(tensor, name)
+        if first == name:
+            continue
+        value = values.pop(name, None)
+        if value is None:
+            problems += [f"{name} is missing (tied to {first})"] if strict and first in values else []
+        elif first not in values:
+            problems += [f"{first} is missing (tied to {name})"] if strict else []
+            values[first] = value
+        elif not _is_same(values[first], value):
+            problems.append(
+                f"{name} and {first} are one tied tensor here, and differ in what is to be loaded: leave one "
+                " out with strict=False, or untie them before shard()"
+            )
+    return values, problems
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two dense tensors have the same values, NaN included. Others are refused elsewhere."""
+    if value is other or not (_is_dense(value) and _is_dense(other)):
+        return True
+    if Spec.of(value) != Spec.of(other):
+        return False
+    return torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether ``value`` is a dense tensor with values, and no DTensor."""
+    if getattr(value, "is_meta", True) or hasattr(value, "device_mesh"):
+        return False
+    return bool(value.layout == torch.strided)
+
+
 def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
     """Return the differences between ``state`` and the module, and the names that ``state`` lacks."""
     expected = {member.name: Spec(member.local_view.dtype, member.part.shape) for member in engine.members}
     expected.update((name, Spec.of(tensor)) for name, tensor in uncut(engine))
     missing = [name for name in expected if name not in state]
-    tied = {n for n in engine.module.state_dict(keep_vars=True) if not n.endswith("_extra_state")}
-    values = {n: value for n, value in state.items() if n in expected or (strict and n not in tied)}
-    if problems := [
-        f"{name} is no dense tensor with values"
-        for name, v in values.items()
-        if getattr(v, "is_meta", True) or v.layout != torch.strided or hasattr(v, "device_mesh")  # a DTensor
-    ]:
-        return problems, missing
+    values = {n: value for n, value in state.items() if strict or n in expected}
+    odd = [name for name, value in values.items() if not _is_dense(value)]
+    if odd:
+        return [f"{name} is no dense tensor with values" for name in odd], missing
     return differences(expected, {name: Spec.of(value) for name, value in values.items()}, strict), missing
 
 

@@ -1,4 +1,4 @@
-"""Describe an optimizer's step, so that the guard compares class and options between ranks.
+"""Describe steps of optimizers and of averages, so that the guard compares class and options between ranks.
 
 Ranks whose learning rates differ would train one model by several rules. So each step posts what has changed
 since the step before, one line per option, and a digest of all. It is its own file, since the hook of
@@ -20,7 +20,10 @@ _SHOWN = 60  # characters of a line that the guard's errors show
 
 
 class Steps:
-    """Collect the steps of optimizers since the last forward. Numbers in options are compared bit by bit."""
+    """Collect the steps of optimizers and averages since the last forward.
+
+    Numbers in options are compared bit by bit.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[str, None] = {}  # of this step's optimizers
@@ -31,6 +34,11 @@ class Steps:
         """Note that ``optimizer`` steps, with the options that it has now."""
         self._classes[type(optimizer).__name__] = None
         self._lines.update(dict.fromkeys(_lines_of(optimizer)))
+
+    def note_average(self, weight: float) -> None:
+        """Note that averages of the weights take the present ones, by ``weight``."""
+        self._classes["Ema"] = None
+        self._lines[f"Ema with weight={weight}"] = None
 
     def take(self) -> list[str]:
         """Return what to post of the steps since the last call: new lines, and a summary."""

@@ -78,7 +78,7 @@ class Unit:
     """Gather and release parameters that are gathered and reduced together.
 
     ``modules``: by name; a call of any of them needs the parameters. ``title``: the unit's name in messages.
-    ``state``, ``shown``: written here only. ``account``: shared by all units of a model.
+    ``state``, ``shown``: only this class writes them. ``account``: shared by all units of a model.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Unit:
             member.param.data = value
         self.shown = Shown.PRIVATE
 
-    def refresh(self) -> None:
+    def cast(self) -> None:
         """Let the next gather include changes of the local shards."""
         for segment in self.segments:
             segment.cast()

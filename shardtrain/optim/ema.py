@@ -43,9 +43,10 @@ class Ema:
         self._buffer_averages = {buffer: buffer.detach().clone() for buffer in buffers}
 
     def update(self, step: int) -> None:
-        """Average the weights after step number ``step``, counted from 1."""
+        """Average the weights after step number ``step``, counted from 1. Call it on every rank."""
         if step % self.every == 0:
             weight = 1.0 if step <= self.after else 1.0 - self.decay
+            self._engine.driver.steps.note_average(weight)
             pairs = [(average, value) for average, value in self._pairs() if value.numel()]
             if pairs:  # with layout="whole" a rank may hold no element
                 torch._foreach_lerp_([average for average, _ in pairs], [value for _, value in pairs], weight)

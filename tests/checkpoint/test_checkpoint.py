@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -375,6 +376,22 @@ def test_averages_that_are_not_sharded_like_the_parameters_are_refused(
     with pytest.raises(ValueError, match=r"nothing was loaded: .*" + re.escape(text)):
         checkpoint.load(tmp_path / "one", model, averages=averages)
     assert all(map(torch.equal, values(model), before))
+
+
+@each_rank(2, transport="auto")
+def test_averages_as_a_whole_ema_or_left_out_are_told(tmp_path: Path) -> None:
+    model, _ = fresh()
+    ema = shardtrain.optim.Ema(model, 0.5)
+    with pytest.raises(checkpoint.SaveFailed, match=r"averages is of class Ema, .* pass ema\.averages"):
+        checkpoint.save(tmp_path / "one", model, averages=ema)
+    checkpoint.save(tmp_path / "one", model, averages=ema.averages)
+    with pytest.raises(ValueError, match=r"averages is of class Ema, .* pass ema\.averages"):
+        checkpoint.load(tmp_path / "one", model, averages=ema)
+    with pytest.warns(UserWarning, match=r"one has moving averages .* pass averages=ema\.averages"):
+        checkpoint.load(tmp_path / "one", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path / "one", model, averages=ema.averages)
 
 
 # a run's checkpoints: the newest whole one, how many are kept, and saves that training does not wait for

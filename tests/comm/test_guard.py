@@ -1,5 +1,6 @@
 """Ranks that stray, stop early, stand still or die: the others say who, in which unit and step, at once."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -563,6 +564,22 @@ def test_what_one_rank_does_alone_is_not_blamed_on_a_scaler() -> None:
 
 
 @each_rank(2)
+def test_an_evaluation_on_one_rank_after_the_update_hears_of_both_ways_out() -> None:
+    """It ends before anything tells it from experts that one rank alone calls."""
+    model, optimizer = trained()
+
+    def evaluate_on_rank_0() -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(2, 3, 5, 5))
+        train(model, optimizer, 1)
+
+    text = raised_soon(comm.Diverged, evaluate_on_rank_0)
+    assert "what stands under `if rank == 0:`, an evaluation for example, must run on every rank" in text
+    assert "conditional=[module]" in text
+
+
+@each_rank(2)
 def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
     """Two models, of which each rank calls another one first."""
     models = [trained()[0] for _ in range(2)]
@@ -783,3 +800,57 @@ def test_a_program_ends_after_the_threads_of_its_guards() -> None:
         [sys.executable, "-c", LATE], stdout=subprocess.PIPE, check=True, text=True
     ).stdout
     assert output == "released its receives\n"
+
+
+@pytest.mark.parametrize("left_out", ["zero_grad", "update"])
+@each_rank(2)
+def test_a_rank_that_keeps_gradients_or_averages_alone_is_named(left_out: str) -> None:
+    model = shard(OddNet())
+    optimizer = sgd(model)
+    ema = shardtrain.optim.Ema(model, 0.5)
+
+    def steps() -> None:
+        for step in range(5):
+            leaves_out = dist.get_rank() == 1 and step == 2
+            if not (left_out == "zero_grad" and leaves_out):
+                optimizer.zero_grad()
+            classify(model, step).backward()
+            optimizer.step()
+            if not (left_out == "update" and leaves_out):
+                ema.update(step + 1)
+
+    text = raised_soon(guard.Diverged, steps)
+    if left_out == "zero_grad":
+        assert "rank 1 is adding to the gradients of an earlier backward" in text, text
+        assert "call zero_grad(), backward() and no_sync() on every rank" in text, text
+    else:
+        assert "rank 0 is stepping SGD and Ema, " in text, text
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(2, 3)
+def test_ranks_that_add_to_gradients_alike_agree(layout: str) -> None:
+    """Also where a parameter lies on one rank, or no rank has a gradient of it."""
+    net = Parts(lambda net, x: net.used(x), used=nn.Linear(1, 1), unused=nn.Linear(1, 1))
+    model = shard(net, units=[nn.Linear], layout=layout)
+    for to_none in (True, False, True):
+        for _ in range(3):
+            model(torch.ones(2, 1)).sum().backward()
+        with shardtrain.no_sync(model):
+            model(torch.ones(2, 1)).sum().backward()
+        model(torch.ones(2, 1)).sum().backward()
+        assert shardtrain.clip_grad_norm_(model, torch.inf) == 10 * 2**0.5
+        model.zero_grad(set_to_none=to_none)
+
+
+@each_rank(2)
+def test_no_sync_on_one_rank_is_named() -> None:
+    model = shard(OddNet())
+
+    def step() -> None:
+        with shardtrain.no_sync(model) if dist.get_rank() else contextlib.nullcontext():
+            classify(model, 0).backward()
+        classify(model, 1).backward()
+
+    text = raised_soon(guard.Diverged, step)
+    assert "no_sync() on every rank" in text, text

@@ -529,7 +529,7 @@ for keep in (lambda: None, device.keep_freed_memory):
             ctypes.memset(block, 1, 1 << 20)
             libc.free(block)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
-    returned, kept = map(int, subprocess.check_output([sys.executable, "-c", code], timeout=60).split())
+    returned, kept = map(int, subprocess.check_output([sys.executable, "-c", code]).split())
     assert kept < 100 < 10_000 < returned  # pages that one round touches anew
 
 

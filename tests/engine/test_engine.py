@@ -421,7 +421,8 @@ def test_a_figure_of_a_piece_is_refused_and_results_of_arithmetic_are_pieces() -
         torch.testing.assert_close(norm, expected)
     assert f"{grad.as_subclass(torch.Tensor).flatten()[0]:.3f} {grad.new_zeros(1)} {grad}"
     torch.testing.assert_close(copy.deepcopy(grad).as_subclass(torch.Tensor), grad.as_subclass(torch.Tensor))
-    assert type(pickle.loads(pickle.dumps(grad))) is torch.Tensor
+    with pytest.raises(ValueError, match=r"^pickle of a gradient"):
+        pickle.dumps(grad)
 
 
 @each_rank(3)
@@ -673,6 +674,68 @@ def test_the_only_unit_trains_as_a_replica() -> None:
     with mock.patch.object(Driver, "begin_call", lambda *each: wrapped(*each)):
         model(images(0)[0])
     assert wrapped.call_count == 1
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Return a view, and read a parameter in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad * weight, grad.sum(0)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 10.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _ScaledGradient.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@each_rank(2)
+def test_a_view_whose_backward_reads_a_parameter_gathers_it() -> None:
+    """A loss on that view alone: the node of its base, which is marked, too, runs too late."""
+    kept: list[torch.Tensor] = []
+
+    def make() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(9, 9), _Scaled(), nn.Linear(9, 9)) for _ in range(4)]
+        return nn.Sequential(*blocks)
+
+    def step(net: nn.Module, number: int) -> None:
+        kept.clear()
+        handle = net[1][1].register_forward_hook(lambda *call: kept.append(call[2]))
+        net(torch.full((2, 9), 1.0 + number))
+        handle.remove()
+        kept[0].square().mean().backward()
+
+    like_a_replica(make, step, units=lambda name, module: name.isdecimal())
+
+
+@each_rank(2)
+def test_gradients_of_empty_pieces_are_those_of_the_parameters_that_are_there_now() -> None:
+    """In each step, and after a conversion. They refuse what views of reduced gradients refuse."""
+    model = shard(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 3)), units=[nn.Linear])
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        for _ in range(2):
+            model(torch.ones(2, 9, dtype=dtype)).sum().backward()
+            empty = [param for param in model.parameters() if not param.data.numel()]
+            assert empty
+            for param in empty:
+                grad = param.grad
+                assert grad is not None
+                assert grad.as_subclass(torch.Tensor).shape == param.shape
+                assert grad.dtype == dtype
+                with pytest.raises(RuntimeError, match="created in no_grad mode"):
+                    grad.add_(param)
+            model.zero_grad()
 
 
 def test_automatic_units_are_blocks() -> None:

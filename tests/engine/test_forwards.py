@@ -37,6 +37,7 @@ from small import (
     Vit,
     assert_at_rest,
     assert_same_parameters,
+    average_gradients,
     classify,
     images,
     like_a_replica,
@@ -136,6 +137,28 @@ def test_blocks_compute_what_others_do(
     torch.testing.assert_close(*whole, **off)
     assert losses == pytest.approx(train_in_micro_batches(replica), rel=rounding)
     assert_same_parameters(model, replica, rounding)
+
+
+@each_rank(2, transport="auto")
+def test_compiled_blocks_that_are_one_unit_compute_what_the_plain_model_does() -> None:
+    """Bit for bit: neighbours are gathered once, at the first one's call, and each runs its own graph."""
+    torch.manual_seed(0)
+    plain = OddNet(blocks=3)
+    model = copy.deepcopy(plain)
+    with fresh_compiler() as stats:
+        compiled(model)
+        shard(model, units=[Block], unit_bytes=1 << 20)
+        assert [unit.name for unit in shardtrain.introspect(model).units[1:]] == ["blocks.0 to 2"]
+        for net in (plain, model):
+            optimizer = sgd(net)
+            for number in range(3):
+                classify(net, number).backward()
+                if net is plain:
+                    average_gradients(net)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert stats["unique_graphs"]
+    assert_same_parameters(model, plain, 0)
 
 
 @pytest.mark.long

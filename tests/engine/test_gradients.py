@@ -260,7 +260,9 @@ def test_momentum_by_hand_is_right_and_its_buffers_are_free_when_zeroed() -> Non
             for param, buffer in zip(params, buffers, strict=True):
                 if param.grad is not None:
                     buffer.mul_(0.9).add_(param.grad)
-                    param.data.sub_(buffer, alpha=0.01)
+                    shard_of_it = param.data
+                    shard_of_it.sub_(buffer, alpha=0.01)
+                    assert type(shard_of_it) is Tensor
                     param.grad = None
     assert_same_parameters(model, replica)
     squares = torch.zeros_like(model[0].weight)
@@ -919,3 +921,43 @@ def test_norms_of_orders_that_are_not_positive_are_refused(order: float) -> None
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order)
     with pytest.raises(ValueError, match=r"^norm_type must be positive"):
         shardtrain.clip_grad_norm_(model, 1.0, norm_type=order)
+
+
+@each_rank(2)
+def test_the_norm_of_gradients_that_wait_is_refused_at_the_call() -> None:
+    """Torch's functions, too: under no_sync they would return this rank's alone, and only measure."""
+    grads = [None, None]
+    for number, exists in enumerate((False, True)):  # a reduced gradient, to which others are to be added
+        model = shard(OddNet())
+        if exists:
+            classify(model, 0).backward()
+        with shardtrain.no_sync(model):
+            classify(model, 1).backward()
+        for norm in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
+            params = [param for param in model.parameters() if param.grad is not None]
+            what = params if norm is nn.utils.clip_grad_norm_ else [param.grad for param in params]
+            with pytest.raises(ValueError, match="that wait under no_sync would see this rank's alone"):
+                norm(what, torch.inf)
+        classify(model, 2).backward()
+        grads[number] = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+        assert grads[number] == shardtrain.clip_grad_norm_(model, torch.inf)
+        with shardtrain.no_sync(model):
+            classify(model, 1).backward()
+        model.zero_grad(set_to_none=exists)
+        classify(model, 2).backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), torch.inf).isfinite()
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(2)
+def test_a_piece_s_norm_is_not_printed_as_a_number(layout: str) -> None:
+    model = shard(OddNet(), layout=layout)
+    classify(model, 0).backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for show in (str.format, lambda form, norm: format(norm, form[2:-1]), lambda _, norm: f"{norm}"):
+        for form in ("{:.3f}", "{}"):
+            with pytest.raises(ValueError, match=r"format\(\) of a norm of a gradient " + SEES[:30]):
+                show(form, grads[0].norm())
+    assert f"{grads[0].norm()!r}".startswith("PieceNorm(")
+    assert f"{nn.utils.clip_grad_norm_(model.parameters(), torch.inf):.3f}"
+    assert f"{grads[0]}".startswith("tensor(")

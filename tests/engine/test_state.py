@@ -508,10 +508,7 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
             attempt()
         assert out in str(caught.value)
     whole = dcp_state.StateDictOptions(full_state_dict=True)
-    for pieces in (
-        dcp_state.get_model_state_dict(model, options=whole),
-        dcp_state.get_optimizer_state_dict(model, optimizer, options=whole),
-    ):
+    for pieces in (dcp_state.get_model_state_dict(model, options=whole),):
         with pytest.raises(ValueError, match=r"must not be pickled, .*; save shardtrain\.full_state_dict"):
             torch.save(pieces, io.BytesIO())
     with pytest.raises(ValueError, match="load_full_state_dict"):
@@ -692,3 +689,66 @@ def test_weights_are_read_from_files_into_shards(tmp_path: Path) -> None:
     assert sorted(wholes) == sorted(name for name, _ in plain.named_parameters())
     assert all(value.equal(plain.get_parameter(name)) for name, value in wholes.items())
     train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+class Tied(nn.Module):
+    """A head that shares the embedding's weight, and a buffer with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("same_table", self.table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.emb(x))
+
+
+@each_rank(2)
+def test_tied_names_whose_values_differ_are_refused_and_one_alone_is_taken() -> None:
+    state = Tied().state_dict()
+    weight = state["emb.weight"]
+    for order in ("emb", "head"):  # whichever is changed
+        model = shard(Tied())
+        before = shardtrain.full_state_dict(model)
+        with pytest.raises(ValueError, match=r"head\.weight and emb\.weight are one tied tensor here"):
+            shardtrain.load_full_state_dict(model, {**state, f"{order}.weight": weight + 1})
+        assert torch.equal(shardtrain.full_state_dict(model)["emb.weight"], before["emb.weight"])
+    with pytest.raises(ValueError, match="same_table and table are one tied tensor here"):
+        shardtrain.load_full_state_dict(model, {**state, "table": torch.ones(3)})
+    for name, tensor in (("emb.weight", "head.weight"), ("head.weight", "emb.weight")):
+        alone = {key: value for key, value in state.items() if key != name}
+        with pytest.raises(ValueError, match=re.escape(f"nothing was loaded: {name} is missing")):
+            shardtrain.load_full_state_dict(model, alone)
+        alone[tensor] = weight + 2 + len(tensor)
+        shardtrain.load_full_state_dict(model, alone, strict=False)
+        assert torch.equal(shardtrain.full_state_dict(model)["head.weight"], alone[tensor])
+    unknown = torch.full_like(weight, torch.nan)
+    shardtrain.load_full_state_dict(model, {**state, "emb.weight": unknown, "head.weight": unknown.clone()})
+
+
+@each_rank(2)
+def test_whole_optimizer_state_by_torch_is_refused_alike() -> None:
+    """And a rank's pickled state in the optimizer of an unsharded model is named, as it steps."""
+    model = shard(OddNet())
+    optimizer = torch.optim.AdamW(model.parameters())
+    classify(model, 0).backward()
+    optimizer.step()
+    for offload in (True, False):
+        options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        with pytest.raises(ValueError, match=r"an optimizer's state is not gathered: leave full_state_dict"):
+            dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
+    assert dcp_state.get_optimizer_state_dict(model, optimizer)["state"]
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    plain = OddNet()
+    other = torch.optim.AdamW(plain.parameters())
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    classify(plain, 0).backward()
+    with pytest.raises(
+        ValueError, match=r"AdamW was given the state of a sharded model's, which is one rank"
+    ):
+        other.step()
