@@ -180,8 +180,8 @@ def steps_in(directory: Path, links: bool = False) -> list[int]:
 def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Newest:
     """Find the newest complete checkpoint in ``directory`` or ``memory``, and verify its files. Collective.
 
-    If both have that step, it is the one in ``directory``. Raises Damaged if there are checkpoints, but none is
-    complete.
+    If both have that step, it is the one in ``directory``. Raises Damaged if there are checkpoints, but none
+    is complete.
     """
     candidates: list[tuple[int, bool, bool]] = []  # step, whether on disk, whether a link
     problem = ""

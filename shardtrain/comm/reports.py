@@ -10,9 +10,10 @@ they answer with theirs::
 
 One thread per peer receives its reports, and learns from its connection that the peer has ended. A single
 thread that receives from any rank would not: gloo does not wake it when connections close. Since threads
-answer, a rank that computes answers, too, and the others wait for as long as it works (`GuardedWait`, `Activity`),
-at most ten times the time-out. A stopped rank does not answer. One that neither waits nor works says where
-its main thread stands. Ranks that share memory wait for one another by `Signals`, under the same guard.
+answer, a rank that computes answers, too. The others wait for it as long as it works (`GuardedWait`,
+`Activity`), at most ten times the time-out. A stopped rank does not answer. One that neither waits nor works
+says where its main thread stands. Ranks that share memory wait for one another by `Signals`, under the same
+guard.
 
 A rank that fails reports why, and closes its connections before it raises. Otherwise payloads under way could
 arrive in memory that the failing step has freed.
