@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from torchvision.transforms import v2
 
 from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
-from shardtrain.job.errors import UserError, WorkerError, not_valid, path_of, plain_file, reading
+from shardtrain.job.errors import Unreadable, UserError, not_valid, path_of, plain_file, reading
 from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, mode_of, transform_of
 from shardtrain.job.preprocessing import Preprocessing
@@ -31,12 +32,9 @@ from shardtrain.job.preprocessing import Preprocessing
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 MOST_KINDS = 5  # kinds of files in a message
-LOOKED_AT = 16  # images whose grey values are looked at before training
-USUAL_BITS = 15  # of the largest value among some 16-bit grey images
-
-
-class Unreadable(WorkerError):
-    """Report an image that cannot be read."""
+LOOKED_AT = 256  # images whose kind is looked at before they are used
+GREYS = 16  # of those the ones of 16 bits whose values are looked at
+USUAL_BITS = 15  # of the largest value of a 16-bit grey image
 
 
 def opened_image(source: Files, index: int, mode: str = "RGB") -> Image.Image:
@@ -59,23 +57,32 @@ def _has_16_bits(image: Image.Image) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
 
 
-def warnings_of_grey(files: Files) -> list[str]:
-    """Return a warning if 16-bit grey images hold so few bits that they become dark. Reads a few of them."""
-    count = len(files.paths)
-    looked_at = range(0, count, max(1, count // LOOKED_AT))
-    brightest = 0
-    for index in looked_at:
-        with contextlib.suppress(Exception):  # what cannot be read is reported when it is needed
-            image = Image.open(io.BytesIO(files.content(index)))
-            if _has_16_bits(image):
-                brightest = max(brightest, int(np.asarray(image).max()))
-    bits = brightest.bit_length()
-    if not 0 < bits < USUAL_BITS:
+def warnings_of_grey(*parts: Files) -> list[str]:
+    """Return a warning if 16-bit grey images, of which a few are looked at, are dark for want of bits."""
+    highest = [value for files in parts for value in _highest_values(files)]
+    dark = [value for value in highest if 0 < value.bit_length() < USUAL_BITS]
+    if not dark:
         return []
+    bits = max(dark).bit_length()
     return [
-        f"warning: 16-bit grey images with values up to {brightest}, which is {bits} bits, become dark or "
-        f"black, since the upper 8 of 16 bits are used: multiply their values by {1 << (16 - bits)}"
+        f"warning: {len(dark)} of {len(highest)} 16-bit grey images that were looked at have values up to "
+        f"{max(dark)}, which is {bits} bits, and become dark or black, since the upper 8 of 16 bits are "
+        f"used: multiply their values by {1 << (16 - bits)}"
     ]
+
+
+def _highest_values(files: Files) -> list[int]:
+    """Return the highest value of each of a few 16-bit grey images."""
+    count = len(files.paths)
+    highest = list[int]()
+    for path in files.paths[:: max(1, count // LOOKED_AT)]:
+        # What cannot be read is reported when it is needed.
+        with contextlib.suppress(Exception), Image.open(plain_file(Path(path))) as image:
+            if _has_16_bits(image):
+                highest.append(int(np.asarray(image).max()))
+        if len(highest) == GREYS:
+            break
+    return highest
 
 
 class Pictures(Batches):
@@ -165,19 +172,37 @@ class Sieve:
 
 
 class Prepared(Batches):
-    """Hold images of files as a run's model gets them, one by one; labels are their numbers."""
+    """Hold images of files as a run's model gets them, one by one; labels are their numbers.
+
+    An image that cannot be read is NaN, so that the others get their answers.
+    """
 
     def __init__(self, paths: Sequence[str], inference: Inference) -> None:
         self.source = Files(paths, [])
         self.mode = mode_of(inference)
         self.transform = transform_of(inference)
+        side = inference.image_size
+        self._shape = (inference.channels, side, side)
 
     def __len__(self) -> int:
         return len(self.source.paths)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images = [self.transform(opened_image(self.source, index, self.mode)) for index in indices]
-        return torch.stack(images), torch.tensor(indices)
+        return torch.stack([self._read(index) for index in indices]), torch.tensor(indices)
+
+    def _read(self, index: int) -> Tensor:
+        try:
+            return self.transform(opened_image(self.source, index, self.mode))
+        except Unreadable:
+            return torch.full(self._shape, math.nan)
+
+    def problem(self, index: int) -> str:
+        """Return in one line why an image could not be read."""
+        try:
+            opened_image(self.source, index, self.mode)
+        except Unreadable as error:
+            return " ".join(str(error).split())
+        return f"cannot read the image {self.path(index)}: it could not be read when it was needed"
 
     def path(self, index: int) -> str | None:
         return self.source.paths[index]
@@ -252,6 +277,13 @@ class Part(NamedTuple):
 def _in_folders(config: ImageFolder, part: str) -> Part:
     """Return the images of one part, in folders of their classes."""
     root = path_of("data.root", config.root)
+    if not root.is_dir():
+        raise UserError(f"data.root={config.root}: there is no such folder; it would be {root.absolute()}")
+    if not (root / part).is_dir() and (root.absolute().parent / part).is_dir():
+        raise UserError(
+            f"data.root={config.root}: there is no {part} in it, but beside it: "
+            f"did you mean data.root={root.parent}?"
+        )
     inside = ", ".join(sorted(entry.name for entry in root.glob("*"))[:5]) or "nothing"
     instead = ", or data.validation=0.2 to hold some of train out" if part == "val" else ""
     expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
@@ -287,5 +319,5 @@ def photographs(
             resize=resize,
             interpolation=config.interpolation,
         ),
-        notes=tuple(warnings_of_grey(train if train.paths or val is None else val)),
+        notes=tuple(warnings_of_grey(train, *(() if val is None else (val,)))),
     )

@@ -138,9 +138,9 @@ class Channel(Ranks):
         """Let flat vectors lie on ``devices`` from now on. Models that share a channel share devices."""
         self.transport = self.transport.on(devices)
 
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `Transport.allocate`."""
-        return self.transport.allocate(layout, like, reduced)
+        return self.transport.allocate(layout, like, gradient_dtype)
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         """See `Transport.gradient`."""

@@ -62,7 +62,7 @@ _FEWER_HINT = (
     ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
     "(generate() to other lengths) belong into shardtrain.unsharded(model)"
 )
-_OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE)}
+_OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE, ADD)}
 _OPTIONS_HINT = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
     "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
@@ -178,14 +178,13 @@ class Paths:
         step = min(entry.step for entry in shown)
         steps = [entry.kind == STEP.number for entry in shown]
         hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
-        if any(entry.kind == TRAIN.number for entry in shown):
-            hint = _FROZEN_HINT
-        if any(entry.kind == ADD.number for entry in shown):
-            hint = _ADD_HINT
         if all(entry.kind in _OF_FORWARDS for entry in shown):
             hint = _UNITS_HINT
-            if len({entry.kind == REDUCE.number for entry in shown}) > 1:
-                hint += _ADD_HINT
+        reducing = {entry.kind == REDUCE.number for entry in shown}
+        if len(reducing) > 1 or any(entry.kind == ADD.number for entry in shown):
+            hint += _ADD_HINT
+        if any(entry.kind == TRAIN.number for entry in shown):
+            hint = _FROZEN_HINT
         if any(entry.kind == REPLAY.number for entry in shown):
             hint = _CAPTURE_HINT
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")

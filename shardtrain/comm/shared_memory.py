@@ -96,7 +96,7 @@ class SharedMemoryTransport(Transport):
         """Bytes of this rank's arena that a step usually uses: three times the largest gradient."""
         return 3 * self._largest
 
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if like.is_meta:
             full = like.new_empty(layout.padded)
         elif like.device.type != "cpu":
@@ -109,7 +109,7 @@ class SharedMemoryTransport(Transport):
             while self._unread:
                 self._free_oldest()
             self._arena = None
-            size = _aligned(layout.padded * reduced.itemsize)
+            size = _aligned(layout.padded * gradient_dtype.itemsize)
             self._largest = max(self._largest, size)
             self._size = self._size + size
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)

@@ -171,10 +171,10 @@ class Transport:
 
     # memory
 
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a full vector and this rank's interval of ``like``'s dtype and device, uninitialized.
 
-        ``reduced``: the dtype that its gradients will have. Collective. Unless ``in_place``, the caller may
+        ``gradient_dtype``: of its gradients. Collective. Unless ``in_place``, the caller may
         resize the full vector's storage.
         """
         return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
@@ -231,7 +231,7 @@ class Alone(Transport):
     in_place = True
     capturable = True
 
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         full = like.new_empty(layout.padded)
         return full, full
 

@@ -52,11 +52,11 @@ class Offloaded(Channel):
         self.inner.place(devices)
         self.transport = self.inner.transport
 
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the full vector on the device, and the interval in host memory."""
         if like.is_meta:
-            return self.inner.allocate(layout, like, reduced)
-        full, _ = self.inner.allocate(layout, like.to(self.device), reduced)
+            return self.inner.allocate(layout, like, gradient_dtype)
+        full, _ = self.inner.allocate(layout, like.to(self.device), gradient_dtype)
         return full, like.new_empty(layout.length(self.rank), device="cpu")
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:

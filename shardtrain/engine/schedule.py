@@ -162,7 +162,7 @@ class Schedule(Generic[U]):
         self.unannounced: dict[U, None] = {}  # gathered until backward: perhaps no node announces it
         self.unreduced: set[U] = set()  # taken and not reduced, as of the end of the last backward
         self.forward: Forward[U] = Forward()  # the latest of the root
-        self.recorded: Forward[U] = self.forward  # has the calls under way: this, or one called by itself
+        self.recording: Forward[U] = self.forward  # has the calls under way: this, or one called by itself
         self.in_forward = False
         self.backward: Backward[U] | None = None
         self.moment = 0  # the latest at which a call began or ended
@@ -210,7 +210,7 @@ class Schedule(Generic[U]):
         self._ends = []
         self._alike = True
         self.forward = Forward()
-        self.recorded = self.forward
+        self.recording = self.forward
         self.in_forward = True
 
     def enter(self, unit: U) -> None:
@@ -219,7 +219,7 @@ class Schedule(Generic[U]):
             self.calls[unit].depth += 1
             return
         if not (self.calls or self.in_forward or self.backward):  # called by itself: a forward of its own
-            self.recorded = Forward()
+            self.recording = Forward()
         self.moment += 1
         self.calls[unit] = Call(unit, self.moment)
         if self.backward is not None:  # which computes something again
@@ -277,7 +277,7 @@ class Schedule(Generic[U]):
         if learns and (unannounced or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self.unannounced[unit] = None
         if not (self.calls or self.in_forward):
-            self.recorded = self.forward
+            self.recording = self.forward
         if unit in self.unannounced or self.is_called_next(unit):
             return
         if learns and (unit in self.keeps or self._begins_backward(call)):
@@ -288,7 +288,7 @@ class Schedule(Generic[U]):
     def _record(self, call: Call[U]) -> None:
         """Note the end of ``call``: backward will descend through it."""
         self._awaiting.setdefault(call.unit, call.began)
-        self.recorded.calls.append(call)
+        self.recording.calls.append(call)
         if self.in_forward and call.unit is not self.root:
             self._compare(self._ends, self._expected_ends, call.unit)
 
@@ -401,7 +401,7 @@ class Schedule(Generic[U]):
             self._awaiting.clear()
             self.forward = Forward()
             if not self.calls:
-                self.recorded = self.forward
+                self.recording = self.forward
         for unit in self.units:
             if unit not in self.calls:
                 self.release(unit)

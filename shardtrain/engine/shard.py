@@ -226,21 +226,21 @@ class Segment:
         """Allocate the segment's storages, and show ``local``, copied into this rank's interval."""
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
-        reduced = self._precision.of_gradient(compute)
+        gradient_dtype = self._precision.of_gradient(compute)
         channel = self.channel
         virtual = self.layout.virtual
         # Virtual ranks: where several gradients are summed before they are sent, the sums are not rounded.
         if virtual > channel.world or (virtual and channel.stages):
-            reduced = torch.promote_types(reduced, local.dtype)
+            gradient_dtype = torch.promote_types(gradient_dtype, local.dtype)
         like = local.new_empty(0, dtype=compute)
-        self.full, wire = channel.allocate(self.layout, like, reduced)
+        self.full, wire = channel.allocate(self.layout, like, gradient_dtype)
         self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
         self.wire = self.local if channel.uploads else wire  # each upload casts
         self.local.copy_(local)
-        self.like_gradient = self.local.new_empty(0, dtype=reduced)
+        self.like_gradient = self.local.new_empty(0, dtype=gradient_dtype)
         starts = self.layout.starts
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.full.device)
-        self.zeros = torch.zeros(len(starts), dtype=reduced, device=self.full.device)
+        self.zeros = torch.zeros(len(starts), dtype=gradient_dtype, device=self.full.device)
         another = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
         self._of_another_dtype = self.local.new_empty(0, dtype=another)
         # If dtype or device differ, showing `full` already makes autograd forget the node.

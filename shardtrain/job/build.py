@@ -26,7 +26,7 @@ from shardtrain.job.evaluate import FEW_CLASSES, Evaluation, Scores, Scoring
 from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, inference_of
 from shardtrain.job.losses import CrossEntropy, Loss, rehearse_loss, weights_of
-from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
+from shardtrain.job.model import converted, ema_of, initial_model, model_notes, shard_with_optimizer
 from shardtrain.job.schema import typed
 from shardtrain.job.scores import chosen_scores, rehearse
 from shardtrain.job.target import REFUSALS, instantiate
@@ -88,6 +88,7 @@ def build(
     sample = (max(1, share.micro_batch), images.preprocessing.channels)
     flops = flops_by_side(model, sample, config.data.sides, len(images.classes))
     inference = inference_of(config, images.preprocessing, model)
+    notes = (*images.notes, *model_notes(model, config.model, resumed=first_step > 0))
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
     if first_step == 0 and not config.model.get("weights"):
@@ -118,7 +119,7 @@ def build(
         steps_per_epoch=steps_per_epoch,
         data_name=_name_and_sizes(images),
         forward_flops=flops,
-        notes=images.notes,
+        notes=notes,
     )
     return job, config
 

@@ -22,6 +22,10 @@ class WorkerError(UserError):
         super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
+class Unreadable(WorkerError):
+    """Report an image that cannot be read."""
+
+
 def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:
     """Return the error for a ``word`` that is not in ``valid``; ``what`` begins the message."""
     valid = list(valid)

@@ -400,6 +400,10 @@ def _explain(error: Exception) -> UserError:
             return UserError(f"unknown {group} {choice!r}: {meant}")
     if isinstance(error, MissingConfigException) and error.options is not None:
         files = sorted(option for option in error.options if option != OWN)
+        if OWN in error.options and "." in choice:
+            package = choice.partition(".")[0]
+            allow = f' "allow=[{package}]"'
+            return UserError(f"unknown {group} {choice!r}; did you mean {group}._target_={choice}{allow}?")
         own = [f"{group}._target_=PACKAGE.NAME"] if OWN in error.options else []
         return not_valid(f"unknown {group} {choice!r}", choice, files + own)
     hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")

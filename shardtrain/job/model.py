@@ -109,6 +109,23 @@ def head_of(model: nn.Module) -> str:
     return layers[-1]
 
 
+def model_notes(model: nn.Module, keys: Mapping[str, Any], *, resumed: bool) -> list[str]:
+    """Return lines about what the keys of an unsharded ``model`` have chosen: stem, new head, what trains."""
+    notes = []
+    if isinstance(model, models.ResNet) and keys.get("stem") == "auto":
+        chosen = "standard, torchvision's own"
+        if isinstance(model.maxpool, nn.Identity):
+            chosen = "small: a 3×3 convolution of stride 1, no pooling; model.stem=standard needs less time"
+        notes.append(f"model.stem=auto is {chosen}")
+    if keys.get("weights") and keys.get("reset_head") and not resumed:
+        notes.append(f"model.reset_head: {head_of(model)} is new, all else is from {keys['weights']}")
+    sizes = [param.numel() for param in model.parameters()]
+    trained = [param.numel() for param in model.parameters() if param.requires_grad]
+    if len(trained) < len(sizes):
+        notes.append(f"model.freeze: {sum(trained):,} of {sum(sizes):,} parameters are trained")
+    return notes
+
+
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Return ``model`` with the memory format of the configuration."""
     if config.parallel.offload and not is_accelerator(device):

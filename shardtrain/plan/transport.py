@@ -42,8 +42,8 @@ class Simulated(Alone):
         """Return an inbox for each rank's ``part``, of ``sent``'s dtype; nothing without ``inbox``."""
         return [open_inbox(sent, self.world, part.numel())] if self._inbox else []
 
-    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
-        self._largest = max(self._largest, layout.padded * reduced.itemsize)
+    def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        self._largest = max(self._largest, layout.padded * gradient_dtype.itemsize)
         full = like.new_empty(layout.padded)
         local = full[layout.interval(self.rank)]
         return full, local if self.in_place else torch.empty_like(local)

@@ -3,7 +3,8 @@
     python -m shardtrain.predict run=outputs/NAME data.root=FOLDER out=classes.csv
 
 Each rank prepares its part of the images, by the transforms that an export prints for one image, and all
-compute with the model sharded over them. Rank 0 writes the table when all are done.
+compute with the model sharded over them. Rank 0 writes the table when all are done. An image that cannot be
+read has no class in it, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from shardtrain.optim import Ema
 from shardtrain.train.resume import open_saved
 
 REPORTS = 10  # lines about the progress
+NO_CLASS = -1  # of an image that cannot be read
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> Non
             with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 _write(file, files, answers, inference.classes)
             os.replace(temporary, out)
-        print(f"{out}: {counted(len(files), 'image')} of {opened.path}")
+        print(f"{out}: {counted(len(files), 'image')} of {opened.path}", flush=True)
+        _require_all_read(images, answers, out)
 
 
 def _files(where: Where) -> tuple[list[str], list[str]]:
@@ -109,13 +112,14 @@ def _files(where: Where) -> tuple[list[str], list[str]]:
     root = path_of("data.root", where.root)
     files: list[str]
     notes: list[str] = []
+    photos = _recipe("photos")
     if where.table is None:
-        files, notes = _recipe("photos").images_in(root)
+        files, notes = photos.images_in(root)
     else:
         files = _recipe("table").images_of(where.table, root)
     if not files:
         raise UserError(f"data.root={where.root}: no image in it or in its folders")
-    return files, notes
+    return files, [*notes, *photos.warnings_of_grey(photos.Files(files, ()))]
 
 
 def _recipe(name: str) -> Any:
@@ -145,7 +149,9 @@ def _answers(model: nn.Module, feed: EvalFeed, rank_info: RankInfo) -> Tensor:
     batches = len(feed.sampler)
     gathering = Gathering()
     for number, batch in enumerate(feed, 1):
-        probability, label = model(batch.images).float().softmax(1).max(1)
+        unreadable = batch.images.isnan().flatten(1).any(1)
+        probability, label = model(batch.images.nan_to_num()).float().softmax(1).max(1)
+        label = label.masked_fill(unreadable, NO_CLASS)
         gathering.add(torch.stack([label.double(), probability.double()], 1), batch.labels)
         if rank_info.rank == 0 and (number == batches or number % -(-batches // REPORTS) == 0):
             done = min(images, number * feed.sampler.batch_size * rank_info.world_size)
@@ -158,7 +164,20 @@ def _write(file: TextIO, files: Sequence[str], answers: Tensor, classes: Sequenc
     table = csv.writer(file)
     table.writerow(("file", "class", "probability"))
     for path, (label, probability) in zip(files, answers.tolist(), strict=True):
-        table.writerow((path, classes[int(label)], f"{probability:.6f}"))
+        answer = ("", "") if label == NO_CLASS else (classes[int(label)], f"{probability:.6f}")
+        table.writerow((path, *answer))
+
+
+def _require_all_read(images: Any, answers: Tensor, out: Path) -> None:
+    """Raise UserError, after a line for each, if images could not be read."""
+    bad = (answers[:, 0] == NO_CLASS).nonzero().flatten().tolist()
+    for index in bad:
+        print(images.problem(index), flush=True)
+    if bad:
+        raise UserError(
+            f"out={out}: {len(bad):,} of {counted(len(answers), 'image')} cannot be read; they are listed "
+            "above, and have no class in the table"
+        )
 
 
 main = partial(launch.start, read, predict)

@@ -24,7 +24,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
 from shardtrain.job.data.check import require_readable
 from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
-from shardtrain.job.errors import WorkerError
+from shardtrain.job.errors import Unreadable, UserError, WorkerError
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
@@ -204,7 +204,12 @@ def train(config: Config, context: Context) -> float | None:
     require_own_rights()
     identity = identify(config, context)
     with memory_of(config, context, identity) as memory:
-        return _train(config, context, identity, memory)
+        try:
+            return _train(config, context, identity, memory)
+        except Unreadable as error:
+            if config.dry_run or config.eval_only:
+                raise
+            raise UserError(f"{error}; dry_run=true lists all images that cannot be read") from None
 
 
 def write_outcome(score: float | None, is_minimised: bool) -> None:

@@ -235,7 +235,7 @@ class Recorder:
         if learns:
             made = next((node for node in reversed(self.nodes) if node.marked), None)
             if unit in self.passing and made is not None:
-                made.passed.append((schedule.recorded, schedule.moment))
+                made.passed.append((schedule.recording, schedule.moment))
                 schedule.announce(unit)
             elif not frame.hides and unit not in self.silent:
                 self._make(True)
@@ -267,7 +267,7 @@ class Recorder:
             return
         if marked:
             schedule.announce(frame.unit)
-        self.nodes.append(Node(schedule.moment, schedule.recorded, frame, marked))
+        self.nodes.append(Node(schedule.moment, schedule.recording, frame, marked))
 
     def use(self, unit: Facts) -> None:
         """Use a parameter of ``unit`` outside of its calls, as a loss does with the root's."""
@@ -328,7 +328,7 @@ class Recorder:
                 self.learns = False
                 self.replay(call)
                 self.learns = learns
-                self.nodes.append(Node(schedule.moment, schedule.recorded, self.stack[-1], False, call))
+                self.nodes.append(Node(schedule.moment, schedule.recording, self.stack[-1], False, call))
                 self._make(self.marks)
             else:
                 self.replay(call)
@@ -489,7 +489,7 @@ class Recorder:
 
     def _require_nothing_recorded(self) -> None:
         """P6: calls are forgotten with their graph, unless they are of the root's last forward."""
-        assert self.schedule.recorded is self.schedule.forward
+        assert self.schedule.recording is self.schedule.forward
 
     # what was started
 

@@ -1128,7 +1128,7 @@ def longer_texts(model: nn.Module) -> None:
 
 @each_rank(2)
 def test_units_and_forwards_of_some_ranks_alone_hear_of_the_ways_out() -> None:
-    ways = r"only some ranks call .* conditional=\[module\].*generate\(\) .* shardtrain\.unsharded\(model\)$"
+    ways = r"only some ranks call .* conditional=\[module\].*generate\(\) .* shardtrain\.unsharded\(model\)"
     model = shard(Net(root=experts), units=[Unit])
     assert re.search(ways, raised_soon(comm.Diverged, lambda: squares(model, 0)))
 
@@ -1137,7 +1137,7 @@ def test_units_and_forwards_of_some_ranks_alone_hear_of_the_ways_out() -> None:
 def test_forwards_of_some_ranks_alone_hear_of_unsharded() -> None:
     model = sharded()
     text = raised_soon(comm.Diverged, lambda: longer_texts(model))
-    assert text.endswith("(generate() to other lengths) into shardtrain.unsharded(model)")
+    assert "(generate() to other lengths) belong into shardtrain.unsharded(model)" in text
 
 
 def waits(_: nn.Module) -> None:

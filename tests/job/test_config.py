@@ -89,6 +89,12 @@ def test_mistakes_are_named(part: int) -> None:
         require_told(line, lambda words: build(from_hydra(compose(words)), 0, 1, CPU))
 
 
+def test_a_choice_with_a_dot_is_taken_for_a_target() -> None:
+    for group, path in (("model", "mynet.Net"), ("data", "nets.sets.load")):
+        meant = f'did you mean {group}._target_={path} "allow=[{path.partition(".")[0]}]"?'
+        require_told(f"{group}={path} | unknown {group} {path!r}; {meant}", compose)
+
+
 def test_mistakes_in_sweeps_are_named() -> None:
     for line in MISTAKES[:5]:
         require_told(line, lambda words: sweep.read(words, False))
@@ -132,9 +138,23 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
 def test_help_fits_one_screen(own: Path, capsys: Any) -> None:
     (own / "recipe/long.yaml").write_text("# @package _global_\n# " + "A recipe of many words. " * 8)
     assert compose(["--help", "--config-dir", str(own)]) is None
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out
+    lines = said.splitlines()
     assert len(lines) <= 34
     assert max(map(len, lines)) <= 120
+    for words in (
+        "resume=",
+        "seed=",
+        "allow=",
+        "eval_only=",
+        ".evaluate",
+        ".predict",
+        ".export",
+        "train.sweep",
+    ):
+        assert words in said
+    usual = composed()
+    assert f"train.epochs={usual.train.epochs} optim.lr={usual.optim.lr} " in said
 
 
 def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:

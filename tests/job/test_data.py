@@ -561,6 +561,21 @@ def test_advice_about_folders(tmp_path: Path, make: list[str], message: str) -> 
         data.load(folder(tmp_path))
 
 
+def test_a_folder_that_is_not_there_or_one_too_deep_is_named(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^data.root=.*/photoz: there is no such folder; it would be /.*photoz$"
+    ):
+        data.load(folder(tmp_path / "photoz"))
+    for part in ("train", "val"):
+        with pytest.raises(UserError) as caught:
+            data.load(folder(tmp_path / part))
+        assert str(caught.value) == (
+            f"data.root={tmp_path / part}: there is no train in it, but beside it: "
+            f"did you mean data.root={tmp_path}?"
+        )
+
+
 @pytest.mark.parametrize(("workers", "start"), [(0, 0), (1, 0), (0, 8)])
 def test_a_corrupt_image_is_named(tmp_path: Path, workers: int, start: int) -> None:
     write_folders(tmp_path)

@@ -61,7 +61,10 @@ def test_image_files_are_those_that_pillow_decodes(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("highest", "words"),
     [
-        (255, "values up to 255, which is 8 bits, become dark or black, .*: multiply their values by 256"),
+        (
+            255,
+            "values up to 255, which is 8 bits, and become dark or black, .*: multiply their values by 256",
+        ),
         (4095, "values up to 4095, which is 12 bits, .*: multiply their values by 16"),
         (12000, "values up to 12000, which is 14 bits, .*: multiply their values by 4"),
         (40000, None),
@@ -77,6 +80,17 @@ def test_grey_images_of_16_bits_that_hold_fewer_are_warned_of(
     (tmp_path / "train/class0/0.png").write_bytes(b"")  # which another message is about
     notes = data.load(folder(tmp_path)).notes
     assert [bool(re.search(words or "", note)) for note in notes] == [True] * (words is not None)
+
+
+def test_dark_images_are_counted_beside_bright_ones(tmp_path: Path) -> None:
+    """A full-range image, or many of 8 bits, must not hide those that hold 12 of 16 bits."""
+    write_folders(tmp_path, 20)
+    for name, highest in (("train/class0/1", 40000), ("train/class1/13", 4095), ("val/class0/0", 255)):
+        Image.fromarray(np.full((12, 14), highest, np.uint16)).save(tmp_path / f"{name}.png")
+    (note,) = data.load(folder(tmp_path)).notes
+    assert note.startswith("warning: 2 of 3 16-bit grey images that were looked at have values up to 4095, ")
+    (tmp_path / "val/class0/0.png").unlink()
+    assert "warning: 1 of 2 " in data.load(folder(tmp_path)).notes[0]
 
 
 def test_pgm_of_12_bits_is_read_as_bright_as_it_is(tmp_path: Path) -> None:
@@ -210,7 +224,9 @@ def test_a_dry_run_lists_all_images_where_the_first_one_stops_it_before(tmp_path
     with pytest.raises(UserError, match="5 of 40 images cannot be read"):
         train(composed(*keys), context(tmp_path / "run"))
     assert capsys.readouterr().out.count("cannot read the image") == 5
-    with pytest.raises(UserError, match=r"^cannot read the image"):
+    with pytest.raises(
+        UserError, match=r"^cannot read the image .*; dry_run=true lists all images that cannot"
+    ):
         train(composed(*keys, "dry_run=false"), context(tmp_path / "run"))
 
 

@@ -18,7 +18,7 @@ from shardtrain.export.timm_folder import timm_config
 from shardtrain.job import data
 from shardtrain.job.build import completed
 from shardtrain.job.inference import Inference, inference_of, program
-from shardtrain.job.model import plain_model
+from shardtrain.job.model import model_notes, plain_model
 from shardtrain.job.schema import typed
 
 from tiny import CPU, composed, write_folders
@@ -32,6 +32,22 @@ def trained(config: Any, on: str = "cpu") -> tuple[Any, data.DataSet, torch.nn.M
     with torch.device(on):
         model = plain_model(config.model, config.allow).eval()
     return config, images, model, inference_of(config, images.preprocessing, model)
+
+
+def test_the_first_lines_say_what_the_keys_of_the_model_have_chosen() -> None:
+    tuning = ("model.weights=x.pth", "model.reset_head=true", "model.freeze=[body]")
+    config, _, model, _ = trained(composed("model=resnet18", *tuning), on="meta")
+    small, head, trains = model_notes(model, config.model, resumed=False)
+    assert small.startswith("model.stem=auto is small: a 3×3 convolution of stride 1, no pooling; ")
+    assert head == "model.reset_head: fc is new, all else is from x.pth"
+    assert trains == "model.freeze: 5,130 of 11,172,810 parameters are trained"
+    assert model_notes(model, config.model, resumed=True) == [small, trains]
+    for words, expected in (
+        (("data.image_size=65",), ["model.stem=auto is standard, torchvision's own"]),
+        (("model.stem=small",), []),
+    ):
+        config, _, model, _ = trained(composed("model=resnet18", *words), on="meta")
+        assert model_notes(model, config.model, resumed=False) == expected
 
 
 def answers(inference: Inference, model: torch.nn.Module, image: Path, folder: Path) -> tuple[str, Any]:

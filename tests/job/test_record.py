@@ -5,10 +5,12 @@ import csv
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -274,6 +276,34 @@ def test_predictions_are_those_of_plain_pytorch(tmp_path: Path) -> None:
             answer = model(transform_of(card)(Image.open(path).convert("RGB"))[None]).softmax(1)[0]
         assert card.classes[answer.argmax()] == name
         assert float(probability) == pytest.approx(answer.max().item(), abs=1e-5)
+
+
+def test_an_image_that_cannot_be_read_has_no_class_and_costs_no_other_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = photo_run(tmp_path)
+    root = tmp_path / "photos/val"
+    before = predicted(run, root, tmp_path / "before.csv")
+    bad = [Path(before[index][0]) for index in (0, 5)]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:40])
+    dark = Path(before[1][0])
+    Image.fromarray(np.full((9, 9), 4095, np.uint16)).save(dark)
+    out = tmp_path / "classes.csv"
+    words = [f"run={run}", f"data.root={root}", f"out={out}", "data.workers=1", "data.batch_size=3"]
+    settings = predicting.read(words, False)
+    assert settings is not None
+    with pytest.raises(
+        UserError, match=r"^out=.*classes.csv: 2 of 16 images cannot be read; they are listed"
+    ):
+        predicting.predict(settings, context(run).rank_info, CPU)
+    said = capsys.readouterr().out
+    assert re.findall(r"^cannot read the image (.*?): ", said, re.M) == [*map(str, bad)]
+    assert "warning: 1 of 1 16-bit grey images that were looked at have values up to 4095, " in said
+    _, *after = csv.reader(out.read_text().splitlines())
+    assert [line for line in after if line[1:] == ["", ""]] == [[str(path), "", ""] for path in bad]
+    kept = [index for index in range(16) if index not in (0, 1, 5)]
+    assert [after[index] for index in kept] == [before[index] for index in kept]
 
 
 def test_other_images_are_scored_without_any_to_train_on(tmp_path: Path) -> None:

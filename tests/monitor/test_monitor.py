@@ -174,6 +174,8 @@ def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
         "48 = 1 rank × 2 micro-batches × 24",
     ):
         assert expected in table
+    (stem,) = job.notes
+    assert stem.startswith("model.stem=auto is small: ")
 
 
 def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,10 @@ def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
     run = ("+recipe=resnet", *VIT, *data, "train.batch_size=4", "run.name=here", "augment=none")
     done = ended(2, "main.py", *run, folder=tmp_path)
     pipe = "photos/train/class1/0.png"
-    assert done.errors == f"error: cannot read the image {pipe}: {pipe} is not a regular file\n"
+    assert done.errors == (
+        f"error: cannot read the image {pipe}: {pipe} is not a regular file; "
+        "dry_run=true lists all images that cannot be read\n"
+    )
     assert done.codes == [2, 2]
     assert result_of(tmp_path / "outputs/here")["status"] == "failed"
 
