@@ -85,23 +85,22 @@ def rooms(package: Path) -> list[Room]:
 
 def in_short(docstring: str) -> str:
     """Return the beginning of a docstring's first line, without what it adds."""
-    short = re.split(r"\.(?: |$)|:|`{2}", docstring.split("\n")[0].replace("``torch.distributed``", "torch"))[
-        0
-    ]
+    line = docstring.split("\n")[0].replace("``torch.distributed``", "torch")
+    short = re.split(r"\.(?: |$)|:|`{2}", line)[0]
     return short if len(short) < 60 else short.partition(",")[0]
 
 
 def imported(room: str, inside: list[Path], names: dict[str, list[Path]]) -> frozenset[str]:
     """Return which other rooms the files of ``room`` import from; what is loaded at first use is left out."""
-    found = set[str]()
+    modules = set[str]()
     for file in inside:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "shardtrain":
-                found.update(alias.name for alias in node.names)
+                modules.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardtrain."):
-                found.add(str(node.module).split(".")[1])
+                modules.add(str(node.module).split(".")[1])
     lazily = {"collectives"} if room == "comm" else set()
-    return frozenset(found & names.keys() - {room} - lazily)
+    return frozenset(modules & names.keys() - {room} - lazily)
 
 
 def way(left: int, title: str, calls: tuple[Call, ...], color: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Five exercises: climb from a right FSDP to a fast one. This says on which rungs yours stands.
+"""Check five exercises, from a right FSDP to a fast one: print on which rungs yours stands.
 
     torchrun --nproc-per-node 2 -m shardtrain.recipes.ladder mine
 
@@ -27,7 +27,7 @@ COLLECTIVES = r"(all_gather|all_reduce|all_to_all|reduce_scatter)(?!_obj)"
 
 
 class Probe(torch.autograd.Function):
-    """The identity, which tells when backward comes by."""
+    """Return the input unchanged, and note when forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, events: list[str]) -> Tensor:
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Work:
-    """A collective under way, which tells when it is waited for."""
+    """Stand for a collective under way, and note when it is waited for."""
 
     def __init__(self, work: Any, name: str, events: list[str]) -> None:
         self.work = work
@@ -69,7 +69,7 @@ class Work:
 
 
 class Recorded:
-    """torch.distributed, with an event for every gathered element, every reduction, and its wait."""
+    """Stand for torch.distributed, and note each gathered element, each reduction, and the wait for it."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -123,7 +123,9 @@ def train(module: ModuleType | None) -> tuple[list[float], list[str], int]:
         x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         with saved_tensors_hooks(save, lambda tensor: tensor):
             loss = model(x).square().mean()
-        whole = sum(each.shape == (WIDTH, WIDTH) and each.untyped_storage().nbytes() > 0 for each in saved)
+        whole = sum(
+            tensor.shape == (WIDTH, WIDTH) and tensor.untyped_storage().nbytes() > 0 for tensor in saved
+        )
         optimizer.zero_grad()
         loss.backward()
         if not module:

@@ -62,7 +62,7 @@ class Unit:
         return pieces
 
     def show(self, tensors: list[Tensor]) -> None:
-        """Parameters stay the same objects, which the optimizer knows: only the memory they show changes."""
+        """Let parameters show ``tensors``. They stay the same objects, which the optimizer knows."""
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
 
@@ -85,7 +85,7 @@ class Unit:
         self.full.untyped_storage().resize_(0)
 
     def set_aside(self) -> None:
-        """Before backward: gradients of earlier micro-batches have local shapes, those to come whole ones."""
+        """Keep gradients of earlier micro-batches apart: they have local shapes, those to come whole ones."""
         self.kept = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
@@ -139,14 +139,14 @@ class Schedule:
         self.root.wait()
 
     def enter(self, unit: Unit) -> None:
-        """Before a unit's forward: wait for it, and prefetch the next."""
+        """Wait for a unit before its forward, and prefetch the next."""
         self.calls.append(unit)
         unit.wait()
         if len(self.calls) < len(self.order):
             self.order[len(self.calls)].gather()
 
     def leave(self, unit: Unit, output: Any) -> None:
-        """After a unit's forward: release it, unless backward begins with it."""
+        """Release a unit after its forward, unless backward begins with it."""
         if not torch.is_grad_enabled() or len(self.calls) != len(self.order):
             unit.release()
         self.watch(output)
@@ -170,7 +170,7 @@ class Schedule:
                 tensor.register_hook(lambda _: self.descend(moment))
 
     def descend(self, moment: int) -> None:
-        """Backward has come down to this call: autograd runs what was made last first."""
+        """Bring the units to where backward is, this call: autograd runs what was made last first."""
         if self.position == len(self.calls):
             for unit in [*self.calls, self.root]:
                 unit.set_aside()

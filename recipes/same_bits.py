@@ -31,11 +31,11 @@ from torchvision.models.resnet import BasicBlock, ResNet
 import shardtrain
 from shardtrain.job.launch import close_process_group
 
-# micro-batches per step, steps, images per step
+# Micro-batches per step, steps, and images per step.
 VIRTUAL = 4
 STEPS = 60
 BATCH = 64
-# steps after which the killed run saves, and ends
+# Steps after which the killed run saves, and ends.
 SAVED = 20
 KILLED = 25
 # Wrapper, and for each run its name and the ranks of the processes that compute it, one after the other.
@@ -117,21 +117,21 @@ def work(wrapper: str, run: str, folder: Path) -> None:
     state = shardtrain.full_state_dict(model) if wrapper == "shardtrain" else {}
     if rank == 0:
         digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()
-        found = {"losses": losses.mean(1).tolist(), "weights": digest}
-        (folder / f"{wrapper}, {run}.json").write_text(json.dumps(found))
+        result = {"losses": losses.mean(1).tolist(), "weights": digest}
+        (folder / f"{wrapper}, {run}.json").write_text(json.dumps(result))
 
 
-def draw(figure: Any, found: dict[str, dict[str, list[float]]]) -> None:
+def draw(figure: Any, curves: dict[str, dict[str, list[float]]]) -> None:
     """Draw all curves, and below them how far each wrapper's runs are from its run on one rank."""
     above, below = figure.subplots(2, 1, sharex=True)
     steps = range(1, STEPS + 1)
-    for run, losses in found["shardtrain"].items():
+    for run, losses in curves["shardtrain"].items():
         above.plot(steps, losses, label=run, linewidth=1.2)
     above.set(ylabel="training loss", title="shardtrain: one curve on any number of ranks")
     above.legend(title="shardtrain, drawn on top of each other", fontsize="small")
     for wrapper, colour, width in (("DDP", "tab:orange", 3), ("FSDP2", "tab:red", 1.2)):
         for run, style in (("2 ranks", "-"), ("4 ranks", "--")):
-            pairs = zip(found[wrapper][run], found[wrapper]["1 rank"], strict=True)
+            pairs = zip(curves[wrapper][run], curves[wrapper]["1 rank"], strict=True)
             gaps = [abs(a - b) or None for a, b in pairs]
             below.plot(steps, gaps, style, color=colour, label=f"{wrapper}, {run}", linewidth=width)
     below.set_yscale("log")
@@ -143,7 +143,7 @@ def draw(figure: Any, found: dict[str, dict[str, list[float]]]) -> None:
 def main(folder: Path) -> None:
     """Compute all runs, and compare and draw them."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, list[float]]] = {}
+    curves: dict[str, dict[str, list[float]]] = {}
     digests = set()
     for wrapper, runs in RUNS.items():
         for run, worlds in runs.items():
@@ -152,14 +152,14 @@ def main(folder: Path) -> None:
                 launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
                 worker = ["-m", "shardtrain.recipes.same_bits", "--work", wrapper, run, str(folder)]
                 subprocess.run([*launcher, *worker], check=True)
-            each = json.loads((folder / f"{wrapper}, {run}.json").read_text())
-            found.setdefault(wrapper, {})[run] = each["losses"]
-            digests |= {each["weights"]} if wrapper == "shardtrain" else set()
-    equal = len(digests) == 1 and len({str(losses) for losses in found["shardtrain"].values()}) == 1
-    for wrapper, curves in found.items():
-        alone = curves["1 rank"]
+            result = json.loads((folder / f"{wrapper}, {run}.json").read_text())
+            curves.setdefault(wrapper, {})[run] = result["losses"]
+            digests |= {result["weights"]} if wrapper == "shardtrain" else set()
+    equal = len(digests) == 1 and len({str(losses) for losses in curves["shardtrain"].values()}) == 1
+    for wrapper, by_run in curves.items():
+        alone = by_run["1 rank"]
         gaps = [0.0]
-        for losses in curves.values():
+        for losses in by_run.values():
             gaps += [abs(a - b) for a, b in zip(losses, alone, strict=True)]
         print(f"{wrapper}: losses differ between runs by at most {max(gaps):.3g}")
     try:
@@ -168,7 +168,7 @@ def main(folder: Path) -> None:
         print('no picture: matplotlib is not installed (pip install "shardtrain[pictures]")')
     else:
         figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
-        draw(figure, found)
+        draw(figure, curves)
         figure.savefig(folder / "same_bits.png")
     print(f"written to {folder}; shardtrain's losses and weights are {'equal' if equal else 'NOT equal'}")
     sys.exit(not equal)

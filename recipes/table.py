@@ -7,7 +7,7 @@ import os.path
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from shardtrain.job.config import Csv
 from shardtrain.job.data.feed import DataSet
@@ -36,11 +36,7 @@ def image_table(config: Csv, *, all_held_out: bool = False) -> DataSet:
     where = f"data.table={config.table}"
     root = path_of("data.root", config.root)
     rows = _read(path_of("data.table", config.table), where, root)
-    missing = [row.image for row in rows if not os.path.isfile(root / row.image)]
-    if missing:
-        raise UserError(
-            f"{where}: {len(missing)} of {len(rows)} images are not in data.root={root}: {first_of(missing)}"
-        )
+    _require_files([row.image for row in rows], root, where)
     if all_held_out:
         return photographs(config, config.classes or (), NO_FILES, *_to_score(config, rows, root, where))
     classes = _in_order({row.label for row in rows})
@@ -83,18 +79,28 @@ def images_of(table: str, root: Path) -> list[str]:
     path = path_of("data.table", table)
     expected = "expected a CSV file with a column image"
     with reading(where, expected), plain_file(path).open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.DictReader(file, skipinitialspace=True, strict=True)
-        columns = [column.strip() for column in lines.fieldnames or ()]
-        if "image" not in columns:
-            raise ValueError(f"its first line has {', '.join(columns) or 'nothing'}")
-        lines.fieldnames = columns
-        names = [(line["image"] or "").strip() for line in lines]
+        names = [(line["image"] or "").strip() for line in _reader(file, ("image",))]
+    _require_files(names, root, where)
+    return [str(root / name) for name in names]
+
+
+def _require_files(names: Sequence[str], root: Path, where: str) -> None:
+    """Raise UserError if images of the table are not in the folder ``root``."""
     missing = [name for name in names if not os.path.isfile(root / name)]
     if missing:
         raise UserError(
             f"{where}: {len(missing)} of {len(names)} images are not in data.root={root}: {first_of(missing)}"
         )
-    return [str(root / name) for name in names]
+
+
+def _reader(file: TextIO, required: Sequence[str]) -> csv.DictReader[str]:
+    """Return a reader of the table. Raises ValueError if its first line lacks a ``required`` column."""
+    table = csv.DictReader(file, skipinitialspace=True, strict=True)
+    columns = [column.strip() for column in table.fieldnames or ()]
+    if not {*required} <= {*columns}:
+        raise ValueError(f"its first line has {', '.join(columns) or 'nothing'}")
+    table.fieldnames = columns
+    return table
 
 
 def _read(path: Path, where: str, root: Path) -> list[Row]:
@@ -103,11 +109,7 @@ def _read(path: Path, where: str, root: Path) -> list[Row]:
     `./0.png` and `0.png` in the folder ``root`` are one image.
     """
     with reading(where, EXPECTED), plain_file(path).open(encoding="utf-8-sig", newline="") as file:
-        table = csv.DictReader(file, skipinitialspace=True, strict=True)
-        columns = [column.strip() for column in table.fieldnames or ()]
-        if not {"image", "label"} <= {*columns}:
-            raise ValueError(f"its first line has {', '.join(columns) or 'nothing'}")
-        table.fieldnames = columns
+        table = _reader(file, ("image", "label"))
         rows = []
         for line in table:
             rows.append(_row(line, f"{where}: line {table.line_num}"))

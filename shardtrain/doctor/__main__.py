@@ -221,16 +221,16 @@ def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.dev
     reduce = settings.config.parallel.reduce
     if reduce is not None:
         raise UserError(
-            f"parallel.reduce={reduce}: the doctor compares with an unsharded model, for which nothing is "
-            "rounded on its way; examine the job with parallel.reduce=null"
+            f"parallel.reduce={reduce}: the doctor compares with an unsharded model, whose gradients are not "
+            "rounded for sending; examine the job with parallel.reduce=null"
         )
     # Uncompiled, since a compiler rounds and draws random numbers differently. Micro-batches of virtual ranks
     # are accumulated, as the twin's are.
-    given = uncompiled(settings.config)
+    uncompiled_config = uncompiled(settings.config)
     world = rank_info.world_size
-    train = dataclasses.replace(given.train, accumulate=given.micro_batches(world))
-    parallel = dataclasses.replace(given.parallel, virtual_ranks=0)
-    plain = dataclasses.replace(given, train=train, parallel=parallel)
+    train = dataclasses.replace(uncompiled_config.train, accumulate=uncompiled_config.micro_batches(world))
+    parallel = dataclasses.replace(uncompiled_config.parallel, virtual_ranks=0)
+    plain = dataclasses.replace(uncompiled_config, train=train, parallel=parallel)
     job, config = build(plain, rank_info.rank, world, device)
     equal, finding = Twins(job, config).examine(min(settings.keys.steps, job.steps))
     if rank_info.rank == 0:

@@ -3,8 +3,8 @@
     python -m shardtrain.evaluate run=outputs/NAME data.root=FOLDER
 
 The configuration is the run's own, with the command's words laid over it: an evaluation of the training
-program, `eval_only=true resume=RUN`. Where the words name other images, all of them are scored, and none
-needs to be for training.
+program, `eval_only=true resume=RUN`. If the words name other images, all of these are scored, and the data
+set needs no training images.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Files:
     """Write the files of an export: all of them, or none if what follows in the ``with`` block fails."""
 
     def __init__(self, out: Path, folder: bool) -> None:
-        """folder: ``out`` may be a folder, for timm. Raises UserError for other names, and if one exists."""
+        """folder: ``out`` may be a folder, for timm. Raises UserError for a wrong name or one that exists."""
         suffixes = ", ".join(SUFFIXES)
         if out.suffix not in SUFFIXES and not (folder and not out.suffix):
             also = ", or without an ending for timm's folder" if folder else ""

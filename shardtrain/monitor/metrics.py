@@ -95,9 +95,9 @@ def judge(spent: Spent) -> dict[str, Any]:
 
 
 def scores_in_words(scalars: Mapping[str, Any]) -> dict[str, str]:
-    """Return what was scored, and its scores in words.
+    """Return scores in words, by what was scored: ``val``, ``average`` or ``test``.
 
-    What the user's functions returned is of the average, if there is one.
+    Scores of the user's functions belong to the moving average, if there is one.
     """
     scores = {}
     for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
@@ -275,11 +275,11 @@ class StepMetrics:
 def _memory(job: Job) -> dict[str, float]:
     """Return MiB that this rank holds at the end of a step, and the peak of the device or process."""
     params = list(job.model.parameters())
-    held = {
+    sizes = {
         tags.PARAMS_MIB: sum(param.nbytes for param in params),
         tags.GRADS_MIB: sum(param.grad.nbytes for param in params if param.grad is not None),
         tags.OPTIMIZER_MIB: sum(tensor.nbytes for tensor in optimizer_tensors(job.optimizer)),
         tags.GATHERED_PEAK_MIB: introspect(job.model).take_gathered_peak().bytes,
         tags.PEAK_MIB: device.peak_memory(job.device),
     }
-    return {tag: size / MIB for tag, size in held.items()}
+    return {tag: size / MIB for tag, size in sizes.items()}

@@ -135,12 +135,12 @@ def open_monitor(
     facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
     writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
-    given = (context.run_dir, dataclasses.asdict(config))
+    arguments = (context.run_dir, dataclasses.asdict(config))
     for path in config.monitor.writers:
         if path == config.monitor.TENSORBOARD:
             writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
             continue
-        writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
+        writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *arguments))
     monitor = Monitor(*writers, first_step=job.first_step)
     file = context.run_dir / "config.yaml"
     text = OmegaConf.to_yaml(dataclasses.asdict(config))
@@ -198,8 +198,8 @@ def facts_of(
 def commit() -> str | None:
     """Return the git commit of the working directory; None outside of a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        return asked.stdout.strip() or None
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        return result.stdout.strip() or None
     return None
 
 
@@ -209,9 +209,9 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     optim = config.optim
     side = config.data.image_size
     units = introspect(job.model).units
-    held = introspect(job.model).bytes_by_rank
-    own = max(held) / MIB
-    most = "at most " if min(held) < max(held) else ""
+    sizes = introspect(job.model).bytes_by_rank
+    own = max(sizes) / MIB
+    most = "at most " if min(sizes) < max(sizes) else ""
     size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"
     flops = f"{job.forward_flops[side] / 1e9:.3g} GFLOP"
     if math.isnan(job.forward_flops[side]):
@@ -239,7 +239,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
 
 
 def _counts_in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the images of each class, of training + validation + test; of many classes their range."""
+    """Return the number of images of each class: training + validation + test; of many classes, the range."""
     train = counts.get("train")
     if train is None:
         return ""
@@ -300,10 +300,10 @@ def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     lines = [*scored.items()]
     if result.get("reference"):
         judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
-        yours = next(result[tag] for tag in judged if tag in result)
-        theirs = result["reference"]
-        source = f"{theirs['kind']} ({theirs['source']}: {theirs['conditions']})"
-        lines.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} %, {source}"))
+        accuracy = next(result[tag] for tag in judged if tag in result)
+        reference = result["reference"]
+        source = f"{reference['kind']} ({reference['source']}: {reference['conditions']})"
+        lines.append(("acc1", f"yours {accuracy:.2f} %, reference {reference['accuracy']:.2f} %, {source}"))
     return lines
 
 

@@ -91,6 +91,6 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 
 
 def _export(current: profile, path: Path) -> None:
-    """Write the trace to ``path``. Raises OSError if that fails, where torch prints it only."""
+    """Write the trace to ``path``. Raises OSError if that fails; torch alone would only print it."""
     path.touch()
     current.export_chrome_trace(str(path))

@@ -42,7 +42,7 @@ class Writer:
         """Write a picture, uint8 [height, width, 3]: the samples at the start, and those of scores."""
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """Write what has no curve.
+        """Write facts that are no curves over the steps.
 
         The first event has the model, the data, the number of parameters and when the run ``started``. The
         last one has ``step`` and ``status``: ``finished``, ``interrupted`` or ``failed``.
@@ -256,9 +256,9 @@ def _number(directory: Path) -> int:
 
 
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return the values that distinguish runs, under the command line's names: the same ones for every run.
+    """Return the values that distinguish runs, by the keys of the command line. Every run has the same keys.
 
-    A section whose keys a user may choose is one text. Keys that only another choice has are dashes.
+    A section whose keys a user may choose is one text. A key that only another choice has is a dash.
     """
     sections = asdict(config)
     shown = {key: facts[key] for key in ("parameters", "world_size", "device")}

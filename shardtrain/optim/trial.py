@@ -4,8 +4,8 @@ An optimizer must give each piece of a parameter the values that it gives the wh
 treat every element by itself. One that looks at a parameter's shape (Adafactor, Muon, Shampoo) or norm (LARS,
 LAMB) would silently compute something else, unless parameters are whole. One that looks at all parameters
 together (LBFGS) always would. A name does not tell. So a new instance with the same options steps on whole
-parameters, and others on what one rank of 2 and of 16 would hold of them. What both have must be equal:
-values, and of their state what has a value per element or is one number.
+parameters, and others on what one rank of 2 and of 16 would hold of them. Both must get equal values, and
+equal state where that has a value per element or is one number.
 
 The parameters are two matrices, and of each group of the model the largest of each number of dimensions,
 cropped to `_LARGEST` elements. They step six times, with a spike in the gradients. Then counts of steps are

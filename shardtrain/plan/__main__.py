@@ -35,7 +35,7 @@ class PlanKeys:
 
 @dataclass(frozen=True)
 class PlanSettings(Beside[PlanKeys]):
-    """Hold the command line's settings. The model's keys are completed, the planner runs on the CPU."""
+    """Hold the command line's settings, with the model's keys completed from the data set."""
 
     question: Question
 
@@ -66,10 +66,10 @@ def _data_set(config: Config, classes: int | None) -> data.DataSet:
         if classes is None or config.data.image_size == 0:
             raise UserError(f"{error}; or plan without the data set: model.num_classes=N") from None
     nothing = Arrays(torch.empty(0, 3, 1, 1, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
-    black = (0.0,) * 3
-    ones = (1.0,) * 3
-    how = Preprocessing.of_arrays(numbered(classes), black, ones, config.data.side_in_eval)
-    return data.DataSet(nothing, nothing, config.data.name, how)
+    mean = (0.0,) * 3
+    std = (1.0,) * 3
+    preprocessing = Preprocessing.of_arrays(numbered(classes), mean, std, config.data.side_in_eval)
+    return data.DataSet(nothing, nothing, config.data.name, preprocessing)
 
 
 def _question(keys: PlanKeys, config: Config, channels: int) -> Question:
@@ -95,10 +95,10 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
             "the planner is one process for any world size: start it with python -m shardtrain.plan"
         )
     keys = settings.keys
-    asked = simulate(settings.config, settings.question)
-    print(f"{report.headline(settings.config, asked)}\n\n{report.rank_table(asked)}")
+    result = simulate(settings.config, settings.question)
+    print(f"{report.headline(settings.config, result)}\n\n{report.rank_table(result)}")
     if keys.bandwidth and keys.flops:
-        print(report.bound_in_words(asked, keys.bandwidth, keys.flops))
+        print(report.bound_in_words(result, keys.bandwidth, keys.flops))
 
 
 main = partial(launch.start, read, plan)

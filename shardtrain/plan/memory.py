@@ -67,8 +67,8 @@ class MemoryTimeline(NamedTuple):
         peak = self.peak
         parts = sorted(zip(peak.bytes, MEMORY_KINDS, strict=True), reverse=True)
         shown = [part for part in parts if part[0] >= MIB / 20] or parts[:1]
-        held = [f"{size / MIB:.1f} MiB {kind}" for size, kind in shown]
-        listed = f"{', '.join(held[:-1])} and {held[-1]}" if len(held) > 1 else held[0]
+        texts = [f"{size / MIB:.1f} MiB {kind}" for size, kind in shown]
+        listed = f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
         where = peak.phase if peak.phase == "update" else f"{peak.phase} of {peak.unit}"
         return f"The peak of {peak.total / MIB:.1f} MiB, in {where}, consists of {listed}."
 
@@ -119,21 +119,22 @@ class LiveTensors(TorchDispatchMode):
         for life in self._lives:
             changes[life.kind][min(life.born, count)] += life.size
             changes[life.kind][min(life.died, count)] -= life.size
-        rows = {kind: list(accumulate(row[:count])) for kind, row in changes.items()}
-        phases, units, rows["gathered"] = (list(column) for column in zip(*self._instants, strict=True))
-        sizes = zip(*rows.values(), strict=True)
-        return MemoryTimeline(tuple(map(MemoryPoint, phases, units, sizes)))
+        sizes = {kind: list(accumulate(row[:count])) for kind, row in changes.items()}
+        phases, units, sizes["gathered"] = (list(column) for column in zip(*self._instants, strict=True))
+        by_instant = zip(*sizes.values(), strict=True)
+        return MemoryTimeline(tuple(map(MemoryPoint, phases, units, by_instant)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a query of a tensor's properties, which only fake tensors get here
-        given = _addresses((args, kwargs))
+        used = _addresses((args, kwargs))
         result = func(*args, **kwargs)
-        self._note(func, given, _addresses(result))
+        self._note(func, used, _addresses(result))
         return result
 
-    def _note(self, func: Any, given: dict[int, Tensor], made: dict[int, Tensor]) -> None:
+    def _note(self, func: Any, used: dict[int, Tensor], made: dict[int, Tensor]) -> None:
+        """Record an operation, with the tensors that it has ``used`` and ``made``, by storage."""
         phase, unit = self._model.under_way
         if phase != "rest":
             self._phase = phase
@@ -142,14 +143,14 @@ class LiveTensors(TorchDispatchMode):
         kind = "activations" if phase != "update" and self._phase else "other"
         if phase == "backward" and (func is _LAYS_OUT or _in_gradient()):
             kind = "gradients"
-            for address in given.keys() & self._known.keys():
+            for address in used.keys() & self._known.keys():
                 life = self._known[address]
                 life.kind = kind if life.kind == "activations" else life.kind
         self._end_resized()
-        for address in made.keys() - given.keys():  # views of an argument are no new memory
+        for address in made.keys() - used.keys():  # views of an argument are no new memory
             self._see(made[address], kind)
         if func is _LAYS_OUT:  # in memory that the engine may have allocated again, in the same storage
-            for tensor in given.values():
+            for tensor in used.values():
                 self._see(tensor, kind)
         gathered = 0 if self._model.transport.in_place else self._model.gathered.bytes
         self._instants.append((phase, unit, gathered))

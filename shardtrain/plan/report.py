@@ -12,7 +12,7 @@ def headline(config: Config, plan: Plan) -> str:
     question = plan.question
     parallel = config.parallel
     side = config.data.image_size
-    asked = config.train.batch_size
+    batch_size = config.train.batch_size
     parts = question.world_size * plan.accumulate
     images = question.micro_batch * parts
     options = {
@@ -30,8 +30,8 @@ def headline(config: Config, plan: Plan) -> str:
     if joined > 1:
         units += f" of up to {joined} blocks"
     replicas = f" in {counted(question.replicate, 'replica')}" if question.replicate > 1 else ""
-    why = f", of which {parts:,} cannot have equal parts" if asked % parts else ""
-    other = f"\ninstead of train.batch_size={asked:,}{why}" if images != asked else ""
+    why = f", of which {parts:,} cannot have equal parts" if batch_size % parts else ""
+    other = f"\ninstead of train.batch_size={batch_size:,}{why}" if images != batch_size else ""
     return (
         f"{config.model_name}, {parameters:,} parameters in {units}; "
         f"{config.optim.name}, {parallel.precision}, device={config.device}, {link}\n"

@@ -68,9 +68,9 @@ def simulate(config: Config, question: Question) -> Plan:
         # The engine compares addresses to notice replaced parameters; here all are 0.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         model, optimizer = _sharded(config, question)
-        held = introspect(model).bytes_by_rank
+        bytes_by_rank = introspect(model).bytes_by_rank
         if question.rank is None:
-            question = replace(question, rank=held.index(max(held)))
+            question = replace(question, rank=bytes_by_rank.index(max(bytes_by_rank)))
             if question.rank:
                 model, optimizer = _sharded(config, question)
         ema = ema_of(model, config, warmup=0)
@@ -94,7 +94,7 @@ def simulate(config: Config, question: Question) -> Plan:
         return Plan(
             question=question,
             accumulate=len(batches),
-            uneven=min(held) < max(held),
+            uneven=min(bytes_by_rank) < max(bytes_by_rank),
             units=tuple(inside.units),
             **state_bytes(model, optimizer, ema),
             gathered=inside.take_gathered_peak().bytes,
@@ -137,11 +137,11 @@ def _unsharded(config: Config) -> nn.Module:
             model.to(memory_format=torch.channels_last)
     made: dict[Tensor, Tensor] = {}  # so that tied parameters stay tied
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None and tensor not in made:
                     made[tensor] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
                     if isinstance(tensor, nn.Parameter):
                         made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
-                held[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
+                tensors[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
     return model

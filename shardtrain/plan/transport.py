@@ -19,8 +19,8 @@ from shardtrain.layout import Layout
 class Simulated(Alone):
     """Simulate rank ``rank`` of a shard group or replica group of ``world`` ranks that do not exist.
 
-    It allocates the memory and counts the traffic of a real transport, and moves nothing. With tensors
-    without data (torch's ``FakeTensorMode``) one process so computes what one rank of 1,024 holds and sends.
+    It allocates the memory and counts the traffic of a real transport, and moves nothing. With tensors that
+    have no data (torch's ``FakeTensorMode``) one process can compute what a rank of 1,024 holds and sends.
 
     ``in_place``: simulate `SharedMemoryTransport`; otherwise `ProcessGroupTransport`, over gloo with
     ``inbox``, over NCCL without.

@@ -1,6 +1,6 @@
-"""Compare what a run continues with, with what it was saved with: its settings, images and learning rate.
+"""Compare the settings, images and learning rate of a run with those of the checkpoint that it continues.
 
-Its own file, since the start of a run (`resume.py`) has enough of files and locks.
+Its own file, since `resume.py` is about files and locks.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ def require_same_run(opened: Opened, config: Config, job: Job) -> None:
 
 
 def validation_warnings(opened: Opened, job: Job) -> list[str]:
-    """Return a warning if other images are validated by than before."""
+    """Return a warning if the validation images differ from those of the checkpoint."""
     others = _other_counts(opened.manifest.facts.get("position", {}), job, "val")
     if not others:
         return []
     said = first_of([f"{name} {old} → {new}" for name, old, new in others])
     return [
-        f"warning: other images to validate by than before ({said}): scores from here on compare neither "
-        "with earlier ones nor with the best"
+        f"warning: the validation images have changed ({said}): scores from here on cannot be compared with "
+        "earlier ones, nor with the best"
     ]
 
 
 def _moved_images(position: Mapping[str, Any], job: Job) -> list[Change]:
-    """Return what differs in the labels of the training images from a checkpoint's ``position``."""
+    """Return how the labels of the training images differ from those in a checkpoint's ``position``."""
     moved = [
         Change(f"images of class {name}", before, now, Mark.NONE)
         for name, before, now in _other_counts(position, job, "train")
@@ -90,7 +90,7 @@ def _moved_images(position: Mapping[str, Any], job: Job) -> list[Change]:
 
 
 def _other_counts(position: Mapping[str, Any], job: Job, part: str) -> list[tuple[str, int, int]]:
-    """Return the classes of which a checkpoint had other numbers of images, with these and today's."""
+    """Return the classes whose number of images in ``part`` has changed: name, saved number, number now."""
     before = position.get("counts", {}).get(part, {})
     now = job.class_counts.get(part, {})
     if not before or not now:

@@ -133,7 +133,7 @@ def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
 
 
 def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
-    """Return the scores of an evaluation alone as one line of JSON, by their TensorBoard tags."""
+    """Return the scores of an `eval_only` run as one line of JSON, by their TensorBoard tags."""
     val, *tests = scored
     test = tests[0].ranking("test") if tests else {}
     return json.dumps(json_of({"step": step, **val.scalars(), **test}))
@@ -195,8 +195,10 @@ class Finiteness:
         with recording(job.model, lambda tensor: tensor.isfinite().all()) as record:
             self._step.backward(iter(feed), job.train.share.accumulate, seed=seed)
         texts = enumerate(comm.gather_texts(record.first_false(), comm.plain_transport()))
-        found = [f"on rank {rank} {text}" for rank, text in texts if text]
-        return f"; the first not finite is {first_of(found)}" if found else "; each rank's own are finite"
+        first_by_rank = [f"on rank {rank} {text}" for rank, text in texts if text]
+        if not first_by_rank:
+            return "; each rank's own are finite"
+        return f"; the first not finite is {first_of(first_by_rank)}"
 
 
 def train(config: Config, context: Context) -> float | None:
@@ -220,7 +222,7 @@ def write_outcome(score: float | None, is_minimised: bool) -> None:
 
 
 def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Config]:
-    """Build the job. If an image stops that in a dry run, list all that cannot be read."""
+    """Build the job. In a dry run, if an image cannot be read, list all such images before the error."""
     ranks = context.rank_info
     place = (ranks.rank, ranks.world_size, context.device)
     try:

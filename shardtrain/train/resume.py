@@ -68,7 +68,7 @@ def start_messages(store: Store, start: Newest, job: Job, config: Config) -> lis
     if wanted and not config.virtual_ranks(ranks):
         warnings.append(
             f"warning: parallel.virtual_ranks={wanted} cannot be computed on {ranks} ranks, only on a power "
-            "of two up to that number: this run trains as without, to other bits"
+            "of two up to that number: this run trains without them, so its last bits differ"
             + (", and replays nothing" if config.train.replay_every else "")
         )
     if start.opened is None:
@@ -87,7 +87,10 @@ def _messages_of_checkpoint(
     now = machine(job.device)
     changed = [f"{what} {old} → {now[what]}" for what, old in before.items() if now.get(what) != old]
     if wanted and changed and not config.eval_only:
-        warnings.append(f"warning: saved elsewhere ({', '.join(changed)}): the same bits are not promised")
+        warnings.append(
+            f"warning: the checkpoint is from another machine ({', '.join(changed)}): results may differ in "
+            "the last bits"
+        )
     if config.eval_only:
         return [*warnings, f"evaluating step {start.step} ({opened.path})"]
     warnings += rate_warnings(opened, job, config)
@@ -104,9 +107,9 @@ def _messages_of_checkpoint(
 
 
 def weighted_as_saved(config: Config, start: Newest) -> Config:
-    """Return the configuration of an evaluation with balanced weights of classes as the run has counted them.
+    """Return the configuration in which an evaluation has the balanced class weights that its run counted.
 
-    The images that are scored may be others, and none may be there to train on.
+    It cannot count them itself: it may score other images, and have none to train on.
     """
     if not config.eval_only or config.train.class_weights != "balanced" or start.opened is None:
         return config
@@ -124,7 +127,7 @@ def is_elsewhere(store: Store, start: Newest) -> bool:
 
 
 def identify(config: Config, context: Context) -> Identity:
-    """Return the identity of the run in the run directory, or a new one. Collective; changes no disk.
+    """Return the identity of the run in the run directory, or a new one. Collective; writes nothing.
 
     A run whose ranks torchrun restarted, after a failure or with more or fewer ranks, keeps its identity
     whatever `resume` says.
@@ -171,8 +174,9 @@ def require_own_rights() -> None:
 def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[Place | None]:
     """Yield the run's place in memory of this host, if it has one. Collective.
 
-    When the last rank of this host leaves, it is removed if the run has ended, or if its newest step is on
-    disk. Otherwise a restart may continue from it. Raises UserError on every rank if there is no such memory.
+    When the last rank of this host leaves, that place is removed if the run has ended, or if its newest step
+    is on disk. Otherwise a restart may continue from it. Raises UserError on every rank if there is no such
+    memory.
     """
     every = config.checkpoint.memory_every_steps
     if not every or config.dry_run or config.eval_only:
@@ -207,7 +211,7 @@ def find_start(
 ) -> tuple[Store, Newest]:
     """Return where the run saves, and what it starts from as `resume` says. Collective.
 
-    Of all files only the lock may change. Raises UserError if `resume` requires a complete checkpoint and
+    On disk it changes nothing but the lock. Raises UserError if `resume` requires a complete checkpoint and
     there is none, or if another job writes.
     """
 
@@ -232,19 +236,22 @@ def find_start(
         elsewhere = is_path(config.resume)
         if in_memory is not None:
             memory.complete(in_memory, comm.plain_transport())
-        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest()
-        if found.opened is None and elsewhere:
-            found = open_named(path_of("resume", config.resume))
-            if found.opened is None:
+        start = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest()
+        if start.opened is None and elsewhere:
+            start = open_named(path_of("resume", config.resume))
+            if start.opened is None:
                 raise Damaged("neither a checkpoint nor a run with checkpoints")
-    return store, found
+    return store, start
 
 
 def open_named(path: Path) -> Newest:
-    """Open the checkpoint ``path``, or of a run the newest complete one, or `RUN/best`. Collective."""
+    """Open ``path``: a checkpoint, `RUN/best`, or a run, of which the newest complete one. Collective."""
     all_ranks = comm.plain_transport()
-    if path.name == BEST and (found := newest(path.parent / CHECKPOINTS, all_ranks)).opened is not None:
-        path = path.parent / CHECKPOINTS / step_name(int(found.opened.manifest.facts.get(BEST) or found.step))
+    if path.name == BEST:
+        latest = newest(path.parent / CHECKPOINTS, all_ranks)
+        if latest.opened is not None:
+            best = latest.opened.manifest.facts.get(BEST) or latest.step
+            path = path.parent / CHECKPOINTS / step_name(int(best))
     is_checkpoint = "1" if os.path.exists(path / NAME) else ""  # rank 0's counts: another host may not see it
     if comm.gather_texts(is_checkpoint, all_ranks)[0]:
         opened = open_checkpoint(path, all_ranks)
@@ -294,10 +301,10 @@ def run_directory(
     save needs.
     """
     messages: list[str] = []
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
 
-        def take() -> None:
-            held.enter_context(locked(context.run_dir))
+        def prepare() -> None:
+            stack.enter_context(locked(context.run_dir))
             if config.resume == "none" and start.opened is None:
                 messages.extend(_set_aside(store.directory))
             store.clear(start.damaged)
@@ -307,7 +314,7 @@ def run_directory(
                 free_space(store.directory)
 
         if not (config.dry_run or config.eval_only):
-            on_rank_0(take)
+            on_rank_0(prepare)
             if store.memory is not None and store.memory.hosts.leads:
                 memory.keep_only(store.memory, start.step)
             messages += _rehearse(store, config, context)
@@ -426,8 +433,8 @@ def restore(store: Store, start: Newest, config: Config, job: Job, metrics: Step
         job.ema.restore(extra["ema"], ranks)
     if evaluating:
         return RunState()
-    for group, ours in zip(job.optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in ours.items() if key != "params"})
+    for group, own in zip(job.optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in own.items() if key != "params"})
     if extra.get("scaler"):  # empty if the run did not scale its loss
         job.scaler.load_state_dict(extra["scaler"])
     if is_elsewhere(store, start):  # whose best step this run does not have

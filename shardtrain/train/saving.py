@@ -70,7 +70,7 @@ def machine(where: torch.device) -> dict[str, str | int]:
 
 
 def require_room(copy: Path, every: int, more: int) -> None:
-    """Raise UserError unless memory holds the first ``copy`` and has room for so many ``more``."""
+    """Raise UserError unless the first ``copy`` is in memory, and there is room for ``more`` of its size."""
     size = sum(file.stat().st_size for file in copy.glob("rank-*")) if copy.exists() else 0
     free = shutil.disk_usage(copy.parent).free
     place = copy.parents[1]
@@ -103,13 +103,13 @@ class Saver:
         self._is_first_copy = not training.job.first_step
         self._config, self._job, self._metrics, self._monitor = training
         best, self.pending_evaluation = state
-        # Another score than the one that the run began with begins anew.
+        # If `train.best` has changed, earlier scores cannot be compared: the search for the best begins anew.
         self.best = best if best is not None and best.tag == self._config.train.best else None
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
         self.before_save: Callable[[], object] = lambda: None
         self._copies_fail = False  # in memory, and a warning has said so
         self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
-        self._evaluation_signal = 0  # the signal that ended an evaluation
+        self._evaluation_signal = 0  # that ended an evaluation; 0: none
 
     def evaluate_pending(self, step: int) -> None:
         """Evaluate the step from which this process resumes; raise Stopped on a signal. Collective."""
@@ -218,8 +218,8 @@ class Saver:
 
     def _exchange(self) -> tuple[int, bool]:
         """Return the signal that a rank had noted at the call before, and whether one was writing."""
-        mine = torch.tensor([self._signals.noted, self._store.busy]).to(self._job.device, non_blocking=True)
-        latest = HostCopy(comm.all_reduce(mine, "max")), self._store.writer
+        own = torch.tensor([self._signals.noted, self._store.busy]).to(self._job.device, non_blocking=True)
+        latest = HostCopy(comm.all_reduce(own, "max")), self._store.writer
         before = self._exchanged
         self._exchanged = latest
         if before is None:

@@ -3,7 +3,7 @@
     python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 "seed=range(3)"
     python -m shardtrain.train.sweep --nproc-per-node 2 -- +recipe=resnet optim.lr=0.02,0.04 "seed=range(3)"
 
-What stands before ``--`` is torchrun's; without it each job is one process. Each job has a folder in one
+Arguments before ``--`` are torchrun's. Without them each job is one process. Each job has a folder in one
 directory, named by its number and its values. A job's objective is its best score of `train.best`. A job that
 fails, or that is killed, is reported, and the next one starts.
 """
@@ -123,7 +123,7 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
 
 
 def refuse_ranks(arguments: Sequence[str], speak: bool) -> Any:
-    """Raise UserError, which names the command for several ranks: a sweep starts the ranks of each job."""
+    """Raise UserError with the command for several ranks: a sweep starts the ranks of each job itself."""
     words = [text for text in arguments if text not in FLAGS]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "N")
     command = f"python -m shardtrain.train.sweep --nproc-per-node {ranks} -- {shlex.join(words)}"
@@ -148,14 +148,14 @@ def outcome_of(command: Sequence[str], overrides: list[str]) -> Outcome:
         outcome_file = Path(name) / "outcome.json"
         error_file = Path(name) / "error.json"
         files = {OUTCOME_FILE: str(outcome_file), LAUNCHER_ERROR_FILE: str(error_file)}
-        code = ended(command, {**os.environ, **files})
+        code = exit_code_of(command, {**os.environ, **files})
         if code != 0:
             return Outcome(overrides, problem=reason_of(code, json_in(error_file)))
         return Outcome(overrides, **(json_in(outcome_file) or {}))
 
 
-def ended(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run ``command``, and return its exit code; minus its number if a signal ended it.
+def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run ``command``, and return its exit code: if a signal ended it, minus the signal's number.
 
     A signal to this process ends the job, which saves, and then this process.
     """

@@ -569,4 +569,4 @@ def test_replays_need_ranks_that_compute_virtual_ones(on_ranks: Any, tmp_path: P
     on_ranks(3, run_to_end, str(tmp_path), *given)
     log = (tmp_path / "log.txt").read_text()
     assert "parallel.virtual_ranks=2 cannot be computed on 3 ranks, only on a power of two" in log
-    assert "this run trains as without, to other bits, and replays" in log
+    assert "this run trains without them, so its last bits differ, and replays" in log

@@ -66,7 +66,7 @@ def test_images_that_moved_to_another_class_are_named(tmp_path: Path) -> None:
     move(root, "train/class1/00.png", "train/class0/0.png")
     move(root, "val/class0/0.png", "val/class1/00.png")
     said = ending(root, "run", "train.epochs=3")
-    assert "warning: other images to validate by than before (class0 8 → 7; class1 8 → 9): scores" in said
+    assert "warning: the validation images have changed (class0 8 → 7; class1 8 → 9): scores" in said
     assert "continuing after step 8 of 12" in said
 
 
