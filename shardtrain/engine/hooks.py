@@ -140,7 +140,7 @@ class Engine:
 
     def _before_state_dict(self, *_: Any) -> None:
         """Have a state dict show parameters as they are, also in a user's hook."""
-        self.optimizers.hooked.end()
+        self.optimizers.hooked.pause()
         self.driver.refuse_edits()
 
     # gradients and optimizers

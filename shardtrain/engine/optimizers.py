@@ -126,7 +126,7 @@ class Optimizers:
         No user's code runs meanwhile: neither a hook nor a closure. For torch's own optimizers gradients are
         plain tensors, since each operation on a piece is a call of Python.
         """
-        self.hooked.end()  # a hook of another optimizer makes this step
+        self.hooked.pause()  # a hook of another optimizer makes this step
         plain = list[Plain]()
         if self._member_of and type(optimizer).__module__.startswith("torch.optim."):
             for group in optimizer.param_groups:
@@ -142,12 +142,14 @@ class Optimizers:
         for member, piece in self._stepping.pop(optimizer, ()):
             member.mark_grad(piece)
         self._driver.root.channel.stepping = bool(self._stepping)
+        if not self._stepping:
+            self.hooked.resume()
 
     def end_steps(self) -> None:
         """End the steps of optimizers that raised: torch calls no hook then. And users' hooks may go on."""
-        self.hooked.end()
         for optimizer in list(self._stepping):
             self.end_step(optimizer)
+        self.hooked.pause()
 
     @property
     def seen(self) -> list[torch.optim.Optimizer]:

@@ -80,8 +80,23 @@ class Hooked:
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # which step the model
         self._members: dict[int, ShardedParam] = {}  # by the parameter's id
         self._classes: dict[type, type] = {}
+        self._running = 0  # users' hooks: one may step another optimizer, which has hooks
 
     def begin(self) -> None:
+        """Let parameters be pieces, until `end` or `pause`."""
+        self._running += 1
+        self.resume()
+
+    def end(self) -> None:
+        """Undo `begin`. Parameters stay pieces if another hook runs, which has made this one run."""
+        self._running -= 1
+        self.pause()
+        self.resume()
+
+    def resume(self) -> None:
+        """Undo `pause`, if a hook runs."""
+        if not self._running:
+            return
         for unit in self._units:
             for member in unit.members if unit.shown is Shown.SHARD else ():
                 if member.owners is not None:  # else this rank has all
@@ -91,8 +106,8 @@ class Hooked:
                     self._members[id(member.param)] = member
                     member.param.__class__ = self._classes[kind]
 
-    def end(self) -> None:
-        """Undo `begin`: also where a hook calls the model, whose units show their parameters."""
+    def pause(self) -> None:
+        """Let parameters be plain: a hook calls the model, or steps an optimizer."""
         for member in self._members.values():
             param = member.param
             if isinstance(param, HookedParameter):
@@ -121,9 +136,9 @@ class StepHook:
 
     def __call__(self, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
         models = [model for model in self.models if optimizer in model.optimizers]
+        for model in models:
+            model.begin()
         try:
-            for model in models:
-                model.begin()
             return self.hook(optimizer, *args)
         finally:
             for model in models:

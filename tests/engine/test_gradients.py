@@ -812,9 +812,18 @@ def test_a_user_s_hook_of_a_step_uses_the_model() -> None:
             params[0].div_(params[0].norm())
         seen.append(model(torch.ones(1, 5)))
 
+    def steps(*_: Any) -> None:
+        for register in (inner.register_step_pre_hook, inner.register_step_post_hook, None):
+            handle = register and register(lambda *_: None)
+            inner.step()
+            raised_soon(ValueError, params[0].mean)
+            if handle:
+                handle.remove()
+
     optimizer.register_step_post_hook(hook)
-    optimizer.register_step_post_hook(lambda *_: inner.step())
+    optimizer.register_step_post_hook(steps)
     optimizer.step()
+    assert {type(param) for param in params} == {nn.Parameter}
     names = {type(value).__name__ for value in model.state_dict().values()}
     assert {kind.__name__ for kind in seen[0].values()} == names
     assert {type(value) for value in average} == {Tensor}
