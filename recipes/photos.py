@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 from collections import Counter
@@ -59,7 +60,7 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 def warnings_of_grey(*parts: Files) -> list[str]:
     """Return a warning if 16-bit grey images, of which a few are looked at, are dark for want of bits."""
-    highest = [value for files in parts for value in _highest_values(files)]
+    highest = [*itertools.chain.from_iterable(map(_highest_values, parts))]
     dark = [value for value in highest if 0 < value.bit_length() < USUAL_BITS]
     if not dark:
         return []

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 _checkout = Path(__file__).resolve().parents[1]
 if (_checkout / "pyproject.toml").is_file():
     # A checkout that is not installed has `configs/` and `recipes/` beside the package, a wheel inside it.
-    __path__.append(str(_checkout))  # noqa: F405  # every package's
+    # ruff takes the package's own `__path__` for a name of the import above.
+    __path__.append(str(_checkout))  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:

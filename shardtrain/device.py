@@ -34,15 +34,15 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
 _built_for = torch.accelerator.current_accelerator()
 ACCELERATOR = _built_for.type if _built_for is not None and _built_for.type in BACKENDS else "cuda"
 
-# Up to how many bytes of parameters neighbouring blocks are one unit: where moving a unit takes as long as
-# the host takes for it, whatever its size. On the CPU a unit takes 0.4 ms per step over shared memory and 0.8
-# over messages, 1 MiB of it 0.3 and 1.3 to 2.2.
+# The most bytes of parameters that neighbouring blocks have as one unit. At this size moving a unit takes
+# about as long as the host's work for a unit of any size. On the CPU that work takes 0.4 ms per step over
+# shared memory and 0.8 ms over messages, and moving 1 MiB takes 0.3 ms and 1.3 to 2.2 ms.
 _UNIT_BYTES = 1 << 20
 _UNIT_BYTES_ON_ACCELERATORS = 32 << 20
 
 
 def unit_bytes_on(device: torch.device) -> int:
-    """Return up to how many bytes of parameters `shard` joins neighbouring blocks into one unit."""
+    """Return the most bytes of parameters that `shard` gives a unit made of neighbouring blocks."""
     return _UNIT_BYTES_ON_ACCELERATORS if is_accelerator(device) else _UNIT_BYTES
 
 
@@ -73,8 +73,8 @@ def fastest_precision() -> str:
 def shareable() -> bool:
     """Return whether ranks may share an accelerator: if NCCL's variable asks for it.
 
-    NCCL can do so from 2.30 on, and refuses clearly before. Its version is not asked for: torch tells that of
-    the NCCL that it was built with, and another one may be loaded.
+    NCCL can do so from 2.30 on. Older versions refuse with a clear error. The version is not checked here:
+    torch reports the one that it was built with, and another one may be loaded.
     """
     return ACCELERATOR == "cuda" and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
@@ -238,9 +238,9 @@ def peak_memory(device: torch.device) -> int:
     if is_accelerator(device):
         return torch.accelerator.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    if found:  # unlike getrusage's figure, it is reset by `reset_peak_memory`
-        return int(found[1]) * 1024
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if peak:  # unlike getrusage's figure, it is reset by `reset_peak_memory`
+        return int(peak[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -278,10 +278,10 @@ class Recorder:
             current.wait_stream(self._side)
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Record what ``run`` launches, which does not run yet. Return its result, and what launches it."""
+        """Record what ``run`` launches, without running it. Return its result, and what launches it."""
         graph = torch.cuda.CUDAGraph()
-        # Where a recording fails, torch does not return to the stream before. Other threads, such as that
-        # which pins a loader's batches, may call CUDA meanwhile.
+        # If a recording fails, torch does not return to the stream before. Other threads, such as the one
+        # that pins a loader's batches, may call CUDA meanwhile.
         before = inside(current_stream(self._side.device))
         with before, torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
             result = run()
@@ -289,9 +289,9 @@ class Recorder:
         return result, graph.replay
 
     def release(self) -> None:
-        """Delete the graph that was recorded last, whoever still refers to it: a traceback, for example.
+        """Delete the graph that was recorded last, even if a traceback, for example, still refers to it.
 
-        NCCL waits, as a process group ends, for each graph that has one of its collectives.
+        When a process group ends, NCCL waits for each graph that has one of its collectives.
         """
         if self._graph is not None:
             self._graph.reset()

@@ -19,23 +19,23 @@ class ShardtrainError(Exception):
 
 
 class Diverged(ShardtrainError, RuntimeError):
-    """Tell that ranks take different paths through the model."""
+    """Report that ranks take different paths through the model."""
 
 
 class PeerLost(ShardtrainError, RuntimeError):
-    """Tell that another rank has ended, or has been silent for too long."""
+    """Report that another rank has ended, or has been silent for too long."""
 
 
 class ReplayMismatch(ShardtrainError, RuntimeError):
-    """Tell, on every rank, that two ranks computed other bits from the same micro-batch."""
+    """Report, on every rank, that two ranks computed different bits from the same micro-batch."""
 
 
 class SaveFailed(ShardtrainError, RuntimeError):
-    """Tell, on every rank, that a checkpoint was not saved. Earlier ones are untouched."""
+    """Report, on every rank, that a checkpoint was not saved. Earlier ones are untouched."""
 
 
 class Damaged(ShardtrainError, ValueError):
-    """Tell that a checkpoint is incomplete or differs from its manifest. Nothing has been loaded."""
+    """Report that a checkpoint is incomplete or differs from its manifest. Nothing has been loaded."""
 
 
 class UserError(ShardtrainError, ValueError):

@@ -47,8 +47,8 @@ Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 class _Mark:
     """Hold what `fully_shard` was given for a module.
 
-    ``options``: its unit has them, too. ``shared``: the arguments of `shard` that are the root's. ``root``:
-    the sharded model that has the module.
+    ``options``: those of its unit. ``shared``: the arguments that `shard` gets if the module is the root.
+    ``root``: the sharded model that has the module.
     """
 
     options: UnitOptions
@@ -124,7 +124,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _accept(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Do nothing: this concerns speed or memory alone, and the schedule has its own way."""
+    """Do nothing: this concerns only speed or memory, which the schedule decides by itself."""
 
 
 class FSDPModule(Uncopied):
@@ -137,7 +137,7 @@ class FSDPModule(Uncopied):
         return super().__call__(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit and show full parameters until `reshard`. They must not be changed."""
+        """Gather this unit and show full parameters, which must not be changed, until `reshard`."""
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.SHARD:
             engine.adopt_changes()
@@ -170,7 +170,7 @@ class FSDPModule(Uncopied):
             engine.driver.schedule.accumulate(accumulates)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With replicas, which are averaged in the same step, do as `set_requires_gradient_sync`."""
+        """Do as `set_requires_gradient_sync` if there are replicas: both averages are one reduction here."""
         mesh = self.__dict__[_MARK].shared["mesh"]
         if mesh is not None and mesh.ndim > 1:
             self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
@@ -224,7 +224,7 @@ for _name in vars(fsdp.FSDPModule):
 def _marks(module: nn.Module, recurse: bool = True) -> dict[nn.Module, _Mark]:
     """Return ``module``, and with ``recurse`` the modules in it, if they are marked, with their marks."""
     modules = module.modules() if recurse else [module]
-    return {each: each.__dict__[_MARK] for each in modules if _MARK in each.__dict__}
+    return {marked: marked.__dict__[_MARK] for marked in modules if _MARK in marked.__dict__}
 
 
 def _check_placement(module: nn.Module, choose: Callable[[nn.Parameter], Any] | None) -> None:
@@ -239,7 +239,7 @@ def _check_placement(module: nn.Module, choose: Callable[[nn.Parameter], Any] | 
 
 
 def _withdraw(module: nn.Module) -> None:
-    """Give a root its whole parameters again, since it becomes a part of another."""
+    """Give a root its whole parameters again, since it becomes a part of another root."""
     engine = engine_of(module)
     on_meta = any(segment.local.is_meta for segment in engine.segments)
     with nullcontext() if on_meta else unsharded(module, writeback=False):
@@ -271,7 +271,7 @@ def _shard(root: nn.Module) -> None:
 
 
 def _sharded(module: nn.Module) -> tuple[Engine, Unit | None]:
-    """Return the engine and the unit of a marked module, which is sharded as a root if it is in none.
+    """Return the engine and the unit of a marked module. If it is in no root, shard it as one first.
 
     A module without parameters of its own has no unit.
     """

@@ -11,15 +11,16 @@ numbers for parameters a, b, c of 3, 5 and 2 elements, two ranks, alignment 4::
     rank 0        b b b b b . . .                      interval [0, 8):  b[0:5]
     rank 1                        a a a . c c . .      interval [8, 16): a[0:3] c[0:2]
 
-Every parameter begins at a multiple of the alignment, as in memory of its own: kernels compute other bits for
-other addresses, and some are slower. That pads it by less than one alignment unit, at any world size. (Cuts
-on the first dimension, as FSDP2's, pad it by up to a row per rank.) ``even`` cuts at any multiple. A rank
-holds less than one unit more than padded total / world. ``whole`` never cuts a parameter, so that an
-optimizer may look at all of it. Over all units a rank holds at most total / world plus the largest parameter,
-without padding. Padding belongs to no parameter: an optimizer never sees it.
+Every parameter begins at a multiple of the alignment, as it would in memory of its own: at other addresses
+kernels compute other bits, and some are slower. That pads a parameter by less than the alignment, at any
+world size. (Cuts on the first dimension, as FSDP2's, pad it by up to a row per rank.) ``even`` cuts at any
+multiple of the alignment. A rank holds less than the alignment more than padded total / world. ``whole``
+never cuts a parameter, so that an optimizer may look at all of it. Over all units a rank holds at most total
+/ world plus the largest parameter, without padding. Padding belongs to no parameter: an optimizer never sees
+it.
 
 With V virtual ranks (`parallel.virtual_ranks`) a vector is cut as for V ranks, and each of N ranks owns V / N
-of the intervals that follow one another. So what is computed per interval does not depend on N.
+consecutive intervals. So what is computed per interval does not depend on N.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Layout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where a part of a parameter begins: any rank's; with virtual ranks any of theirs, on any world."""
+        """Positions at which a rank's piece of a parameter begins; with virtual ranks, a virtual rank's."""
         places = {*self.offsets, *(self.cuts or self.bounds)}
         return tuple(sorted(place for place in places if place < self.end))
 
@@ -123,9 +124,9 @@ class Layout:
         return tuple(pieces)
 
     def virtual_pieces(self, piece: Piece, rank: int) -> list[tuple[int, slice]]:
-        """Return the virtual ranks whose intervals ``piece``, rank ``rank``'s, meets, with its part in each.
+        """Return the virtual ranks whose intervals rank ``rank``'s ``piece`` meets, with its part in each.
 
-        Parts are in elements of the piece.
+        A part is a slice of the piece, in elements.
         """
         position = self.bounds[rank] + piece.offset
         parts = []
@@ -144,8 +145,9 @@ Cut = Callable[[Sequence[int], int], Layout]
 
 
 def cut_of(policy: Policy, world: int, virtual: int = 0) -> Cut:
-    """Return the function that cuts a model's units by ``policy``, one after the other, alike on all ranks.
+    """Return the function that cuts a model's units by ``policy``.
 
+    ``whole`` counts what each rank has of earlier units, so all ranks must cut the same ones in one order.
     ``virtual``: the number of virtual ranks, a multiple of ``world``; 0 without.
 
     Raises ValueError for an unknown policy.

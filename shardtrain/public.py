@@ -1,4 +1,7 @@
-"""Define the names of ``import shardtrain``. Its own file: `__init__` loads it at the first use of one."""
+"""Define the names of ``import shardtrain``.
+
+This is a file of its own, since `__init__` loads it at the first use of a name, and torch with it.
+"""
 
 from shardtrain import checkpoint, comm
 from shardtrain.engine.api import forward_method, no_sync, shard
@@ -22,13 +25,13 @@ from shardtrain.errors import ShardtrainError
 from shardtrain.optim import GradScaler, clip_grad_norm_
 
 _REMOVED = {
-    "compile_units": "before shard(): for block in shardtrain.blocks(model).values(): block.compile()",
-    "checkpoint_activations": "before shard(): torch's apply_activation_checkpointing or checkpoint_wrapper "
-    "(torch.distributed.algorithms._checkpoint.checkpoint_wrapper)",
-    "mean_over_samples": "multiply the loss by this rank's samples times the ranks over all samples "
+    "compile_units": "call, before shard(): for block in shardtrain.blocks(model).values(): block.compile()",
+    "checkpoint_activations": "call, before shard(), torch's apply_activation_checkpointing or "
+    "checkpoint_wrapper (torch.distributed.algorithms._checkpoint.checkpoint_wrapper)",
+    "mean_over_samples": "multiply the loss by (this rank's samples * ranks / samples of all ranks) "
     "(docs/example/mean_over_samples.py)",
-    "load_weights": "torch.distributed.checkpoint.load(model.state_dict(), "
-    "storage_reader=HuggingFaceStorageReader(directory)) reads .safetensors",
+    "load_weights": "use torch.distributed.checkpoint.load(model.state_dict(), "
+    "storage_reader=HuggingFaceStorageReader(directory)), which reads .safetensors",
 }
 
 

@@ -20,9 +20,9 @@ from torch.distributed import ReduceOp
 import shardtrain
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.channel import Channel
-from shardtrain.comm.guard import Diverged
 from shardtrain.comm.trace import ENTER, LEAVE, meter
 from shardtrain.comm.transport import Flat, Gradient, Pending, Transport
+from shardtrain.errors import Diverged
 from shardtrain.layout import Layout, cut_of
 
 Make = Callable[[int, int], Transport]
@@ -75,14 +75,14 @@ def _work(make: Make, rank: int, world: int, answers: Any) -> None:
 
 
 def run_checks(transport: Transport) -> None:
-    """Run all checks on this rank. Collective. The last one has ``transport``'s ranks diverge for ever."""
+    """Run all checks on this rank. Collective. The last one diverges, so ``transport`` is of no use then."""
     channel = Channel(transport)
     for check in (broadcasts, all_reduces, gathers, reductions, many_at_once, traffic, training, divergence):
         check(channel)
 
 
 def broadcasts(channel: Channel) -> None:
-    """Each rank's tensor, of any dtype, also if it is not contiguous."""
+    """Check that each rank's tensor arrives, of any dtype, also if it is not contiguous."""
     for src in range(channel.world):
         for dtype in (*DTYPES, torch.int64, torch.uint8, torch.bool):
             tensor = torch.full((3, 2), 1 if channel.rank == src else 0, dtype=dtype).t()
@@ -91,7 +91,7 @@ def broadcasts(channel: Channel) -> None:
 
 
 def all_reduces(channel: Channel) -> None:
-    """Sums and extremes of integers and of fp32, also if they are not contiguous."""
+    """Check sums and extremes of integers and of fp32, also if they are not contiguous."""
     world = channel.world
     expected = {"sum": world * (world + 1) // 2, "max": world, "min": 1}
     for op, value in expected.items():
@@ -128,7 +128,7 @@ def _filled(channel: Channel, whole: Tensor, layout: Layout) -> Flat:
 
 
 def gathers(channel: Channel) -> None:
-    """Every rank's interval arrives, also where intervals are empty or of other lengths."""
+    """Check that every rank's interval arrives, also if intervals are empty or differ in length."""
     for layout in _layouts(channel):
         for dtype in DTYPES:
             whole = _values(layout, 0, dtype)
@@ -147,7 +147,10 @@ def _start_reduction(channel: Channel, layout: Layout, dtype: torch.dtype) -> Pe
 
 
 def reductions(channel: Channel) -> None:
-    """The mean of all ranks' intervals in fp32, bit for bit in the tree of `arithmetic.merge`; -0.0 stays."""
+    """Check the mean of all ranks' intervals: fp32, bit for bit in the tree of `arithmetic.merge`.
+
+    A sum of nothing but -0.0 stays -0.0.
+    """
     for layout in _layouts(channel):
         for dtype in DTYPES:
             channel.allocate(layout, torch.empty(0, dtype=dtype), dtype)
@@ -168,22 +171,22 @@ def reductions(channel: Channel) -> None:
 
 
 def many_at_once(channel: Channel) -> None:
-    """Gathers and reductions under way together, waited for in another order."""
+    """Check gathers and reductions that are under way together, and are waited for in another order."""
     layout = next(_layouts(channel))
     whole = _values(layout, 0, torch.float32)
     unit = _filled(channel, whole, layout)
     channel.fence(ENTER)
     reduction = _start_reduction(channel, layout, torch.float32)
     pending = [channel.gather("a unit", [unit]) for _ in range(MANY)]
-    for each in reversed(pending):
-        each.wait()
+    for gather in reversed(pending):
+        gather.wait()
     reduction.wait()
     assert torch.equal(unit.full, whole)
     channel.fence(LEAVE)
 
 
 def traffic(channel: Channel) -> None:
-    """The meter counts calls and bytes as theory has them."""
+    """Check that the meter counts as many calls and bytes as the algorithm needs."""
     layout = next(_layouts(channel))
     full, local = channel.allocate(layout, torch.empty(0), torch.float32)
     channel.fence(ENTER)
@@ -197,7 +200,7 @@ def traffic(channel: Channel) -> None:
 
 
 def training(channel: Channel) -> None:
-    """Three steps give the parameters of one model on all ranks' data."""
+    """Check that three steps give the parameters of one plain model on all ranks' data."""
 
     def net() -> nn.Module:
         torch.manual_seed(0)
@@ -205,7 +208,7 @@ def training(channel: Channel) -> None:
 
     plain = net()
     model = shardtrain.shard(net(), units=[nn.Linear], transport=channel)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in (plain, model)]
     for step in range(3):
         batches = []
         for rank in range(channel.world):
@@ -220,7 +223,7 @@ def training(channel: Channel) -> None:
 
 
 def divergence(channel: Channel) -> None:
-    """Ranks that compute other units end in `Diverged`, on every rank, before values are used."""
+    """Check that `Diverged` is raised on every rank, before values are used, if ranks gather other units."""
     layout = next(_layouts(channel))
     full, local = channel.allocate(layout, torch.empty(0), torch.float32)
     channel.fence(ENTER)

@@ -6,9 +6,9 @@ import shardtrain
 
 REMOVED = {
     "compile_units": r"for block in shardtrain.blocks\(model\).values\(\): block.compile\(\)",
-    "checkpoint_activations": "torch's apply_activation_checkpointing or checkpoint_wrapper",
-    "mean_over_samples": "this rank's samples times the ranks over all samples",
-    "load_weights": r"storage_reader=HuggingFaceStorageReader\(directory\)\) reads .safetensors",
+    "checkpoint_activations": r"call, before shard\(\), torch's apply_activation_checkpointing or ",
+    "mean_over_samples": r"by \(this rank's samples \* ranks / samples of all ranks\) \(docs/",
+    "load_weights": r"storage_reader=HuggingFaceStorageReader\(directory\)\), which reads .safetensors",
 }
 
 

@@ -76,8 +76,8 @@ def load(
     Every file is verified before the module changes. With as many ranks as saved, each rank gets its own
     buffers and ``extra`` again, bit for bit. With more or fewer, buffers are the mean over the ranks that
     saved, and ``extra`` is rank 0's. The optimizer also gets its groups' options, as by its
-    ``load_state_dict``. ``averages`` are filled in place. Saved ones that are left out are warned of
-    (UserWarning). Beside its shards a rank holds at most one whole parameter.
+    ``load_state_dict``. ``averages`` are filled in place. If they were saved and are not passed, a
+    UserWarning says so. Beside its shards a rank holds at most one whole parameter.
 
     Raises:
         Damaged: on every rank, naming the file that is missing, changed, or not what the manifest says.

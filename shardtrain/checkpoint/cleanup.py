@@ -2,8 +2,8 @@
 
     python -I -S cleanup.py DIRECTORY SECONDS
 
-goes on by itself in a session of its own, and ends when the directory is gone. It is for what ranks leave in
-memory if all are killed. It has its own file since it runs as a program of its own, without torch: 10 MiB.
+continues in a session of its own, and ends when the directory is gone. It removes what ranks leave in memory
+if all are killed. This is a file of its own, since it runs as a program without torch: 10 MiB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def take(lock: int) -> bool:
 def remove(directory: str, lock: int) -> None:
     """Remove ``directory`` if nobody else holds its ``lock``.
 
-    The lock is kept until it is closed: who waits for it finds that the directory is gone.
+    The lock is kept until it is closed. A process that waits for it then finds that the directory is gone.
     """
     if is_in(directory, lock) and take(lock):
         shutil.rmtree(directory, ignore_errors=True)
@@ -50,13 +50,13 @@ def watch(directory: str, seconds: float) -> None:
         own = os.open(os.path.join(directory, ".cleanup"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return
-    held = time.monotonic()
+    held_at = time.monotonic()
     while take(own) and is_in(directory, lock):
         time.sleep(min(1.0, seconds / 10))
         if not take(lock):
-            held = time.monotonic()
+            held_at = time.monotonic()
             continue
-        if time.monotonic() - held > seconds:
+        if time.monotonic() - held_at > seconds:
             remove(directory, lock)
         fcntl.flock(lock, fcntl.LOCK_UN)
 

@@ -182,8 +182,8 @@ def agree(
             spec = [dtype_name(tensor.dtype), part.shape, part.stride]
             parts[name] = [*spec, part.start, part.stop]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    mine = {"token": secrets.token_hex(4), "parts": parts, "digest": digest, "values": values or {}}
-    by_rank = exchange(failed, all_ranks, problem, **mine)
+    own_facts = {"token": secrets.token_hex(4), "parts": parts, "digest": digest, "values": values or {}}
+    by_rank = exchange(failed, all_ranks, problem, **own_facts)
     if odd := [str(rank) for rank, each in enumerate(by_rank) if each["digest"] != by_rank[0]["digest"]]:
         raise failed(f"rank {', '.join(odd)} holds another model, optimizer or facts than rank 0")
     try:
@@ -323,9 +323,9 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Return a dict, or pairs where JSON would make texts of keys that are integers, or a dict of a Counter.
+    """Return a dict for JSON, or pairs if some keys are integers, which JSON would turn into texts.
 
-    A MultiStepLR holds its milestones in a Counter of integers.
+    A Counter has a mark of its own: a MultiStepLR holds its milestones in one.
     """
     items = {}
     for key, item in value.items():

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 BLOCK_BYTES = 1 << 20
-REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a file system that syncs files only
+# Errors of file systems that sync files, and no directories.
+REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 DTYPES = {
     torch.float64: "F64",
@@ -48,7 +49,7 @@ class Record(NamedTuple):
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Record:
     """Write ``tensors`` and ``notes`` as a new safetensors file, and wait until it is on disk.
 
-    Raises OSError if the file exists, or cannot be written.
+    Raises OSError if the file exists, or cannot be written, and ValueError if names and texts are too long.
     """
     # Widest elements first, so that every tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -107,7 +108,7 @@ def _write(path: Path, blocks: Iterable[memoryview]) -> Record:
 
 
 def _record(blocks: Iterable[Any], take: Callable[[Any], object] = len) -> Record:
-    """Hash ``blocks``, each of which ``take`` is given while it is in the cache."""
+    """Hash ``blocks``, and pass each to ``take`` while it is in the cache. Return the file's record."""
     digest = hashlib.sha256()
     size = 0
     for block in blocks:

@@ -49,7 +49,7 @@ class Hosts(NamedTuple):
 
     @classmethod
     def one(cls, all_ranks: Ranks) -> Hosts:
-        """Return that all ranks see the same directory."""
+        """Return the hosts of ranks that all see one directory."""
         return cls([range(all_ranks.world)], all_ranks.rank)
 
     @property
@@ -71,12 +71,13 @@ class Hosts(NamedTuple):
                 moves.append(Move(name, files[name].bytes, rank, others[number % len(others)]))
         return moves
 
-    def missing(self, held: Sequence[set[str]], files: Mapping[str, Record]) -> list[Move]:
-        """Return the moves after which each host has all ``files``. ``held``: those that each has now."""
+    def missing(self, present: Sequence[set[str]], files: Mapping[str, Record]) -> list[Move]:
+        """Return the moves after which each host has all ``files``. ``present``: those that each has now."""
         moves = []
-        for have, ranks in zip(held, self.ranks, strict=True):
-            for number, name in enumerate(sorted(files.keys() - have)):
-                holders = next(ranks for ranks, has in zip(self.ranks, held, strict=True) if name in has)
+        for own, ranks in zip(present, self.ranks, strict=True):
+            for number, name in enumerate(sorted(files.keys() - own)):
+                index = next(index for index, names in enumerate(present) if name in names)
+                holders = self.ranks[index]
                 source = holders[number % len(holders)]
                 target = ranks[number % len(ranks)]
                 moves.append(Move(name, files[name].bytes, source, target))
@@ -102,7 +103,7 @@ class Hosts(NamedTuple):
                     arriving.append(path)
             collectives.all_to_all(incoming, outgoing, group=self.group)
             for path in arriving:
-                with contextlib.suppress(OSError):  # what is missing then, is missing
+                with contextlib.suppress(OSError):  # the file stays missing, which a load reports
                     path.replace(directory / path.name.removeprefix(ARRIVING))
         return "; ".join(problems)
 
@@ -118,7 +119,7 @@ def _attempt(mapping: Callable[[int], torch.Tensor], move: Move, problems: list[
 
 def _map_old(path: Path, size: int) -> torch.Tensor:
     if path.stat().st_size != size:
-        raise OSError(errno.EIO, f"it has not {size} bytes")
+        raise OSError(errno.EIO, f"its size is not {size} bytes")
     return torch.from_file(str(path), size=size, dtype=torch.uint8)
 
 

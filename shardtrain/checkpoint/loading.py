@@ -100,7 +100,7 @@ def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dic
 def _verify_header(path: Path, expected: Mapping[str, Spec]) -> None:
     """Raise ValueError, SafetensorError or OSError unless a data file has the ``expected`` tensors.
 
-    Of their shapes the number of elements counts.
+    Of shapes only the number of elements is compared.
     """
     with safe_open(path, framework="pt", device="cpu") as file:
         for name, spec in expected.items():
@@ -245,6 +245,7 @@ class _Reader:
         return self.piece(f"averaged/{name}", whole_part(name, like), like)
 
     def extra(self) -> Any:
+        """Read this rank's extra, or rank 0's if another number of ranks saved."""
         file = self._handle(self.own_file)
         tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("extra/")}  # noqa: SIM118
         return decode_extra(file.metadata()["extra"], tensors)
@@ -270,4 +271,4 @@ class _Reader:
         if not is_alike:
             # A copy, since a view would keep the whole alive.
             elements = part.of(elements.as_strided(spec.shape, stride)).clone()
-        return part.shown(elements).reshape(like.shape)  # which differ for a whole number
+        return part.shown(elements).reshape(like.shape)  # a 0-dim tensor is shown with one dimension

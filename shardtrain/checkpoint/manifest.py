@@ -147,7 +147,7 @@ def _manifest(node: Mapping[str, Any]) -> Manifest:
             raise Damaged(f"{NAME} has a slice of {name} in {min(unknown)[:80]!r}, which is no file of it")
     optimizer = node["optimizer"]
     if optimizer is not None:
-        optimizer = _optimizer(optimizer, tensors, files)
+        optimizer = _optimizer(optimizer, tensors)
     return Manifest(world, files, tensors, optimizer, dict(node["facts"]))
 
 
@@ -170,9 +170,7 @@ def parse_entry(node: Mapping[str, Any], name: str) -> Entry:
     return Entry(Spec(DTYPE_NAMED[node["dtype"]], shape), stride, slices)
 
 
-def _optimizer(
-    node: Mapping[str, Any], tensors: Mapping[str, Entry], files: Mapping[str, Record]
-) -> dict[str, Any]:
+def _optimizer(node: Mapping[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
     groups = [{"names": list(group["names"]), "options": dict(group["options"])} for group in node["groups"]]
     names = [*node["values"]]
     for group in groups:
@@ -184,7 +182,7 @@ def _optimizer(
         for each in values.values():
             is_plain = each.keys() == {"value"}
             is_tensor = each.get("dtype") in DTYPE_NAMED and isinstance(each.get("value"), int | float)
-            if not (is_plain or is_tensor or each.get("file") in files):
+            if not (is_plain or is_tensor):
                 raise Damaged(f"{NAME} has an unknown kind of optimizer state: {str(each)[:80]}")
     return {"type": str(node["type"]), "groups": groups, "values": dict(node["values"])}
 

@@ -3,9 +3,9 @@
 It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`, where HASH stands for the run's directory and IDENTITY is
 the run's own, made at its start: a directory like that on disk, with the same files, which only its owner may
 enter. Each rank of the run holds a shared lock in the directory above. The last one to let go removes it if
-the run has ended, or if its newest step is on disk. What is left then, or by ranks that were killed, a
-process of its own removes after ten minutes (`cleanup.py`). If that was killed, too, the user's next run on
-this host does.
+the run has ended, or if its newest step is on disk. What is left then, or is left by ranks that were killed,
+is removed after ten minutes by a process of its own (`cleanup.py`). If that process was killed, too, the
+user's next run on this host removes it.
 """
 
 from __future__ import annotations
@@ -120,15 +120,16 @@ def complete(place: Place, all_ranks: Ranks) -> None:
     hosts = place.hosts
     if len(hosts.ranks) == 1:
         return
-    texts = comm.gather_texts(json.dumps([*_held(place.directory)] if hosts.leads else []), all_ranks)
+    own_steps = [*_files_by_step(place.directory)] if hosts.leads else []
+    texts = comm.gather_texts(json.dumps(own_steps), all_ranks)
     by_host = []
     for ranks in hosts.ranks:
         listed = json.loads(texts[ranks[0]])
         by_host.append({(step, text): set(files) for step, text, files in listed})
     for step, text in sorted(set().union(*by_host), reverse=True):
-        held = [each.get((step, text), set()) for each in by_host]
+        present = [steps.get((step, text), set()) for steps in by_host]
         files = parse(text).files
-        if set().union(*held) == files.keys():
+        if set().union(*present) == files.keys():
             break
     else:
         return
@@ -139,10 +140,10 @@ def complete(place: Place, all_ranks: Ranks) -> None:
             path.mkdir(parents=True)
             write_manifest(path, text)
     comm.gather_texts("", all_ranks)  # now the directory is there
-    hosts.send(path, hosts.missing(held, files))
+    hosts.send(path, hosts.missing(present, files))
 
 
-def _held(directory: Path) -> Iterator[tuple[int, str, list[str]]]:
+def _files_by_step(directory: Path) -> Iterator[tuple[int, str, list[str]]]:
     """Yield the steps in ``directory`` with their manifests and the files that have the size given there."""
     for step in steps_in(directory):
         path = directory / step_name(step)

@@ -180,8 +180,8 @@ def steps_in(directory: Path, links: bool = False) -> list[int]:
 def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Newest:
     """Find the newest complete checkpoint in ``directory`` or ``memory``, and verify its files. Collective.
 
-    Of two of one step it is the one in ``directory``. Raises Damaged if there are checkpoints, but none is
-    complete.
+    If both have that step, it is the one in ``directory``. Raises Damaged if there are checkpoints, but none
+    is complete.
     """
     candidates: list[tuple[int, bool, bool]] = []  # step, whether on disk, whether a link
     problem = ""
@@ -201,7 +201,8 @@ def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Ne
         try:
             if is_link:
                 raise Damaged(
-                    f"{path} is a symbolic link: resume=PATH takes what it leads to, or copy it there"
+                    f"{path} is a symbolic link, which is not followed: pass its target as resume=PATH, or "
+                    "replace the link by a copy"
                 )
             opened = open_checkpoint(path, all_ranks, in_memory and in_memory.hosts.own)
             if opened.manifest.facts.get("step") != step:
@@ -375,7 +376,7 @@ class Store:
             self._retain()
 
     def _start(self, draft: Draft, action: Callable[[], object]) -> None:
-        """Run ``action`` in a thread, as the next of ``draft``."""
+        """Run ``action``, the next stage of ``draft``, in a thread."""
 
         def run() -> None:
             self._problem = draft.problem_of(action)

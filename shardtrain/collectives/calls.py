@@ -8,8 +8,8 @@ What differs from ``torch.distributed``'s collectives of these names:
   any payload moves (``agreement.py``). For that a call needs one more round trip, so it is slower than gloo's
   own below 4 MiB.
 
-With ``async_op=True`` a thread agrees and moves on gloo. On other backends ranks agree inside the call, and
-the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
+With ``async_op=True`` a thread agrees and moves, if the backend is gloo. On other backends ranks agree inside
+the call, and the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
 def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
     """Run the collective by messages, all with the tag ``tag``.
 
-    An input that shares memory with the output is copied, unless this rank's part has one place there.
+    An input that shares memory with the output is copied, unless this rank's part is at one place in both.
     """
     outgoing = call.input.parts
     incoming = call.output.parts

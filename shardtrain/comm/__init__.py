@@ -6,10 +6,10 @@ Read the files in this order. Each imports only from those before it:
 - ``arithmetic``: sums; ``guard``: ranks that diverge
 - ``transport``: what a transport is; ``channel``: the collectives of a model, over any transport
 - ``messages``: collectives by messages; ``native``: what a process group can do
-- ``reports``: the guard over gloo, and ranks that are lost
+- ``activity``: whether this process works; ``reports``: the guard over gloo, and ranks that are lost
 - ``element_wise``, ``norms``: gradients' pieces, and what is right on them
 - ``process_group``: the transports between any ranks; ``agreement``: texts of all ranks
-- ``signals``, ``shared_memory``: ranks of one host that share memory
+- ``shared``, ``signals``, ``shared_memory``: ranks of one host that share memory
 - ``wrappers``: offload and replicas, around any of these
 - ``opening``: the choice among them
 
@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.channel import Channel, Ranks
-from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.native import set_time_out
 from shardtrain.comm.opening import TRANSPORTS, open_transport, plain_transport, ranks_by_host
 from shardtrain.comm.process_group import (
@@ -40,6 +39,7 @@ from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.trace import Meter, Wait, meter
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
 from shardtrain.comm.wrappers import Offloaded
+from shardtrain.errors import Diverged, PeerLost
 
 if TYPE_CHECKING:
     from shardtrain.collectives import *  # noqa: F403

@@ -3,7 +3,7 @@
 A rank whose main thread waits for something that never comes still answers reports, since threads answer.
 Work shows in processor time, of this process and of those that it started, and in bytes that they read and
 wrote. A host that waits for a device spins, which is processor time. The guard's own threads do not count.
-Its own file, since it knows nothing of ranks.
+This is a file of its own, since it knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Activity:
 
 def _has_worked(earlier: _Spent, spent: _Spent, elapsed: float) -> bool:
     if earlier.seconds.keys() != spent.seconds.keys() or earlier.bytes != spent.bytes:
-        return True  # a process began or ended
+        return True  # a process began or ended, or bytes have moved
     seconds = sum(spent_s - earlier.seconds[process] for process, spent_s in spent.seconds.items())
     return seconds > SHARE * elapsed
 
@@ -62,7 +62,7 @@ def _spent() -> _Spent:
     threads = threading.enumerate()
     guards = [thread.native_id for thread in threads if thread.name == GUARD]
     seconds = {this_process: time.process_time() - sum(_thread_s(guard) for guard in guards)}
-    # Of disks alone: sockets carry the guard's reports.
+    # Only bytes of disks: the process also has the guards' sockets, which carry reports.
     moved = _bytes("/proc/self/io", ("read_bytes", "write_bytes"))
     for thread in threads:
         if thread.native_id not in guards:

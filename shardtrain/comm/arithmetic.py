@@ -5,12 +5,12 @@ The left half of a tree has the largest power of two of parts that leaves some f
     2 parts   0 + 1                        3 parts   (0 + 1) + 2
     4 parts   (0 + 1) + (2 + 3)            6 parts   ((0 + 1) + (2 + 3)) + (4 + 5)
 
-So replicas or ranks that hold a power of two of the parts each can sum their own first: two replicas of two
-ranks compute the tree of four ranks. A mean is divided once, at the end. With parts 2**24, 1, 1, 1 in
-fp32, whose numbers are even from there on, the tree gives 2**24 + 2 for the sum, and rank order 2**24.
+So if each replica or rank holds a power of two of the parts, it can sum its own first: two replicas of two
+ranks compute the tree of four ranks. A mean is divided once, at the end. In fp32, where numbers from 2**24 on
+are even, the parts 2**24, 1, 1, 1 have the sum 2**24 + 2 in the tree, and 2**24 in rank order.
 
-With virtual ranks each part may be the sum of several gradients. ``terms`` then counts those of all parts; 1
-only sums, before a later stage divides.
+With virtual ranks each part may be the sum of several gradients. ``terms`` is then the number of gradients in
+all parts. With ``terms=1`` parts are only summed, and a later stage divides.
 
 Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end. Integers stay integers. A sum is
 -0.0 only if all its parts are.

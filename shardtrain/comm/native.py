@@ -1,7 +1,4 @@
-"""Tell what a process group can do.
-
-Only this file knows of names that differ between versions of torch.
-"""
+"""Tell what a process group can do, under names that differ between versions of torch."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from shardtrain.errors import PeerLost
 
 
 class Opening:
-    """Describe the ranks to the entries of `TRANSPORTS`. Opens the guard of their messages, if there is gloo.
+    """Describe the ranks to the entries of `TRANSPORTS`, and open the guard of their messages over gloo.
 
     ``process_group``: the transport between all ranks of all groups, for vectors on the CPU if there is gloo;
     ``all_ranks``: those of it. ``groups``: the ranks of every shard group. ``own``: those of this
@@ -130,17 +130,18 @@ def open_transport(
 def _require_shared_hosts(opening: Opening) -> None:
     """Raise ValueError, on every rank, unless each shard group is on one host. Collective."""
     if not opening.process_group.has_gloo:
-        raise ValueError("that needs gloo")
+        raise ValueError("sharing memory needs gloo, which the process group lacks")
     hosts = ranks_by_host(opening.all_ranks)
     if "" in hosts:
-        raise ValueError("that needs Linux")
+        raise ValueError("sharing memory needs Linux, on every host")
     for ranks in opening.groups:
         if any(set(ranks) <= set(host) for host in hosts.values()):
             continue
         if len(opening.groups) > 1:
             raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
         raise ValueError(
-            f"the ranks are on {len(hosts)} hosts; with a 2-D mesh of one row per host those of a host would"
+            f"the ranks are on {len(hosts)} hosts; pass a 2-D mesh with one row per host, "
+            "and memory is shared inside each"
         )
 
 
@@ -155,7 +156,8 @@ def ranks_by_host(all_ranks: Ranks) -> dict[str, list[int]]:
 def host_key() -> str:
     """Return a text that is equal on ranks that can share memory; empty if this rank cannot.
 
-    These have the same numbers of processes. ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts.
+    Such ranks have one namespace of process numbers. ``SHARDTRAIN_HOST_KEY`` overrides the text, to simulate
+    hosts.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (boot.exists() and hasattr(os, "memfd_create")):

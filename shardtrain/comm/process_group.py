@@ -76,7 +76,7 @@ def guarded(group: object) -> AbstractContextManager[None]:
 class ProcessGroupTransport(Transport):
     """Connect the ranks of ``group``, or the ``members`` of it, by a guard and by small collectives.
 
-    Flat vectors move once `on` has chosen by what. ``guard``: default: that of the group, see `guard_world`.
+    Flat vectors move once `on` has chosen by what. ``guard``: by default the group's, see `guard_world`.
     ``members``: the ranks of a part of the group, this one included; ``rank`` and ``world`` count among them.
     ``backend``: a process group of the members, for the backend's own collectives.
     """
@@ -200,7 +200,7 @@ class ProcessGroupTransport(Transport):
     def _combine(
         self, parts: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype], terms: int
     ) -> Finish[list[Tensor]]:
-        """Start sending each ``parts[r]`` to rank r. What is returned: the mean of all ``parts[rank]``.
+        """Start sending each ``parts[r]`` to rank r. Return what waits for the means of ``parts[rank]``.
 
         ``parts``: for each segment a list with a tensor per rank. ``dtypes``: of the means. ``terms``: as of
         `Gradient`.
@@ -328,7 +328,7 @@ class BackendTransport(ProcessGroupTransport):
 
         def run() -> None:
             with self._together([flat.full for flat in flats if flat.layout.equal]):
-                for full, local, layout, *_ in flats:
+                for full, local, layout in flats:
                     if layout.equal:
                         native.all_gather(full, local, self._backend_group)
                     # The fake group would copy the input to every output.

@@ -10,9 +10,10 @@ they answer with theirs::
 
 One thread per peer receives its reports, and learns from its connection that the peer has ended. A single
 thread that receives from any rank would not: gloo does not wake it when connections close. Since threads
-answer, a rank that computes answers, too, and the others wait for as long as it works (`Wait`, `Activity`),
-at most ten times the time-out. A stopped rank does not answer. One that neither waits nor works says where
-its main thread stands. Ranks that share memory wait for one another by `Signals`, under the same guard.
+answer, a rank that computes answers, too. The others wait for it as long as it works (`GuardedWait`,
+`Activity`), at most ten times the time-out. A stopped rank does not answer. One that neither waits nor works
+says where its main thread stands. Ranks that share memory wait for one another by `Signals`, under the same
+guard.
 
 A rank that fails reports why, and closes its connections before it raises. Otherwise payloads under way could
 arrive in memory that the failing step has freed.
@@ -37,10 +38,11 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm.activity import GUARD, Activity, main_thread
-from shardtrain.comm.guard import MESSAGE, Diverged, Guard, Paths, PeerLost, named
+from shardtrain.comm.guard import MESSAGE, Guard, Paths, named
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
+from shardtrain.errors import Diverged, PeerLost
 
 CHECK_S = 0.2  # the interval at which a rank checks how long it has waited
 STALL_S = 1.0  # the wait after which it asks for reports
@@ -64,7 +66,7 @@ _STATES = (
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
-class Wait:
+class GuardedWait:
     """Track how long this rank waits for others, and when one of these was last known to be at work.
 
     A rank that waits for nobody reports when it was last seen at work (`Activity`). A rank that waits reports
@@ -89,7 +91,7 @@ class Wait:
 
 # Long waits. Process-wide like open meters: backward runs in other threads, and the rank that one model waits
 # for may wait for this rank with another model.
-_waits: set[Wait] = set()
+_waits: set[GuardedWait] = set()
 
 
 class Links:
@@ -264,7 +266,8 @@ class Reports(Guard):
         self._changed = threading.Condition()  # guards all attributes below
         super().__init__(Paths(group.rank(), peers))
         self.paths.digest = int(number.item())  # in all tags, so that messages of two models never match
-        self._open: list[Wait] = []  # the last one is what this rank waits for: a wait may contain another
+        # The last one is what this rank waits for: a wait may contain another.
+        self._open: list[GuardedWait] = []
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
         self._at_work = dict.fromkeys(peers, 0.0)  # when each peer was last known to be at work
@@ -281,7 +284,7 @@ class Reports(Guard):
         weakref.finalize(self, self._links.leave)
 
     @property
-    def _waiting(self) -> Wait | None:
+    def _waiting(self) -> GuardedWait | None:
         return self._open[-1] if self._open else None
 
     def post(self, kind: Movement, name: str) -> int:
@@ -304,7 +307,7 @@ class Reports(Guard):
         Raises `Diverged` or `PeerLost` as `Signals.wait`, also in place of the block's own RuntimeError.
         """
         with self._changed:
-            wait = Wait(position)
+            wait = GuardedWait(position)
             self._open.append(wait)
         self._raise_failure()
         try:
@@ -379,7 +382,7 @@ class Reports(Guard):
                 facts = self.paths.rank, wait.seconds, where, named(awaited)
                 logging.getLogger("shardtrain").warning(f"{text}, still at work: it keeps waiting", *facts)
 
-    def _give_up(self, wait: Wait, awaited: Sequence[int], limit_s: float) -> None:
+    def _give_up(self, wait: GuardedWait, awaited: Sequence[int], limit_s: float) -> None:
         """Fail because of the ranks that do not answer, that do nothing, or that have worked for too long."""
         now_s = time.monotonic()
         recent = now_s - limit_s / 2
@@ -393,9 +396,8 @@ class Reports(Guard):
         elif others and wait.seconds > MOST * limit_s:
             self._lose(others, LATE, wait.position)
         else:
-            self._lose(
-                [rank for rank in awaited if rank in self._waiters] or awaited, ELSEWHERE, wait.position
-            )
+            elsewhere = [rank for rank in awaited if rank in self._waiters]
+            self._lose(elsewhere or awaited, ELSEWHERE, wait.position)
 
     def receive(self, peer: int, report: bytes) -> None:
         """Take in a peer's report, and answer it. An empty one means that the connection is closed."""
@@ -425,7 +427,7 @@ class Reports(Guard):
             self._changed.notify_all()
 
     def _differ(self) -> None:
-        """Tell all ranks that some differ, or one that fails because of it would look as if it had ended."""
+        """Tell all ranks that some differ. Otherwise a rank that fails because of it would look dead."""
         if self._diverged_at is None:
             self._diverged_at = time.monotonic()
             self._links.send(DIFFERS)

@@ -84,12 +84,11 @@ class SharedMemoryTransport(Transport):
         self.world = messages.world
         self.signals = signals
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
-        # bytes of the largest gradient, and of all
-        self._largest = 0
-        self._size = 0
+        self._largest = 0  # bytes of the largest gradient
+        self._size = 0  # bytes of one gradient of each unit
         self._addresses: dict[int, int] = {}  # of full vectors, by their storage
         self._arena: Arena | None = None  # see `_open_arena`
-        self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
+        self._peer_arenas: dict[int, Tensor] = {}  # every other rank's arena memory
         self._unread: dict[int, Tensor] = {}  # by number of the post, gradients that others may still read
 
     @property
@@ -181,7 +180,7 @@ class SharedMemoryTransport(Transport):
 
     def _part_of(self, rank: int, offset: int, gradient: Gradient) -> Tensor:
         """Return rank ``rank``'s gradient in this rank's interval. It lies at ``offset`` in its arena."""
-        full = self._theirs[rank][offset : offset + gradient.full.nbytes].view(gradient.full.dtype)
+        full = self._peer_arenas[rank][offset : offset + gradient.full.nbytes].view(gradient.full.dtype)
         return full[gradient.layout.interval(self.rank)]
 
     def _free_oldest(self) -> None:
@@ -196,6 +195,6 @@ class SharedMemoryTransport(Transport):
         fragmentation.
         """
         if self._arena is None:
-            self._theirs = {owner: self.signals.share(owner, 4 * self._size) for owner in self.host}
-            self._arena = Arena(self._theirs.pop(self.signals.rank))
+            self._peer_arenas = {owner: self.signals.share(owner, 4 * self._size) for owner in self.host}
+            self._arena = Arena(self._peer_arenas.pop(self.signals.rank))
         return self._arena

@@ -1,7 +1,7 @@
 """Synchronise the ranks of one host by signals, and share memory between them.
 
 Every two ranks share a Unix socket. A rank *posts* that it has reached a collective. A rank that must not
-continue before the others have reached it, too, *waits* for their posts. The kernel provides the rest: a
+continue before the others have reached it, *waits* for their posts. The kernel provides the rest: a
 waiting rank sleeps, what a rank wrote to shared memory before a post is visible to its receivers, and a rank
 that dies closes its sockets.
 
@@ -10,7 +10,7 @@ Posts are numbered, and each carries a hash of its rank's path. If hashes differ
 these are not posted. They enter the hash, and the 128th of them in a row is posted and waited for: otherwise
 a report would not reach back to the position at which ranks differ.
 
-Memory comes from ``memfd_create``: one file each time that some is shared, which peers receive with a post.
+Memory comes from ``memfd_create``. Each time that some is shared, peers receive its file with a post.
 Files and sockets have no name in any file system, so nothing is left behind however a rank ends, and the size
 of ``/dev/shm`` does not matter.
 """
@@ -34,10 +34,11 @@ import torch
 
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.channel import Ranks
-from shardtrain.comm.guard import KEPT, Diverged, PeerLost
+from shardtrain.comm.guard import KEPT
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared import map_shared
 from shardtrain.comm.trace import SHARE
+from shardtrain.errors import Diverged, PeerLost
 
 _POST = struct.Struct("<?qqq")  # whether it means `done`; number, hash, value
 _FILE = struct.Struct("i")  # the descriptor of a shared file
@@ -111,7 +112,7 @@ class Signals:
         Return the number of the post, which the caller must wait for.
         """
         self._unsent = 0
-        self._number = self._number + 1
+        self._number += 1
         paths = self.reports.paths
         self._posted[self._number] = Posted(paths.end - 1, paths.digest)
         self._send(_POST.pack(False, self._number, paths.digest, value), files)
@@ -119,7 +120,7 @@ class Signals:
 
     def advance(self) -> None:
         """Note that this rank has reached a collective that nobody waits for."""
-        self._unsent = self._unsent + 1
+        self._unsent += 1
         if self._unsent == _UNHEARD:
             self.wait(self.post())
 
@@ -231,7 +232,7 @@ def connect(all_ranks: Ranks, host_ranks: Sequence[int]) -> Signals:
     problem = ""
     name = f"shardtrain-{secrets.token_hex(16)}"
     with socket.socket(*_KIND) as listener:
-        with suppress(OSError):  # who needs it will see
+        with suppress(OSError):  # the rank that has to connect will report it
             listener.bind(f"\0{name}")
             listener.listen()
             listener.settimeout(_LINK_S)

@@ -47,7 +47,7 @@ class Driver:
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
         self.is_silent = self.root.channel.silent  # no other rank compares or waits
         self.steps = Steps()  # of optimizers since the last forward
-        self._whole = any(segment.layout.whole for unit in units for segment in unit.segments)
+        self._has_owners = any(unit.has_owners for unit in units)
         self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
         self._frozen = frozen(units)  # the names of parameters, which ranks agree in
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
@@ -338,7 +338,7 @@ class Driver:
                     postpone(member.param)
                 if (grad := member.take_grad()) is not None:
                     self._put_aside.append((member, grad))
-        if self._put_aside and not self._whole:  # else a rank may own no gradient, and not know
+        if self._put_aside and not self._has_owners:  # else a rank may own no gradient, and not know
             self.root.channel.fence(ADD, "to the gradients of an earlier backward")
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)

@@ -197,8 +197,8 @@ class Reduction:
         self._expected = [s for s in segments if s.trains or not awaited.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
-            if isinstance(now, GradientPiece):
-                now.owners = now.owners._replace(waits=False)
+            if isinstance(grad, GradientPiece):
+                grad.owners = grad.owners._replace(waits=False)
             if now is grad and now._version == version:
                 if own:
                     member.take_grad()

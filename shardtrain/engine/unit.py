@@ -126,6 +126,11 @@ class Unit:
         return any(segment.trains for segment in self.segments)
 
     @property
+    def has_owners(self) -> bool:
+        """Whether each parameter has one rank that owns all of it: ``layout="whole"``."""
+        return any(segment.layout.whole for segment in self.segments)
+
+    @property
     def holders(self) -> dict[nn.Module, Segment]:
         """The modules that directly hold parameters of the unit, each with the segment of its last one."""
         segments: dict[nn.Module, Segment] = {}

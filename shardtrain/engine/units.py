@@ -321,7 +321,7 @@ def note_uncaught(error: BaseException, units: Iterable[Unit]) -> None:
     for unit in units:
         for member in unit.members if unit.shown is Shown.SHARD else ():
             part = member.part
-            cut = {local for local, whole in zip(part.local_shape, part.shape, strict=True) if local != whole}
+            cut = {*part.local_shape} - {*part.shape}
             if cut & sizes:
                 shards.append(f"{member.name} {part.local_shape} of {part.shape}")
     is_noted = any(_READ in note for note in getattr(error, "__notes__", ()))

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardtrain import torch_private
-from shardtrain.comm.norms import GradientPiece, plain
+from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine.closed import PASSING, class_like, name_of_use
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
@@ -65,11 +65,9 @@ class HookedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         hooked = cls.hooked()
-        name = name_of_use(func)
-        if hooked is None or name in PASSING or func.__name__ in ("__set__", "__delete__"):
-            values = [plain(value) for value in args] if name == "data" else args
+        if hooked is None or name_of_use(func) in PASSING or func.__name__ in ("__set__", "__delete__"):
             with torch_private.DisableTorchFunctionSubclass():
-                return func(*values, **kwargs)
+                return func(*args, **kwargs)
         pieces, named = torch_private.tree_map(hooked.piece, (tuple(args), kwargs))
         return func(*pieces, **named)
 

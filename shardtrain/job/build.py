@@ -83,7 +83,6 @@ def build(
     config = completed(config, images)
     require_pixels_beside(config)
     steps, steps_per_epoch = length_of(config, images, share)
-
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (max(1, share.micro_batch), images.preprocessing.channels)
     flops = flops_by_side(model, sample, config.data.sides, len(images.classes))

@@ -268,6 +268,9 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "gives parameters/fc.weight the stride (70, 10), which does not fill the shape (5, 7)": (
         forged("fc.weight", stride=[70, 10])
     ),
+    "has an unknown kind of optimizer state: {'file': 'rank-00000.safetensors'}": (
+        lambda m: m["optimizer"]["values"].update({"fc.bias": {"step": {"file": OTHER}}})
+    ),
     "manifest.json is invalid: KeyError 'shape'": lambda m: m["tensors"]["parameters/fc.weight"].pop("shape"),
 }
 # Why a checkpoint is damaged, and how. What is done to every file of one, below, is not repeated here.
@@ -445,7 +448,8 @@ def test_the_newest_whole_one_is_found_and_damaged_ones_are_set_aside(tmp_path: 
     assert found.step == 10
     texts = [text.removeprefix(f"{folder}/") for _, text in found.damaged]
     assert (
-        texts[0] == "step-00000099 is a symbolic link: resume=PATH takes what it leads to, or copy it there"
+        texts[0] == "step-00000099 is a symbolic link, which is not followed: pass its target as "
+        "resume=PATH, or replace the link by a copy"
     )
     assert texts[1].startswith(
         "step-00000030 is damaged: rank 1: rank-00001.safetensors has 100 bytes, expected"

@@ -667,7 +667,10 @@ def test_without_tags_a_sum_is_compared_now_and_then(at_step: int, told: str) ->
 
 @each_rank(2, transport="auto")
 def test_without_gloo_no_memory_is_shared() -> None:
-    with without_tags() as (transport, _), pytest.raises(ValueError, match="not possible: that needs gloo"):
+    with (
+        without_tags() as (transport, _),
+        pytest.raises(ValueError, match="not possible: sharing memory needs gloo"),
+    ):
         comm.open_transport("shared_memory")
     assert type(transport.transport) is comm.BackendTransport
 

@@ -171,11 +171,14 @@ def test_two_jobs_with_the_same_names_do_not_meet() -> None:
     assert sorted(comm.gather_texts(str(int(shared[0])), comm.plain_transport())) == ["0", "0", "1", "1"]
 
 
+MESH = "pass a 2-D mesh with one row per host, and memory is shared inside each"
+
+
 @pytest.mark.parametrize(
     ("of_ranks", "why"),
     [
-        ([0, 0, 1], "the ranks are on 2 hosts; with a 2-D mesh of one row per host those of a host would"),
-        ([0, 1, 2], "the ranks are on 3 hosts; with a 2-D mesh of one row per host those of a host would"),
+        ([0, 0, 1], f"the ranks are on 2 hosts; {MESH}"),
+        ([0, 1, 2], f"the ranks are on 3 hosts; {MESH}"),
     ],
 )
 @each_rank(3, transport="auto")

@@ -116,13 +116,12 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
         (["--help"], r"\n  resnet18_cifar10 +93\.02 % published  ResNet(.|\n)*Choose from the groups"),
-        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*\n--help GROUP "),
+        (["--help"], r"\n  train.epochs=9 optim\.lr=0\.04 +how often (.|\n)*\n--help GROUP "),
         (
             ["--help", "all", "optim=muon"],
             r"lr: 0.002 +# of all parameters(.|\n)*\n  batch_size: 96 +# images of one",
         ),
         (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
-        (["--help"], r"\n  optim\.lr=0\.1 +learning rate after the warm-up\n(.|\n)*--help GROUP"),
         (["--help", "train"], r"batch_size: 96 +# images of one optimizer step"),
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
         (["+recipe=resnet", "--help", "optim"], r"lr: 0.03 +# learning rate after"),

@@ -285,6 +285,7 @@ class Hooked(torch.optim.SGD):
     def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for param in group["params"]:
+                assert param.isfinite().all()
                 param.div_(param.norm().clamp_min(1e-3) if optimizer.norms else 2.0)
 
 
@@ -293,6 +294,18 @@ def test_hooks_that_a_class_registers_are_tried(kind: str) -> None:
     Hooked(model().parameters(), kind=kind, norms=False).step()
     with pytest.raises(ValueError, match=r"^Hooked cannot step on a sharded model: it gives a piece"):
         Hooked(model().parameters(), kind=kind).step()
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@each_rank(2)
+def test_hooks_that_a_class_registers_see_plain_parameters(kind: str) -> None:
+    """They were tried; a piece would refuse their check that all elements are finite."""
+    net = small.shard(nn.Linear(5, 6))
+    before = [param.detach().clone() for param in net.parameters()]
+    net(torch.ones(2, 5)).sum().backward()
+    Hooked(net.parameters(), lr=0.0, kind=kind, norms=False).step()
+    for param, old in zip(net.parameters(), before, strict=True):
+        assert torch.equal(param, old / 2)
 
 
 @each_rank(2)

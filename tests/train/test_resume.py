@@ -402,7 +402,7 @@ def test_checkpoints_that_are_links_are_not_passed_over(tmp_path: Path, undistur
     newest.symlink_to(tmp_path / "ten")
     assert run_to_end(str(folder), QUIET) == "finished"
     log = (folder / "log.txt").read_text()
-    assert "step-00000010 is a symbolic link: resume=PATH takes what it leads to, or copy it there" in log
+    assert "step-00000010 is a symbolic link, which is not followed: pass its target as resume=PATH" in log
     alone = tmp_path / "alone"
     (alone / "checkpoints").mkdir(parents=True)
     (alone / "checkpoints/step-00000010").symlink_to(tmp_path / "ten")
