@@ -1,6 +1,6 @@
 """Define the names of ``import shardtrain``.
 
-This is a file of its own, since `__init__` loads it at the first use of a name, and torch with it.
+It has its own file, since `__init__` loads it at the first use of a name, and torch with it.
 """
 
 from shardtrain import checkpoint, comm

@@ -46,7 +46,6 @@ from shardtrain.comm.process_group import guarded
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, count
 
 __all__ = [
-    "Background",
     "Group",
     "ReduceOp",
     "Work",

@@ -3,7 +3,7 @@
 A rank whose main thread waits for something that never comes still answers reports, since threads answer.
 Work shows in processor time, of this process and of those that it started, and in bytes that they read and
 wrote. A host that waits for a device spins, which is processor time. The guard's own threads do not count.
-This is a file of its own, since it knows nothing of ranks.
+It has its own file, since it knows nothing of ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Make the collectives of a model: what is the same over every transport is done here, once.
+"""Make the collectives of a model. What is the same over every transport is done here, once.
 
 Each collective enters this rank's path, which the guard compares with the others', and is counted by the
 meter. While torch's profiler runs, its start and the wait for its result are ranges. The transport moves the
-bytes, and returns what finishes that: the wait around it is this file's.
+bytes, and returns a `Pending`, whose wait is guarded and measured here.
 
 `Ranks` agree on texts, buffers and norms. A `Channel` gathers and reduces the vectors of a model between the
 ranks of one shard group. With several replicas there are more ranks than in one shard group::
@@ -103,7 +103,7 @@ class Channel(Ranks):
     """
 
     uploads = False
-    stepping = False  # an optimizer that was tried steps now (see ``norms.py``); the engine's
+    stepping = False  # an optimizer that was tried steps now (see ``norms.py``); set by the engine
     stages: Sequence[Sequence[int]] = ()
 
     def __init__(

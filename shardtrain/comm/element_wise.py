@@ -12,7 +12,7 @@ Random numbers are not listed: ranks with one seed would draw the same numbers f
 A piece tells its sizes, to print, to compare and to make tensors of; computing with them is refused. What no
 class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises both, and a test compares the two.
 
-This is a file of its own, since it is a table in which people search for a function.
+It has its own file, since it is a table in which people search for a function.
 """
 
 from __future__ import annotations

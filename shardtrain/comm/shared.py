@@ -1,6 +1,6 @@
 """Map memory that the ranks of a host share. A process that a rank forks gets copies of its own.
 
-This is a file of its own, since forks do not concern `signals.py`, which decides who shares what.
+It has its own file, since forks do not concern `signals.py`, which decides who shares what.
 
 A child inherits mappings, and ``MAP_SHARED`` would let it write into the weights of all ranks: a worker of a
 data loader, a process of ``multiprocessing``, an optimizer's step there. So the child maps each file anew, at

@@ -92,7 +92,7 @@ class Call(NamedTuple):
 class Pending(Generic[T]):
     """Represent a collective under way. ``wait()`` calls ``finish`` once, and returns what that returned.
 
-    A transport returns a plain one. The channel, and nobody else, makes it part of a call (`of`).
+    A transport returns one without a call. Only the channel makes it part of a call (`of`).
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
@@ -129,7 +129,7 @@ class Pending(Generic[T]):
         return self._finish is None
 
     def settle(self) -> None:
-        """Wait, so that no memory is in use, unless that was done before. It may have raised then."""
+        """Wait, so that no memory is in use, unless `wait` was called before, even if that raised."""
         if self._finish is not None:
             self.wait()
 
@@ -174,8 +174,8 @@ class Transport:
     def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a full vector and this rank's interval of ``like``'s dtype and device, uninitialized.
 
-        ``gradient_dtype``: of its gradients. Collective. Unless ``in_place``, the caller may
-        resize the full vector's storage.
+        ``gradient_dtype``: of its gradients. Collective. Unless ``in_place``, the caller may resize the full
+        vector's storage.
         """
         return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
 

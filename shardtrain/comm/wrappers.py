@@ -140,7 +140,8 @@ class Replicated(Channel):
 
     def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
         # With ``terms`` the first stage only sums.
-        means = super().reduce(name, [each._replace(terms=min(each.terms, 1)) for each in gradients])
+        summed = [gradient._replace(terms=min(gradient.terms, 1)) for gradient in gradients]
+        means = super().reduce(name, summed)
         if self.in_place:
             means.wait()
         elif gradients[0].terms or not devices.on_accelerator(gradients[0].full):

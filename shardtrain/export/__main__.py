@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import shardtrain
 from shardtrain.checkpoint.files import write_tensors
-from shardtrain.checkpoint.loading import load_into
 from shardtrain.device import ACCELERATOR
 from shardtrain.export.timm_folder import timm_config
 from shardtrain.job import launch
@@ -39,8 +38,7 @@ from shardtrain.job.inference import TIMM, Inference, call_of, program
 from shardtrain.job.model import load_weights, plain_model, read_weights
 from shardtrain.job.schema import at_least, checked, one_of, typed
 from shardtrain.job.target import RECIPES
-from shardtrain.optim import Ema
-from shardtrain.train.resume import open_saved
+from shardtrain.train.resume import load_saved, open_saved
 
 IMAGES = 32  # random images in the comparison
 MOST_DIFFERENCE = 1e-3  # of logits
@@ -117,13 +115,7 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
         inference = replace(inference, model=call_of(keys, plain, settings.allow))
     files = Files(path_of("out", settings.out), inference is not None and inference.model.target == TIMM)
     shardtrain.shard(model.to(device))
-    ema = Ema(model, 0.0) if settings.weights == "ema" else None
-    with reading(f"run={settings.run}", "the model was built otherwise then", ValueError):
-        extra = load_into(opened, model, averages=ema.averages if ema else None)
-    if ema is not None:
-        ema.restore(extra["ema"], opened.manifest.world_size)
-    averaged = ema.swapped() if ema is not None else contextlib.nullcontext()
-    with averaged, files, torch.no_grad():
+    with load_saved(opened, model, settings.weights, settings.run), files, torch.no_grad():
         state = shardtrain.full_state_dict(model)
         files.write(files.weights, partial(write_weights, state))
         load_weights(plain, read_weights(files.weights), files.weights)

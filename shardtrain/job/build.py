@@ -124,7 +124,7 @@ def build(
 
 
 def require_pixels_beside(config: Config) -> None:
-    """Raise UserError for an evaluation that moves images by a pixel where none is beside to reflect."""
+    """Raise UserError if `train.tta=2` would move images of a single pixel: none is beside it to reflect."""
     if config.train.tta > 1 and config.data.side_in_eval == 1:
         raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
 
@@ -228,8 +228,8 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
                 return math.nan
             raise
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise UserError(f"the model returns {found}, expected logits for at least {classes} classes")
+        result = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserError(f"the model returns {result}, expected logits for at least {classes} classes")
     return float(counter.get_total_flops())
 
 
@@ -248,15 +248,15 @@ def completed(config: Config, images: data.DataSet) -> Config:
         "image_size": config.data.image_size,
     }
     model = {"num_classes": None, "in_channels": None, "image_size": None, **config.model}
-    for key, found in decided.items():
+    for key, expected in decided.items():
         if key not in model:
             continue
-        given = found if model[key] is None else typed(int, model[key], f"model.{key}")
-        model[key] = given
-        if key == "num_classes" and given < found:
-            raise UserError(f"model.num_classes={given}: {images.name} has {found} classes")
-        if key != "num_classes" and given != found:
-            raise UserError(f"model.{key}={given}, but the images of {images.name} have {found}")
+        value = expected if model[key] is None else typed(int, model[key], f"model.{key}")
+        model[key] = value
+        if key == "num_classes" and value < expected:
+            raise UserError(f"model.num_classes={value}: {images.name} has {expected} classes")
+        if key != "num_classes" and value != expected:
+            raise UserError(f"model.{key}={value}, but the images of {images.name} have {expected}")
     return dataclasses.replace(config, model=model)
 
 
@@ -310,7 +310,7 @@ def class_weights_of(train: Train, images: data.DataSet) -> Tensor | None:
     if train.class_weights == "balanced" and not len(images.train):
         raise UserError(
             "train.class_weights=balanced needs the training images; train.class_weights=null scores the "
-            "loss without, and train.class_weights=[…] with given ones"
+            "loss without weights, and train.class_weights=[…] with those"
         )
     return weights_of(train.class_weights, images)
 

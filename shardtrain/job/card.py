@@ -25,9 +25,9 @@ from shardtrain.job.schema import typed
 def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Preprocessing, list[str]]:
     """Return ``own`` with the classes, mean and std of the card of `model.weights`; and lines that say so.
 
-    Keys of the command and names that the ``data_set`` has come first: other mean and std are said, other
-    classes refused. Without a card all stays as it is. Collective. Raises UserError for a card that cannot be
-    read.
+    Keys of the command, and names that the ``data_set`` has, come first. If the card has other mean and std,
+    a line warns; other classes are refused. Without a card ``own`` is returned as it is. Collective. Raises
+    UserError for a card that cannot be read.
     """
     weights = config.model.get("weights")
     card = _card(str(weights)) if weights is not None else None
@@ -38,16 +38,16 @@ def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Prepr
         changes["classes"] = _classes(card, own.classes, data_set, f"{weights}.json")
     notes = []
     for name in ("mean", "std"):
-        theirs = getattr(card, name)
-        ours = getattr(own, name)
-        if len(theirs) != len(ours) or all(map(_is_close, theirs, ours)):
+        on_card = getattr(card, name)
+        chosen = getattr(own, name)
+        if len(on_card) != len(chosen) or all(map(_is_close, on_card, chosen)):
             continue
         if getattr(config.data, name) is None:
-            changes[name] = theirs
-            notes.append(f"data.{name}={_in_words(theirs)} is taken from {weights}.json")
+            changes[name] = on_card
+            notes.append(f"data.{name}={_in_words(on_card)} is taken from {weights}.json")
         else:
             notes.append(
-                f"warning: data.{name}={_in_words(ours)}, but {weights}.json has {_in_words(theirs)}"
+                f"warning: data.{name}={_in_words(chosen)}, but {weights}.json has {_in_words(on_card)}"
             )
     return replace(own, **changes), notes
 
@@ -61,9 +61,8 @@ def _card(weights: str) -> Inference | None:
         if file.is_file():
             with reading(str(file), "expected what shardtrain.export writes beside weights"):
                 values = json.loads(plain_file(file).read_text(encoding="utf-8"))
-                if (
-                    isinstance(values, Mapping) and "classes" in values
-                ):  # other programs' files have such names
+                # Other programs' files have such names, too.
+                if isinstance(values, Mapping) and "classes" in values:
                     typed(Inference, values, "")
                     texts.append(json.dumps(values))
 
@@ -76,14 +75,14 @@ def _card(weights: str) -> Inference | None:
 def _classes(card: Inference, own: tuple[str, ...], data_set: str, source: str) -> tuple[str, ...]:
     """Return the classes of the card for a data set without names of its own. Raises UserError for others."""
     count = len(own)
-    theirs = card.classes[:count]
-    if own in (theirs, numbered(count)) and len(theirs) == count:
-        return theirs
-    if theirs == numbered(len(theirs)) or len(theirs) < count:
+    on_card = card.classes[:count]
+    if own in (on_card, numbered(count)) and len(on_card) == count:
+        return on_card
+    if on_card == numbered(len(on_card)) or len(on_card) < count:
         return own  # names that say nothing; a head of another size is refused by the weights
-    found = first_of([f"{number}: {name}" for number, name in enumerate(own)])
+    own_names = first_of([f"{number}: {name}" for number, name in enumerate(own)])
     raise UserError(
-        f"{source}: its classes are {first_of([*theirs])}, and those of {data_set} are {found}; "
+        f"{source}: its classes are {first_of([*on_card])}, and those of {data_set} are {own_names}; "
         "model.reset_head=true makes the last layer anew"
     )
 

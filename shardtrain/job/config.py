@@ -356,13 +356,11 @@ class Config:
             raise UserError(
                 f"parallel.layout=even: optim={self.optim.name} needs whole matrices; leave it out"
             )
-
         if self.parallel.virtual_ranks and self.train.accumulate > 1:
             raise UserError(
                 f"train.accumulate={self.train.accumulate}: leave it out, since parallel.virtual_ranks="
                 f"{self.parallel.virtual_ranks} is the number of micro-batches per step over all ranks"
             )
-
         if self.train.replay_every and not self.parallel.virtual_ranks:
             raise UserError(
                 f"train.replay_every={self.train.replay_every}: a rank can only check another one by "
@@ -380,5 +378,5 @@ class Config:
 
     @property
     def model_name(self) -> str:
-        """What models of one function are told apart by: torchvision's name, timm's, or the function."""
+        """The name of the model: torchvision's, timm's, or the path of the function that builds it."""
         return str(next(filter(None, map(self.model.get, ("name", "model_name", "_target_"))), None))

@@ -57,9 +57,9 @@ class RankInfo:
         if environ["WORLD_SIZE"] == "1":
             environ = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environ}
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        found = f"WORLD_SIZE={environ['WORLD_SIZE']}, missing or no number"
+        what = f"WORLD_SIZE={environ['WORLD_SIZE']}, missing or no number"
         wanted = "the launcher sets RANK, LOCAL_RANK and LOCAL_WORLD_SIZE (this host's ranks), too"
-        with reading(found, wanted, (KeyError, ValueError)):
+        with reading(what, wanted, (KeyError, ValueError)):
             places = [int(environ[name]) for name in names]
         info = cls(*places)
         if not (0 <= info.rank < info.world_size and 0 <= info.local_rank < info.local_world_size):
@@ -147,7 +147,7 @@ def wait_for_name(host: str, patience: datetime.timedelta = START_UP) -> None:
 
     Raises UserError after ``patience``. (torch would log each try, and end with a traceback.)
     """
-    found = f"MASTER_ADDR={host}: this host does not know that name"
+    problem = f"MASTER_ADDR={host}: this host does not know that name"
     deadline = time.monotonic() + patience.total_seconds()
     is_said = False
     while True:
@@ -158,9 +158,9 @@ def wait_for_name(host: str, patience: datetime.timedelta = START_UP) -> None:
         else:
             return
         if time.monotonic() >= deadline:
-            raise UserError(f"{found}: {reason}; expected the name or address of rank 0's host")
+            raise UserError(f"{problem}: {reason}; expected the name or address of rank 0's host")
         if not is_said:
-            print(f"waiting: {found} yet: {reason}", file=sys.stderr, flush=True)
+            print(f"waiting: {problem} yet: {reason}", file=sys.stderr, flush=True)
             is_said = True
         time.sleep(LONGEST_PAUSE)
 
@@ -277,8 +277,8 @@ def together(action: Callable[[], Result]) -> Result:
         result = action()
     except UserError as error:
         problem = str(error).encode(errors="backslashreplace").decode()  # names of files may not be UTF-8
-    for found in filter(None, comm.gather_texts(problem, comm.plain_transport())):
-        raise UserError(found)
+    for text in filter(None, comm.gather_texts(problem, comm.plain_transport())):
+        raise UserError(text)
     return result
 
 

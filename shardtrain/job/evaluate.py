@@ -64,7 +64,7 @@ class Scoring(NamedTuple):
     is_minimised: bool = False  # the smallest value of `train.best` is the best one
 
     def is_better(self, score: float, best: float | None) -> bool:
-        """Return whether ``score`` is better than the ``best`` so far; what is not a number is not."""
+        """Return whether ``score`` is better than the ``best`` so far; NaN never is."""
         if best is None:
             return not math.isnan(score)
         return score < best if self.is_minimised else score > best
@@ -79,7 +79,7 @@ def views_of(images: Tensor, tta: int) -> list[tuple[Tensor, float]]:
         ends = padded[..., :height, :width], padded[..., -height:, -width:]
         views = [(images, 0.5), *((moved, 0.25) for moved in ends)]
     if tta > 0:
-        views = [(each, weight / 2) for view, weight in views for each in (view, view.flip(3))]
+        views = [(image, weight / 2) for view, weight in views for image in (view, view.flip(3))]
     return views
 
 
@@ -151,8 +151,8 @@ def _in_parts(sums: Sequence[Tensor], parts: int) -> Tensor:
 
     Each part is summed by itself, so that its bits do not depend on how many there are.
     """
-    each = len(sums) // parts
-    totals = [torch.stack([*sums[at : at + each]]).sum(0) for at in range(0, len(sums), each)]
+    length = len(sums) // parts
+    totals = [torch.stack([*sums[at : at + length]]).sum(0) for at in range(0, len(sums), length)]
     return torch.stack(totals)
 
 

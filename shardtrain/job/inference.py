@@ -61,8 +61,12 @@ def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> 
     """Return the call that builds ``model``, of the config group ``keys``."""
     target = str(keys["_target_"])
     name = str(keys.get("name"))
-    ours = target.startswith(f"{RECIPES}.")
-    if ours and type(model).__module__.startswith(f"{models.__name__}.") and name in models.list_models():
+    is_recipe = target.startswith(f"{RECIPES}.")
+    if (
+        is_recipe
+        and type(model).__module__.startswith(f"{models.__name__}.")
+        and name in models.list_models()
+    ):
         return _torchvision_call(name, model, int(keys["num_classes"]))
     function = find_target(target, "model", nn.Module, allow)
     keywords = keywords_of(target_node(keys), "model", function)

@@ -60,7 +60,6 @@ class Context:
     rank_info: RankInfo
     device: torch.device
     run_dir: Path
-    overrides: Sequence[str] = ()  # the command line's settings
     all_held_out: bool = False  # all images of the data set are to be scored, none is to train on
 
 
@@ -69,7 +68,7 @@ def run(job: Callable[[Config, Context], Result]) -> Result | None:
 
     def run_job(config: Config, rank_info: RankInfo, device: torch.device) -> Result:
         require_same_command(config)
-        return job(config, Context(rank_info, device, run_dir(config, rank_info), overrides=sys.argv[1:]))
+        return job(config, Context(rank_info, device, run_dir(config, rank_info)))
 
     return start(read_config, run_job)
 

@@ -59,8 +59,8 @@ class CrossEntropy(nn.Module):
         if weight is not None:
             weight = F.pad(weight, (0, logits.shape[1] - len(weight)), value=1.0)
         smoothing = self.smoothing
-        each = F.cross_entropy(logits.float(), labels, weight, reduction="none", label_smoothing=smoothing)
-        return each.double().sum()
+        losses = F.cross_entropy(logits.float(), labels, weight, reduction="none", label_smoothing=smoothing)
+        return losses.double().sum()
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted mean over the images of one batch, as torch's."""
@@ -76,7 +76,7 @@ class CrossEntropy(nn.Module):
 def sum_and_weight(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of ``loss`` over the images, none at all included, and what divides it for the mean.
 
-    Of a loss of one's own only the mean over a batch is known.
+    Of a user's loss only the mean over a batch is known.
     """
     if isinstance(loss, CrossEntropy):
         return loss.total(logits, labels), loss.weight_of(labels)
@@ -141,7 +141,7 @@ def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
 
 
 def mix_notes(mixup: float, cutmix: float, images: int) -> list[str]:
-    """Return the warning for mixing in micro-batches of so many ``images``, if it changes nothing."""
+    """Return a warning if mixup or cutmix does nothing, since a micro-batch has less than two ``images``."""
     if images > 1 or not (mixup or cutmix):
         return []
     return [

@@ -127,7 +127,10 @@ def model_notes(model: nn.Module, keys: Mapping[str, Any], *, resumed: bool) -> 
 
 
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Return ``model`` with the memory format of the configuration."""
+    """Return ``model`` with the memory format of the configuration.
+
+    Raises UserError for keys that need a GPU where there is none, and for keys that exclude each other.
+    """
     if config.parallel.offload and not is_accelerator(device):
         raise UserError(f"parallel.offload=true needs a GPU, found {device.type}")
     if config.train.capture and not is_accelerator(device):
@@ -260,16 +263,16 @@ def load_weights(
 
     Raises UserError for keys that are missing, unexpected, or of another shape or dtype, and loads nothing.
     """
-    ours = model.state_dict()
-    counts = {key: value for key, value in ours.items() if key.endswith("num_batches_tracked")}
+    own = model.state_dict()
+    counts = {key: value for key, value in own.items() if key.endswith("num_batches_tracked")}
     state = counts | dict(weights)  # files from before PyTorch 0.4.1 lack these counts
     if reset_head:
         head = head_of(model)
-        state |= {key: value for key, value in ours.items() if key.startswith(f"{head}.")}
-    expected = {name: Spec.of(value) for name, value in ours.items()}
+        state |= {key: value for key, value in own.items() if key.startswith(f"{head}.")}
+    expected = {name: Spec.of(value) for name, value in own.items()}
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
     for prefix in PREFIXES:
-        if problems and {key.removeprefix(prefix) for key in weights if key.startswith(prefix)} & {*ours}:
+        if problems and {key.removeprefix(prefix) for key in weights if key.startswith(prefix)} & {*own}:
             raise UserError(
                 f"{source} does not fit the model: its names begin with {prefix!r}, which a wrapper has "
                 f"added; save it with names without that: key.removeprefix({prefix!r})"

@@ -36,9 +36,9 @@ def from_hydra(raw: DictConfig) -> Config:
         require_current(key)
         advice = hint(key, raw)
         raise UserError(f"unknown key {key}; {advice}" if advice else str(error)) from None
-    of = config.reference and (config.reference.model, config.reference.data)
-    ours = of == (config.model_name, config.data.name)
-    return config if ours else dataclasses.replace(config, reference=None)
+    reference = config.reference and (config.reference.model, config.reference.data)
+    is_of_this_run = reference == (config.model_name, config.data.name)
+    return config if is_of_this_run else dataclasses.replace(config, reference=None)
 
 
 def hint(key: str, config: DictConfig) -> str:
@@ -64,10 +64,10 @@ def read_beside(
     cls: type[Frozen], folder: Path, arguments: Sequence[str], speak: bool
 ) -> Beside[Frozen] | None:
     """Return a program's own keys, a ``cls`` from ``folder``, and the training program's; or None."""
-    own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    mine = [text for text in arguments if text.split("=")[0] in own or text in DESCRIBING]
-    keys = compose(mine, speak=speak, folder=folder)
-    config = read_config([text for text in arguments if text not in mine], speak) if keys else None
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    own_words = [text for text in arguments if text.split("=")[0] in names or text in DESCRIBING]
+    keys = compose(own_words, speak=speak, folder=folder)
+    config = read_config([text for text in arguments if text not in own_words], speak) if keys else None
     if keys is None or config is None:
         return None
     return Beside(checked(keys, cls), config, config.device, config.threads)

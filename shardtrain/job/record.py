@@ -112,20 +112,20 @@ def laid_over(
     file's. Otherwise only the keys that a recipe or `debug` sets are. evaluates: another data set's images
     are prepared as the run's were.
     """
-    ours = as_values(fresh)
-    theirs = as_values(plain)
+    fresh_values = as_values(fresh)
+    plain_values = as_values(plain)
     values = {key: value for key, value in record.items() if key not in OF_THE_COMMAND}
-    for name, section in ours.items():
+    for name, section in fresh_values.items():
         before = record.get(name)
         if name in OF_THE_COMMAND or before is None or (name in chosen and _differ(name, section, before)):
             values[name] = section
             if name == "data" and isinstance(before, dict) and evaluates:
                 values[name] = _with_record_of_images(section, before)
         elif isinstance(section, dict) and isinstance(before, dict):
-            values[name] = _with_changes(before, section, theirs.get(name, {}))
-        elif section != theirs.get(name):
+            values[name] = _with_changes(before, section, plain_values.get(name, {}))
+        elif section != plain_values.get(name):
             values[name] = section
-    loss = ours["train"]["loss"]
+    loss = fresh_values["train"]["loss"]
     if "train.loss" in chosen and _differ("train.loss", loss, values["train"]["loss"]):
         values["train"] = {**values["train"], "loss": loss}
     return values

@@ -34,11 +34,11 @@ class Change(NamedTuple):
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
-    """Return what differs between a checkpoint's configuration and one, both nested as by `asdict`.
+    """Return the keys whose values in a checkpoint's configuration and in ``config`` differ; both are nested.
 
-    One that continues a run is composed from the run's record, so its keys are the same. A key of the program
-    that only one has is another version's, or belongs to a choice from a group which has another name. But of
-    a callable's keywords, such as a model's, each counts.
+    A configuration that continues a run is composed from the run's record, so both have the same keys. A key
+    of the program that only one has belongs to another version, or to another choice from a group. It does
+    not count. A keyword of a callable, such as a model, always counts.
     """
     before = marked_values(saved)
     now = marked_values(config)

@@ -194,9 +194,9 @@ class Step(NamedTuple):
 class CapturedStep:
     """Run a `Step` as one CUDA graph: all micro-batches, clipping and the update. See `shardtrain.capture`.
 
-    What it returns and what observers see is computed already, and the update done. Outside of the graph are
-    the moving average, whose weight depends on the number of the step, and the weight of all images where
-    classes have weights, which a collective sums.
+    Observers are called after the whole step, the update included. Two things are outside the graph: the
+    moving average, since its weight depends on the number of the step, and the weight of all images if
+    classes have weights, since a collective sums it.
 
     Raises UserError if the step cannot be captured.
     """
@@ -258,7 +258,7 @@ class CapturedStep:
 
 @contextlib.contextmanager
 def _as_mistake() -> Iterator[None]:
-    """Raise what `capture` refuses as UserError."""
+    """Turn a ValueError of `capture` inside into a UserError."""
     try:
         yield
     except UserError:

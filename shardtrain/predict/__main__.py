@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import shardtrain
-from shardtrain.checkpoint.loading import Opened, load_into
+from shardtrain.checkpoint.loading import Opened
 from shardtrain.device import ACCELERATOR
 from shardtrain.job import launch
 from shardtrain.job.data import EvalFeed, Share, ToDevice
@@ -36,8 +36,7 @@ from shardtrain.job.model import plain_model
 from shardtrain.job.schema import above, at_least, checked, one_of, typed
 from shardtrain.job.scores import Gathering
 from shardtrain.job.target import RECIPES
-from shardtrain.optim import Ema
-from shardtrain.train.resume import open_saved
+from shardtrain.train.resume import load_saved, open_saved
 
 REPORTS = 10  # lines about the progress
 NO_CLASS = -1  # of an image that cannot be read
@@ -133,14 +132,9 @@ def _model(
     """Return the run's model, sharded, and a context in which it has the weights asked for. Collective."""
     model = plain_model(opened.manifest.facts["config"]["model"], keys.allow)
     shardtrain.shard(model.to(device))
-    ema = Ema(model, 0.0) if keys.weights == "ema" else None
-    with reading(f"run={keys.run}", "the model was built otherwise then", ValueError):
-        extra = load_into(opened, model, averages=ema.averages if ema else None)
+    averaged = load_saved(opened, model, keys.weights, keys.run)
     shardtrain.average_buffers(model)
-    if ema is None:
-        return model, contextlib.nullcontext()
-    ema.restore(extra["ema"], opened.manifest.world_size)
-    return model, ema.swapped()
+    return model, averaged
 
 
 def _answers(model: nn.Module, feed: EvalFeed, rank_info: RankInfo) -> Tensor:

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from shardtrain import comm
 from shardtrain.checkpoint import Damaged, SaveFailed, memory
 from shardtrain.checkpoint.files import read_text, write_text
@@ -31,6 +33,7 @@ from shardtrain.job.errors import UserError, path_of, reading, writing
 from shardtrain.job.format import MIB, counted, first_of
 from shardtrain.job.launch import Context
 from shardtrain.monitor import StepMetrics
+from shardtrain.optim import Ema
 from shardtrain.train.continuation import is_path, rate_warnings, require_same_run, validation_warnings
 from shardtrain.train.saving import Best, RunState, machine
 
@@ -272,6 +275,22 @@ def open_saved(run: str, weights: str) -> Opened:
     if weights == "ema" and not opened.manifest.specs("ema"):
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     return opened
+
+
+def load_saved(
+    opened: Opened, model: nn.Module, weights: str, run: str
+) -> contextlib.AbstractContextManager[object]:
+    """Load ``opened`` into a sharded ``model``; return a context in which it has its ``weights``. Collective.
+
+    weights: `raw` or `ema`. Raises UserError, about ``run``, if the model is not the one that was saved.
+    """
+    ema = Ema(model, 0.0) if weights == "ema" else None
+    with reading(f"run={run}", "the model was built otherwise then", ValueError):
+        extra = load_into(opened, model, averages=ema.averages if ema else None)
+    if ema is None:
+        return contextlib.nullcontext()
+    ema.restore(extra["ema"], opened.manifest.world_size)
+    return ema.swapped()
 
 
 def disk_in_words(directory: Path, checkpoint: int) -> str:

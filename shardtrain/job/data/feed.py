@@ -338,8 +338,8 @@ class TrainFeed:
         uniform = self.share.of(whole)
         epoch = self.sampler.epoch(step)
         for column in getattr(self.augment, "alternates", ()):
-            each = torch.rand(self.sampler.images, generator=generator("alternate", self.seed))
-            uniform[:, column] = ((each + epoch / 2) % 1)[self.sampler.indices(step)]
+            by_image = torch.rand(self.sampler.images, generator=generator("alternate", self.seed))
+            uniform[:, column] = ((by_image + epoch / 2) % 1)[self.sampler.indices(step)]
         return uniform
 
 

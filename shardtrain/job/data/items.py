@@ -79,13 +79,13 @@ class Items(Batches):
         label = self._label(item[1], f"{self.name}: the label of image {index} is")
         return image, label
 
-    def _pixels(self, image: Any, found: str) -> Tensor:
+    def _pixels(self, image: Any, subject: str) -> Tensor:
         """Return an image, uint8 [channels, height, width]."""
         pixels: Tensor
         if isinstance(image, Image.Image):
             if image.mode not in MODES:
                 raise WrongItem(
-                    f'{found} of mode {image.mode}; image.convert("RGB") gives 8 bits per channel'
+                    f'{subject} of mode {image.mode}; image.convert("RGB") gives 8 bits per channel'
                 )
             pixels = torch.from_numpy(np.atleast_3d(np.array(self._square(image)))).permute(2, 0, 1)
         elif isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3:
@@ -94,14 +94,18 @@ class Items(Batches):
             kind = type(image).__name__
             if hasattr(image, "dtype"):
                 kind = f"{image.dtype} {list(image.shape)}"
-            raise WrongItem(f"{found} {kind}, expected uint8 [channels, height, width] or an image of Pillow")
+            raise WrongItem(
+                f"{subject} {kind}, expected uint8 [channels, height, width] or an image of Pillow"
+            )
         shape = tuple(pixels.shape)
         if self.expected is not None and shape != self.expected.shape:
             usual = self.expected.shape
             way_out = 'image.convert("RGB") gives three channels'
             if shape[0] == usual[0]:
                 way_out = "data.image_size=N resizes and crops all to N×N"
-            raise WrongItem(f"{found} {list(shape)}, image 0 of the training set is {list(usual)}; {way_out}")
+            raise WrongItem(
+                f"{subject} {list(shape)}, image 0 of the training set is {list(usual)}; {way_out}"
+            )
         return pixels
 
     def _square(self, image: Any) -> Any:
@@ -112,16 +116,16 @@ class Items(Batches):
 
         return v2.functional.center_crop(v2.functional.resize(image, [self.side]), [self.side])
 
-    def _label(self, label: Any, found: str) -> int:
+    def _label(self, label: Any, subject: str) -> int:
         try:
             number = operator.index(label)
         except TypeError:
-            raise WrongItem(f"{found} {label!r}, expected the number of a class") from None
+            raise WrongItem(f"{subject} {label!r}, expected the number of a class") from None
         classes = None if self.expected is None else self.expected.classes
         if number < 0 or (classes is not None and number >= classes):
             last = " or more" if classes is None else f" to {classes - 1}"
             raise WrongItem(
-                f"{found} {number}, expected 0{last}; an attribute `classes` of the training set names all"
+                f"{subject} {number}, expected 0{last}; an attribute `classes` of the training set names all"
             )
         return number
 

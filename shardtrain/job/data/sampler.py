@@ -123,7 +123,7 @@ class EvalSampler:
         for rank in range(first, first + ranks // share.world_size):
             own = range(rank, images, ranks)
             self.lists += [[*own[start : start + size]] for start in range(0, longest, size)]
-        self.valid = [len(each) for each in self.lists]
+        self.valid = [len(own) for own in self.lists]
         self.batch_size = size
 
     def __len__(self) -> int:

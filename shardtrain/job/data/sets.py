@@ -82,7 +82,7 @@ def class_notes(data: DataSet) -> list[str]:
 
 
 def _meaning(name: str) -> object:
-    """Return what names share that differ in case, in what is between words, or as numbers are written."""
+    """Return a value that names share if they differ in case, in what is between words, or as numbers do."""
     plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
     try:
         number = Decimal(plain)
@@ -99,8 +99,8 @@ def _shown(name: str) -> str:
 def stratified(labels: Tensor, split: int) -> Tensor:
     """Return a random order of images whose every beginning has about the same fraction of each class.
 
-    ``split`` alone decides it.
-    Image i of the n images of a class, in random order, is at the fraction (i + 1/2) / n of the whole order.
+    The order depends on ``split`` alone. Image i of the n images of a class, in random order, is at the
+    fraction (i + 1/2) / n of the whole order.
     """
     order = torch.randperm(len(labels), generator=generator("validation", split))
     fractions = torch.empty(len(labels), dtype=torch.float64)
@@ -113,9 +113,9 @@ def stratified(labels: Tensor, split: int) -> Tensor:
 def with_validation(data: DataSet, amount: float, split: int | None = 0) -> DataSet:
     """Use ``amount`` (fraction or number) of the training images for validation, and ``data.val`` to test.
 
-    They depend on the data and on ``split`` alone: about the same fraction of each class, where labels are
-    known before images are loaded. None is the permutation up to 0.2.0, whatever the class. Raises UserError
-    for another amount.
+    The choice depends on the data and on ``split`` alone. It has about the same fraction of each class, if
+    labels are known before images are loaded. ``split=None`` is the permutation of 0.2.0, whatever the class.
+    Raises UserError for another amount.
     """
     images = len(data.train)
     count = round(amount if amount >= 1 else amount * images)
@@ -162,18 +162,18 @@ def _read(config: Data, allow: Sequence[str], all_held_out: bool) -> DataSet:
 
 def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
     """Open what the user's function returns: a `DataSet`, or a pair of torch's, the second perhaps None."""
-    found = f"data._target_={config._target_}"
+    key = f"data._target_={config._target_}"
     parts = _returned(config, allow)
     if isinstance(parts, DataSet):
         if not isinstance(parts.classes, tuple):
-            raise UserError(f"{found}: classes is {parts.classes!r}, expected a tuple of names, by label")
+            raise UserError(f"{key}: classes is {parts.classes!r}, expected a tuple of names, by label")
         return parts
     if len(parts) != 2 or (parts[1] is None and not config.validation):
         raise UserError(
-            f"{found}: expected a training set and a validation set; None for the second needs "
+            f"{key}: expected a training set and a validation set; None for the second needs "
             "data.validation=FRACTION"
         )
-    names = f"{found}: the training set", f"{found}: the validation set"
+    names = f"{key}: the training set", f"{key}: the validation set"
     classes = getattr(parts[0], "classes", None)
     if not isinstance(classes, list | tuple | None):
         raise UserError(f"{names[0]} has classes={classes!r}, expected a list of names, by label")

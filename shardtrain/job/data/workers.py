@@ -32,7 +32,7 @@ class LostBatch(WorkerError):
 
 
 class _Batches(Queue):  # type: ignore[type-arg]  # not subscriptable before Python 3.12
-    """Carry a worker's batches, each with its number; what handing one over fails with takes its place."""
+    """Carry a worker's batches, each with its number. An error takes the place of one that cannot be sent."""
 
     def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
         worker = get_worker_info()
@@ -51,7 +51,7 @@ def context() -> BaseContext:
 
 def arriving(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield the batches of ``loader``. Raises UserError for one that is lost, or takes too long."""
-    # A worker that looks after signals itself does so late in its start, and would die of one until then.
+    # A worker with `end_with_parent` handles signals only late in its start; one before that would end it.
     starting = contextlib.nullcontext() if loader.worker_init_fn is None else held_back()
     try:
         with starting:
@@ -59,12 +59,12 @@ def arriving(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from batches
     except RuntimeError as error:
         text = str(error)
-        found = f"data.workers={loader.num_workers}"
+        key = f"data.workers={loader.num_workers}"
         if text.startswith("DataLoader timed out"):
             raise UserError(
-                f"{found}: no batch has come for {loader.timeout:g} s: a worker waits for its files, or has "
+                f"{key}: no batch has come for {loader.timeout:g} s: a worker waits for its files, or has "
                 "lost the batch; data.workers=0 loads without workers, and shows where"
             ) from None
         if "Bus error" in text:
-            raise UserError(f"{found}: a worker has found no shared memory; {WAY_OUT}") from None
+            raise UserError(f"{key}: a worker has found no shared memory; {WAY_OUT}") from None
         raise
