@@ -35,6 +35,7 @@ from shardtrain import comm
 from shardtrain.checkpoint.files import DTYPES
 from shardtrain.checkpoint.manifest import Entry, Manifest, dtype_name, file_name, parse_entry
 from shardtrain.comm.channel import Ranks
+from shardtrain.comm.norms import plain
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.pieces import LocalPiece
@@ -243,7 +244,8 @@ def _state_of(shard: LocalShard, optimizer: torch.optim.Optimizer | None) -> tup
     named: Named = {}
     values: dict[str, Any] = {}
     state = optimizer.state.get(shard.param, {}) if optimizer is not None else {}
-    for key, value in state.items():
+    for key, entry in state.items():
+        value = plain(entry)  # an optimizer may have made it of gradients
         if not isinstance(value, torch.Tensor):
             values[key] = {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
         elif value.shape == shard.param.shape and "/" not in key:

@@ -45,7 +45,8 @@ class Driver:
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # which of this rank's micro-batches runs now, if it has virtual ranks
         self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
-        self.is_silent = self.root.channel.silent  # no other rank compares or waits
+        # No other rank compares or waits, nor does this one wait for gradients on their way to the host.
+        self.is_silent = self.root.channel.silent and not self.root.channel.uploads
         self.steps = Steps()  # of optimizers since the last forward
         self._has_owners = any(unit.has_owners for unit in units)
         self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward

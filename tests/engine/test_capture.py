@@ -1135,8 +1135,10 @@ def test_gradients_that_wait_are_refused() -> None:
 
 @contextmanager
 def simulated_rank() -> Iterator[tuple[SimulatedDevice, Recordings]]:
-    with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
-        yield device, records
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEARDOWN_CUPTI", "0")  # as the recorder sets it, so that it is as before in the end
+        with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
+            yield device, records
 
 
 @pytest.mark.parametrize("name", ["even", "kept, no_sync", "bf16", "frozen, no_sync, clip", "replicas"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -328,7 +329,10 @@ def gradients_elsewhere(every: int) -> list[Any]:
         for param in rest:
             if param.grad is not None:
                 shardtrain.comm.all_reduce(param.grad)
-        optimizer.step()
+        with warnings.catch_warnings(
+            record=True
+        ):  # of parameters that are not sharded: they are reduced here
+            optimizer.step()
         if step:  # the second step adds to the gradients of the first
             optimizer.zero_grad()
     return found
