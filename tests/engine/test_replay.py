@@ -329,9 +329,8 @@ def gradients_elsewhere(every: int) -> list[Any]:
         for param in rest:
             if param.grad is not None:
                 shardtrain.comm.all_reduce(param.grad)
-        with warnings.catch_warnings(
-            record=True
-        ):  # of parameters that are not sharded: they are reduced here
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of parameters that are not sharded: they are reduced here
             optimizer.step()
         if step:  # the second step adds to the gradients of the first
             optimizer.zero_grad()
