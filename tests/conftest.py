@@ -55,6 +55,12 @@ def ranks(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any
     return functools.partial(_pool.run, request.param)
 
 
+@pytest.fixture(params=["shared_memory", pytest.param("process_group", marks=pytest.mark.long)])
+def ranks_that_share(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``ranks``, over messages only with ``--long``: for what does not depend on the transport."""
+    return functools.partial(_pool.run, request.param)
+
+
 @pytest.fixture
 def on_ranks(_pool: Pool) -> Callable[..., list[Any]]:
     """``on_ranks(world, body, *args)``: the same, once; bodies choose transports themselves."""

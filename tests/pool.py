@@ -132,12 +132,13 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
     """Turn a function into a test that runs it on every rank: ``@each_rank(2, 3)`` on two, then on three.
 
     Where 3 is among the worlds (it divides no width of the tests' models), 2 and 4 show the same again and
-    are long. ``transport``: ``each`` is once over messages and once over shared memory, ``auto`` once. The
+    are long. ``transport``: ``each`` is once over messages and once over shared memory, ``auto`` once;
+    ``shared`` is over shared memory, and over messages with ``--long``, for what is the same over both. The
     function's parameters are those of ``pytest.mark.parametrize``, or fixtures whose values can be pickled.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        fixture = "ranks" if transport == "each" else "on_ranks"
+        fixture = {"each": "ranks", "shared": "ranks_that_share", "auto": "on_ranks"}[transport]
 
         @functools.wraps(body)
         def test(world: int, **given: Any) -> None:

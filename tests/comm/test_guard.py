@@ -223,8 +223,17 @@ FROZEN: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["between steps", "before backward"])
-@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        ("a weight", "between steps"),
+        ("a unit", "before backward"),
+        ("set free", "between steps"),
+        pytest.param("a weight", "before backward", marks=pytest.mark.long),
+        pytest.param("a unit", "between steps", marks=pytest.mark.long),
+        pytest.param("set free", "before backward", marks=pytest.mark.long),
+    ],
+)
 @each_rank(2)
 def test_a_rank_that_freezes_other_parameters_is_named(name: str, when: str) -> None:
     change, text = FROZEN[name]
@@ -372,7 +381,7 @@ def test_survivors_of_a_killed_rank_leave_at_once(ranks: Ranks, sizes: Any, wher
         ranks(world, is_killed, sizes, where)
 
 
-@each_rank(2, 3)
+@each_rank(2, 3, transport="shared")
 def test_a_stopped_rank_is_named_at_the_time_out_of_the_user(tmp_path: Path) -> None:
     """Of three ranks the one in the middle: over messages it cuts the ring of reports."""
     model, optimizer = trained()
@@ -397,7 +406,7 @@ def test_a_stopped_rank_is_named_at_the_time_out_of_the_user(tmp_path: Path) -> 
     assert re.match(f"({waited}|{told}) at step 3, (entering|gathering) the ", text), text
 
 
-@each_rank(2, 3)
+@each_rank(2, 3, transport="shared")
 def test_a_rank_that_is_busy_alone_is_waited_for(tmp_path: Path) -> None:
     """It is busy until each of the others has said so, and then has checked several times."""
     model, optimizer = trained()
@@ -460,7 +469,9 @@ def do_nothing_on_the_last_rank(tmp_path: Path) -> None:
     ), text
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("process_group", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_rank_that_does_nothing_is_named_with_where_it_stands(
     world: int, transport: str, tmp_path: Path
@@ -579,7 +590,7 @@ def test_an_evaluation_on_one_rank_after_the_update_hears_of_both_ways_out() -> 
     assert "conditional=[module]" in text
 
 
-@each_rank(2)
+@each_rank(2, transport="shared")
 def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
     """Two models, of which each rank calls another one first."""
     models = [trained()[0] for _ in range(2)]

@@ -1146,7 +1146,7 @@ def waits(_: nn.Module) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("instead", [DistributedDataParallel, waits])
+@pytest.mark.parametrize("instead", [DistributedDataParallel, pytest.param(waits, marks=pytest.mark.long)])
 @each_rank(2)
 def test_a_rank_that_does_not_call_shard_is_suspected_at_the_time_out(instead: Any) -> None:
     comm.set_time_out(datetime.timedelta(seconds=2))
