@@ -184,7 +184,7 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     scores = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (scores["step"], scores["val/loss"]) == (result["best_val/step"], result["val/loss"])
     given = ("data.limit=5", "data.repeats=2")  # the command says where it differs
-    place = replace(context(trained), overrides=given)
+    place = context(trained)
     assert train(composed("eval_only=true", f"run.dir={trained}", "data=fake", *given), place) in (
         0,
         20,
