@@ -138,7 +138,7 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        fixture = {"each": "ranks", "shared": "ranks_that_share", "auto": "on_ranks"}[transport]
+        fixture = {"each": "ranks", "shared": "ranks_that_share"}.get(transport, "on_ranks")
 
         @functools.wraps(body)
         def test(world: int, **given: Any) -> None:
