@@ -8,7 +8,7 @@ import shardtrain
 
 on_gpus = torch.cuda.is_available()
 torch.distributed.init_process_group("nccl" if on_gpus else "gloo")
-device = torch.device("cuda", torch.distributed.get_rank()) if on_gpus else torch.device("cpu")
+device = torch.device("cuda", torch.distributed.get_node_local_rank()) if on_gpus else torch.device("cpu")
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
 shardtrain.shard(model, units=[nn.Linear])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)

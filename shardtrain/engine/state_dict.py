@@ -246,7 +246,7 @@ def _untied(
         elif not _is_same(values[first], value):
             problems.append(
                 f"{name} and {first} are one tied tensor here, and differ in what is to be loaded: leave one "
-                " out with strict=False, or untie them before shard()"
+                "out with strict=False, or untie them before shard()"
             )
     return values, problems
 

@@ -289,16 +289,12 @@ def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
     for unit in units:
         if unit.shown is Shown.SHARD:
             names += [member.name for member in unit.members]
-    if not names:
-        return
-    listed = ", ".join(names[:_LISTED])
-    if len(names) > _LISTED:
-        listed += f" and {len(names) - _LISTED} more"
-    note = (
-        f"{_READ}: call the module, choose units so that both are in one, or read it inside "
-        f"shardtrain.unsharded(model). Shards were shown by {listed}"
-    )
-    _add_note(error, note)
+    if names:
+        _add_note(
+            error,
+            f"{_READ}: call the module, choose units so that both are in one, or read it inside "
+            f"shardtrain.unsharded(model). Shards were shown by {_first_of(names)}",
+        )
 
 
 def _is_of_a_loader(error: BaseException) -> bool:
@@ -316,7 +312,11 @@ def note_uncaught(error: BaseException, units: Iterable[Unit]) -> None:
     A parameter that is used outside of forward, as in ``student.weight + teacher.weight``, ends in an error
     of torch's about shapes.
     """
-    sizes = {int(number) for number in re.findall(r"\d+", str(error))} - {0, 1}
+    text = str(error)
+    is_noted = any(_READ in note for note in getattr(error, "__notes__", ()))
+    if type(error) is not RuntimeError or is_noted or not _OF_SHAPES.search(text):
+        return
+    sizes = {int(number) for number in re.findall(r"\d+", text)} - {0, 1}
     shards = list[str]()
     for unit in units:
         for member in unit.members if unit.shown is Shown.SHARD else ():
@@ -324,15 +324,18 @@ def note_uncaught(error: BaseException, units: Iterable[Unit]) -> None:
             cut = {*part.local_shape} - {*part.shape}
             if cut & sizes:
                 shards.append(f"{member.name} {part.local_shape} of {part.shape}")
-    is_noted = any(_READ in note for note in getattr(error, "__notes__", ()))
-    if type(error) is RuntimeError and not is_noted and _OF_SHAPES.search(str(error)) and shards:
-        listed = ", ".join(shards[:_LISTED])
-        more = f" and {len(shards) - _LISTED} more" if len(shards) > _LISTED else ""
+    if shards:
         _add_note(
             error,
             "Outside of their units' forward parameters show this rank's shard: use them in it, or inside "
-            f"shardtrain.unsharded(model). Shards of such sizes are {listed}{more}",
+            f"shardtrain.unsharded(model). Shards of such sizes are {_first_of(shards)}",
         )
+
+
+def _first_of(texts: Sequence[str]) -> str:
+    """Return the first ``texts``, and how many more there are."""
+    more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    return ", ".join(texts[:_LISTED]) + more
 
 
 def _add_note(error: BaseException, note: str) -> None:

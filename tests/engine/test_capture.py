@@ -98,15 +98,20 @@ def sharded(**options: Any) -> nn.Module:
     return shardtrain.shard(OddNet().to(DEVICE), units=[Block], **options)
 
 
+def learn(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Take the step that ``loss`` asks for, and clear gradients last."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     """Return the step that clears gradients last."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x).float(), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return learn(loss, optimizer)
 
     return step
 
@@ -854,10 +859,7 @@ def reads_loss(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         loss = F.cross_entropy(model(x), y)
         if loss.item() > 100:  # read on the host
             return loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return learn(loss, optimizer)
 
     return step
 
@@ -867,10 +869,7 @@ def reads_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ste
         logits = model(x)
         logits.register_hook(lambda grad: grad * float(grad.isfinite().all()))  # read on the host
         loss = F.cross_entropy(logits, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return learn(loss, optimizer)
 
     return step
 
@@ -885,10 +884,7 @@ def recomputes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         options = {"use_reentrant": False, "determinism_check": "none"}
         logits = checkpoint(model, x, **options)  # read on the host
         loss = F.cross_entropy(logits, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return learn(loss, optimizer)
 
     return step
 
