@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardtrain.engine.shard import Segment, ShardedParam, address_of
+from shardtrain.engine.segment import Segment, ShardedParam, address_of
 from shardtrain.engine.unit import Shown, Unit
 
 Below = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]

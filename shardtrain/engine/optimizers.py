@@ -17,7 +17,7 @@ from torch import nn
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.user_code import uncompiled
 from shardtrain.engine.users_hooks import Hooked, watch
 from shardtrain.layout import Policy

@@ -14,7 +14,7 @@ from torch import nn
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.transport import Pending
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.segment import Segment, ShardedParam
 
 
 class State(Enum):

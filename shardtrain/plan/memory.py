@@ -135,7 +135,7 @@ class LiveTensors(TorchDispatchMode):
 
     def _note(self, func: Any, used: dict[int, Tensor], made: dict[int, Tensor]) -> None:
         """Record an operation, with the tensors that it has ``used`` and ``made``, by storage."""
-        phase, unit = self._model.under_way
+        phase, unit = self._model.computing
         if phase != "rest":
             self._phase = phase
         else:  # the batch comes before a forward, the loss after it, and the update after a backward
