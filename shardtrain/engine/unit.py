@@ -127,7 +127,7 @@ class Unit:
 
     @property
     def has_owners(self) -> bool:
-        """Whether each parameter has one rank that owns all of it: ``layout="whole"``."""
+        """Whether one rank owns all of each parameter, as ``layout="whole"`` cuts them."""
         return any(segment.layout.whole for segment in self.segments)
 
     @property

@@ -221,6 +221,9 @@ def _addresses(tree: object) -> dict[int, Tensor]:
 
 
 def _in_gradient() -> bool:
-    """Return whether autograd runs a parameter's accumulation node, or is at the end of backward."""
+    """Return whether what is allocated in this backward is a gradient.
+
+    It is where autograd runs a parameter's accumulation node, or where it runs no node: at backward's end.
+    """
     node = torch_private.current_autograd_node()
     return node is None or node.name() == "torch::autograd::AccumulateGrad"
