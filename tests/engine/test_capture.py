@@ -491,23 +491,53 @@ def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.Lo
     assert lines[0].startswith(f"the captured step is recorded again: {CHANGES[change]}")
 
 
+@contextmanager
+def in_inference_mode() -> Iterator[None]:
+    """Let grad mode be as it was."""
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
 @pytest.mark.parametrize(
-    ("context", "what"),
+    ("before", "after", "what"),
     [
-        (lambda: torch.autocast("cuda", torch.bfloat16), "autocast was False and is True"),
-        (lambda: torch.no_grad(), "grad mode was True and is False"),
+        (nullcontext, partial(torch.autocast, "cuda", torch.bfloat16), "autocast was False and is True"),
+        (
+            partial(torch.autocast, "cuda", torch.bfloat16),
+            partial(torch.autocast, "cuda", torch.float16),
+            "the dtype of autocast was torch.bfloat16 and is torch.float16",
+        ),
+        (nullcontext, torch.no_grad, "grad mode was True and is False"),
+        (nullcontext, in_inference_mode, "inference mode was False and is True"),
     ],
-    ids=["autocast", "no_grad"],
+    ids=["autocast", "dtype", "no_grad", "inference"],
 )
 def test_another_mode_of_torch_records_again(
-    records: Recordings, caplog: pytest.LogCaptureFixture, context: Callable[[], Any], what: str
+    records: Recordings,
+    caplog: pytest.LogCaptureFixture,
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    what: str,
 ) -> None:
     run = Run(True, warmup=1)
-    run.losses(range(2))
-    with context(), suppress(RuntimeError):  # no_grad: there is no backward
+    with before():
+        run.losses(range(2))
+    with after(), suppress(RuntimeError):  # no_grad, inference_mode: there is no backward
         run.losses(range(2, 3))
     assert what in caplog.text
     assert run.step.eager["after a change"] == 1
+
+
+def test_units_whose_gradients_are_to_wait_record_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As `set_requires_gradient_sync(False)` of `shardtrain.fsdp` has it. A replay would reduce them."""
+    with simulated(1):
+        run = Run(True, model=sharded(transport=comm.ProcessGroupTransport(dist.group.WORLD)), warmup=1)
+        run.losses(range(2))
+        engine = run.model._shardtrain_engine
+        engine.driver.schedule.accumulate([engine.units[1]])
+        with pytest.raises(ValueError, match="gradients wait"):
+            run.losses(range(2, 3))
+    assert "whether gradients wait of blocks.0 was False and is True" in caplog.text
 
 
 def test_deterministic_kernels_and_the_precision_of_products_record_again(
