@@ -1544,7 +1544,7 @@ def test_the_process_ends_while_the_host_waits_outside_of_python() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stdout) == (1, "has paused\n"), result.stderr
     assert "rank 0 ends: replay 2 of the captured step has taken more than 1 s, the time-out" in result.stderr
-    assert "its main thread at <string>:18 in <module>" in result.stderr
+    assert "its main thread at <string>:16 in <module>" in result.stderr
 
 
 # The training program.
