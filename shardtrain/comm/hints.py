@@ -75,10 +75,10 @@ HINTS = (
     Hint({STEP}, {STEP}, OPTIONS),
     # Noted as a forward or backward begins, before the steps of optimizers.
     Hint({TRAIN}, OF_FORWARDS | {TRAIN, STEP}, FROZEN),
-    Hint({ADD}, ANY, BACKWARDS),
+    Hint({ADD}, OF_FORWARDS, BACKWARDS + UNITS),
     Hint(REDUCTIONS, REDUCTIONS, UNITS),
     Hint(REDUCTIONS, OF_FORWARDS, UNITS + BACKWARDS),
-    Hint(REDUCTIONS, ANY, BACKWARDS),
+    Hint(REDUCTIONS | {ADD}, ANY, BACKWARDS),
     # A rank that skips an update begins its next forward.
     Hint({STEP}, OF_FORWARDS | {STEP}, STEPS),
     Hint(OF_FORWARDS, OF_FORWARDS, UNITS),
