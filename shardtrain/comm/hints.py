@@ -17,6 +17,7 @@ from shardtrain.comm.trace import (
     MOVEMENTS,
     REDUCE,
     REPLAY,
+    SHARE,
     STEP,
     TRAIN,
     Movement,
@@ -35,8 +36,9 @@ UNITS = (
     "shardtrain.unsharded(model)"
 )
 FEWER = (
-    ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
-    "(generate() to other lengths) belong into shardtrain.unsharded(model)"
+    ". All ranks must make as many steps and forwards: run what stands under `if rank == 0:` on every rank; "
+    "forwards of which ranks make different numbers (generate() to other lengths) belong into "
+    "shardtrain.unsharded(model)"
 )
 OPTIONS = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
@@ -58,8 +60,8 @@ CALLS = (
 
 ANY = frozenset(MOVEMENTS)
 REDUCTIONS = frozenset({REDUCE, AVERAGE})
-# What a forward and a backward consist of.
-OF_FORWARDS = REDUCTIONS | {GATHER, ENTER, LEAVE, ADD}
+# What a forward and a backward consist of. The first gather of a unit may share memory.
+OF_FORWARDS = REDUCTIONS | {SHARE, GATHER, ENTER, LEAVE, ADD}
 
 
 class Hint(NamedTuple):
@@ -75,6 +77,7 @@ HINTS = (
     Hint({STEP}, {STEP}, OPTIONS),
     # Noted as a forward or backward begins, before the steps of optimizers.
     Hint({TRAIN}, OF_FORWARDS | {TRAIN, STEP}, FROZEN),
+    Hint({SHARE}, {SHARE}, CALLS),  # of other sizes: two models
     Hint({ADD}, OF_FORWARDS, BACKWARDS + UNITS),
     Hint(REDUCTIONS, REDUCTIONS, UNITS),
     Hint(REDUCTIONS, OF_FORWARDS, UNITS + BACKWARDS),

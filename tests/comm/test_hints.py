@@ -22,16 +22,16 @@ TEXTS = {
 # The upper triangle, by the names of `Movement`: one rank does the row's, another the column's.
 EXPECTED = """
             GATHER REDUCE AVERAGE ALL_REDUCE BROADCAST ALL_TO_ALL ENTER LEAVE STEP SHARE TRAIN REPLAY ADD
-GATHER      U      V      V       C          C          C          U     U     S    C     F     R      A
-REDUCE             U      U       B          B          B          V     V     B    B     F     R      A
-AVERAGE                   U       B          B          B          V     V     B    B     F     R      A
+GATHER      U      V      V       C          C          C          U     U     S    U     F     R      A
+REDUCE             U      U       B          B          B          V     V     B    V     F     R      A
+AVERAGE                   U       B          B          B          V     V     B    V     F     R      A
 ALL_REDUCE                        C          C          C          C     C     C    C     C     R      B
 BROADCAST                                    C          C          C     C     C    C     C     R      B
 ALL_TO_ALL                                              C          C     C     C    C     C     R      B
-ENTER                                                              U     U     S    C     F     R      A
-LEAVE                                                                    U     S    C     F     R      A
-STEP                                                                           O    C     F     R      B
-SHARE                                                                               C     C     R      B
+ENTER                                                              U     U     S    U     F     R      A
+LEAVE                                                                    U     S    U     F     R      A
+STEP                                                                           O    S     F     R      B
+SHARE                                                                               C     F     R      A
 TRAIN                                                                                     F     R      F
 REPLAY                                                                                          R      R
 ADD                                                                                                    A
