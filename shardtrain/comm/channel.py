@@ -185,7 +185,7 @@ class Channel(Ranks):
         trace.end(verb, name)
         return pending
 
-    def _guarded(self, call: Call, start: Callable[[], Pending[T]]) -> Pending[T]:
+    def _guarded(self, call: Collective, start: Callable[[], Pending[T]]) -> Pending[T]:
         """Call ``start`` as part of ``call``, whose guard names the cause of an error."""
         try:
             return start().of(call)

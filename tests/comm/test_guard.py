@@ -662,8 +662,8 @@ def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: 
     tensor = torch.zeros(8 if is_last() else 7)
     assert raised_soon(comm.Diverged, lambda: getattr(transport, what)(tensor)) == (
         f"before any forward: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 "
-        f"bytes, rank 2 is {told} 32 bytes. All ranks must make the same calls in the same order, with tensors "
-        "of the same sizes: run what stands under `if rank == 0:`, a save for example, on every rank"
+        f"bytes, rank 2 is {told} 32 bytes. All ranks must make the same calls in the same order, with "
+        "tensors of the same sizes: run what stands under `if rank == 0:`, a save for example, on every rank"
     )
 
 
