@@ -27,7 +27,7 @@ from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import warn_of_scattered
-from shardtrain.engine.users_hooks import call_postponed, postpone
+from shardtrain.engine.users_hooks import Hooked, call_postponed, postpone
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
@@ -40,6 +40,7 @@ class Driver:
         self.root = units[0]
         self.changes = changes
         self.closed = Closed(units)
+        self.hooked = Hooked(units)
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
@@ -110,6 +111,7 @@ class Driver:
 
     def show(self, unit: Unit) -> None:
         self.closed.allow([unit])
+        self.hooked.pause()  # a backward in a user's hook of a step
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -144,6 +146,7 @@ class Driver:
         if self.schedule.backward:
             return
         self.show_shards()
+        self.hooked.pause()
         self.schedule.begin_forward(self._training())
         for unit in self.units:
             unit.cast()
@@ -379,6 +382,8 @@ class Driver:
         call_postponed(given.params)
         if self.schedule.in_forward:
             self._forbid()
+        else:
+            self.hooked.resume()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []

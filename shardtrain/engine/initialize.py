@@ -107,7 +107,7 @@ class Initialization:
         shown = [member for unit, member in inside if unit in units]
         others = [member for unit, member in inside if unit not in units]
         versions = [member.param._version for member in others]
-        with self._shown(units, shown):
+        with self._driver.hooked.plain(), self._shown(units, shown):
             yield
         changed = []
         for member, version in zip(others, versions, strict=True):

@@ -137,6 +137,7 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
             return  # full inside `unsharded`; the parameter itself with keep_vars=True
         if unit.shown is not Shown.SHARD and called is module:
             value = member.local_view
+        value = plain(value)  # in a user's hook of a step, of a part of the model
         if value.shape == own_part.local_shape:
             state[prefix + attribute] = LocalPiece.of(value, own_part)
 

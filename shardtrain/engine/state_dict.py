@@ -49,6 +49,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine.require_rest("unsharded() cannot be called")
     if grads:
         engine.driver.require_reduced("unsharded(grads=True)")
+    engine.driver.hooked.pause()
     engine.driver.forget_nodes()
     gradients = {member: member.param.grad for member in engine.members}
     try:
@@ -71,6 +72,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             if grad is not None:
                 member.set_grad(grad)
         engine.driver.forget_nodes()
+        engine.driver.hooked.resume()
 
 
 def _kept_grad(member: ShardedParam) -> Tensor | None:
