@@ -102,8 +102,8 @@ class Graph(NamedTuple):
         self._fill(inputs)
         channel = engine.channel
         paths = channel.guard.paths
+        channel.fence(REPLAY, self.name)  # at the step of its first forward, as ranks that run the step
         paths.step += self.counts.forwards - 1
-        channel.fence(REPLAY, self.name)
         if channel.all_ranks.world > 1:
             with channel.guard.waiting(paths.end - 1):
                 self.launch()
