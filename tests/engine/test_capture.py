@@ -1229,13 +1229,16 @@ def test_replays_of_several_forwards_are_compared_as_often(evaluates: bool) -> N
         run = Run(True, step=step, model=sharded(transport="process_group"), warmup=1)
         if evaluates:
             evaluate(run)
-        for number in range(2):
-            run.step(batch(number), batch(10))
+
+        def train(steps: range) -> None:
+            for number in steps:
+                run.step(batch(number), batch(10))
+
+        train(range(2))
         name = f"of rank {dist.get_rank()}"
         run.step._graph = run.step._graph._replace(name=name)
-        with pytest.raises(comm.Diverged, match="to [67]: ranks 0 and 1 take different paths"):
-            for number in range(2, 5):
-                run.step(batch(number), batch(10))
+        with pytest.raises(comm.Diverged, match=r"to [67]: ranks 0 and 1 take different paths"):
+            train(range(2, 5))
 
 
 @each_rank(2, transport="auto")
