@@ -294,7 +294,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
     """In lines of code, without docstrings, comments and blank lines: the last files of the course."""
     engine = ROOT / "shardtrain/engine"
     core = [ROOT / "shardtrain/layout.py"]
-    core += [engine / f"{name}.py" for name in ("unit", "shard", "schedule", "gradient", "hooks", "driver")]
+    core += [engine / f"{name}.py" for name in ("unit", "segment", "schedule", "gradient", "hooks", "driver")]
     course = re.findall(r"`(?:shardtrain/(?:engine/)?)?(\w+\.py)`", (ROOT / "docs/engine.md").read_text())
     assert {file.name for file in core} <= {*course}
     others = [file for file in engine.glob("*.py") if file not in core]

@@ -50,7 +50,8 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    all_ranks = engine_of(module).channel.all_ranks
+    engine = engine_of(module)
+    all_ranks = engine.channel.all_ranks
     path = Path(path)
     problem = ""
     if all_ranks.rank == 0:
@@ -60,7 +61,8 @@ def save(
                 problem = f"{path}: exists already, and a checkpoint is never overwritten"
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
-    content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
+    with engine.driver.hooked.plain():  # a user's hook of a step may save
+        content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
     Draft(path, content, all_ranks, Hosts.one(all_ranks)).save(writer_of(content))
 
 
@@ -92,4 +94,5 @@ def load(
             f"{path} has moving averages of the parameters, which are not loaded: pass averages=ema.averages",
             stacklevel=2,
         )
-    return load_into(opened, module, optimizer, averages)
+    with engine.driver.hooked.plain():
+        return load_into(opened, module, optimizer, averages)

@@ -36,7 +36,7 @@ from shardtrain.comm.process_group import (
     guard_world,
 )
 from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.trace import Meter, Wait, meter
+from shardtrain.comm.trace import Meter, WaitKey, meter
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
 from shardtrain.comm.wrappers import Offloaded
 from shardtrain.errors import Diverged, PeerLost

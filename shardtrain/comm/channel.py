@@ -33,7 +33,7 @@ from shardtrain.comm.trace import (
     Movement,
     count,
 )
-from shardtrain.comm.transport import Alone, Call, Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Alone, Collective, Flat, Gradient, Pending, Transport
 from shardtrain.layout import Layout
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Ranks:
             return
         paths = self.guard.paths
         if what in (ENTER, REPLAY):
-            paths.step += 1
+            paths.forward += 1
         is_begin = what is REPLAY or (what is ENTER and paths.captures)
         if what in NOTES or self.in_place or is_begin:
             self.guard.post(what, name)
@@ -189,6 +189,6 @@ class Channel(Ranks):
         trace.end(verb, name)
         return pending.of(call)
 
-    def _call(self, kind: Movement, name: str, vectors: Sequence[Vector]) -> Call:
+    def _call(self, kind: Movement, name: str, vectors: Sequence[Vector]) -> Collective:
         """Post the next collective."""
-        return Call(self.guard, self.guard.post(kind, name), kind, name, vectors[0].full.device)
+        return Collective(self.guard, self.guard.post(kind, name), kind, name, vectors[0].full.device)

@@ -76,10 +76,11 @@ class Closed:
         for unit in self._closed.intersection(units):
             self._closed.remove(unit)
             for member in unit.members:
-                param = member.param
-                if isinstance(param, ClosedParameter):
-                    own: Any = param.own
-                    param.__class__ = own
+                kind = type(member.param)
+                # `isinstance` of a class of parameters is a call of Python.
+                if issubclass(kind, ClosedParameter):
+                    own: Any = kind.own
+                    member.param.__class__ = own
 
     def _closed_class(self, kind: type) -> type:
         """Return the class of closed parameters of the class ``kind``, a user's own perhaps."""

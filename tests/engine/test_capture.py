@@ -760,9 +760,9 @@ def test_counts_go_on_in_replays() -> None:
             info.take_gathered_peak()
             with comm.meter() as meter:
                 run.step(batch(3), batch(10), batch(11))
-            step = info.transport.guard.paths.step
+            forward = info.transport.guard.paths.forward
             exposed = dict(meter.exposed())
-            counts.append((meter.calls, meter.bytes, info.take_gathered_peak(), info.gathered, step))
+            counts.append((meter.calls, meter.bytes, info.take_gathered_peak(), info.gathered, forward))
         assert counts[0] == counts[1]
         assert counts[0][0]["all_gather"] > 0
         assert exposed == {}
@@ -1202,7 +1202,7 @@ def test_a_rank_that_runs_what_another_replays_is_named() -> None:
         with pytest.raises(comm.Diverged) as raised:
             run.step(*batch(5, 0, odd))
         text = str(raised.value)
-        assert text.startswith("step 6: ranks 0 and 1 take different paths: rank 0 is replaying a step, ")
+        assert text.startswith("forward 6: ranks 0 and 1 take different paths: rank 0 is replaying a step, ")
         assert "rank 1 is entering a step. A captured step must run on all ranks alike: inputs of" in text
 
 
@@ -1215,7 +1215,7 @@ def test_ranks_that_replay_different_steps_are_named() -> None:
         if dist.get_rank() == 1:
             run.model.blocks[1].eval()
         run.losses(range(3, 5))
-        with pytest.raises(comm.Diverged, match="steps 3 to 6: ranks 0 and 1 take different paths"):
+        with pytest.raises(comm.Diverged, match="forwards 3 to 6: ranks 0 and 1 take different paths"):
             run.losses(range(5, 6))
 
 
@@ -1291,7 +1291,7 @@ def test_a_rank_that_is_lost_ends_the_replays_of_others() -> None:
         if dist.get_rank() == 1:
             return
         text = raised_soon(comm.PeerLost, lambda: run.losses(range(4, 6)))
-        assert re.match("rank 1 has ended: rank 0 was at step 5, replaying a step", text), text
+        assert re.match("rank 1 has ended: rank 0 was at forward 5, replaying a step", text), text
 
 
 def with_sums(model: nn.Module, optimizer: torch.optim.Optimizer, of_host: bool) -> Step:
@@ -1471,7 +1471,7 @@ def test_a_replay_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) ->
         reason = watchdog.look()
         assert reason.startswith(
             "rank 2 ends: replay 4 of the captured step has taken more than 1800 s, the time-out of the "
-            "process group. The host was at step 6, replaying a step ("
+            "process group. The host was at forward 6, replaying a step ("
         )
         assert "), its main thread at " in reason
         assert "from test_capture.py:" in reason

@@ -304,7 +304,7 @@ def test_the_meter_times_what_the_stream_waits_for() -> None:
     device = torch.device("cuda")
     with comm.meter() as meter, waiting(GATHER, "unit", device):
         torch.cuda._sleep(20_000_000)  # cycles; at least 5 ms
-    assert meter.exposed()[comm.Wait("all_gather", "unit")] > 0.005
+    assert meter.exposed()[comm.WaitKey("all_gather", "unit")] > 0.005
     assert sum(meter.exposed().values()) < 1
 
 
