@@ -1592,8 +1592,10 @@ def saved(folder: Path) -> dict[str, Tensor]:
     "keys",
     [
         ("optim=sgd",),
-        ("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
-        ("optim=adamw", "train.accumulate=2", "train.class_weights=[1,9,1,4,1,1,1,1,1,1]"),
+        (
+            *("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
+            "train.class_weights=[1,9,1,4,1,1,1,1,1,1]",
+        ),
     ],
 )
 def test_the_program_replays_its_steps(tmp_path: Path, keys: tuple[str, ...]) -> None:
