@@ -50,11 +50,13 @@ from ways import WAYS, Way
 Step = Callable[..., Any]
 
 # Captured, a way that offloads, scales its loss or has virtual ranks is refused. Averages and checkpoints are
-# no part of a step.
+# no part of a step, and what `in_way` does not do tells nothing here.
 CAPTURABLE = [
     name
     for name, way in WAYS.items()
-    if not (way.virtual or way.scale or "offload" in way.options) and name not in ("EMA", "checkpoint")
+    if not (way.virtual or way.scale or "offload" in way.options)
+    and not (way.around or way.between or way.autocast or way.together or way.reduces_each or way.compiled)
+    and name not in ("EMA", "checkpoint", "whole, bf16, checkpoint")
 ]
 
 
