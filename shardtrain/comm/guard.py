@@ -133,7 +133,7 @@ class Paths:
             texts.append(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {entry.text}{number}")
         forward = min(entry.forward for entry in shown)
         hint = hints.hint({MOVEMENTS[entry.kind] for entry in shown})
-        moment = f"forward {forward}" if forward else "before any forward"
+        moment = f"forward {forward}" if forward else "outside of forwards"
         return Diverged(f"{moment}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
     def to_compare(self) -> tuple[int, int, int] | None:
@@ -168,7 +168,7 @@ class Paths:
     def where(self, position: int) -> str:
         """Return a text such as ``forward 3, gathering layer1``."""
         entry = self.own.get(position)
-        forward = f"forward {self.forward}" if self.forward else "a point before any forward"
+        forward = f"forward {self.forward}" if self.forward else "a point outside of forwards"
         return f"{forward}, {entry.text if entry else 'an earlier collective'}"
 
 

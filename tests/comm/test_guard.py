@@ -356,7 +356,7 @@ def test_a_rank_that_ends_outside_of_models_is_named(name: str, known: bool) -> 
         until(lambda: process_group._guards[dist.group.WORLD]._ended)
     told = raised_soon(comm.PeerLost, WITHOUT_MODELS[name])
     who = "rank(s [01] and)? 2 ha(s|ve)" if name == "shard" else "rank 2 has"  # one has left for it
-    where = "at a point before any forward, all-reducing"
+    where = "at a point outside of forwards, all-reducing"
     assert re.match(f"{who} ended: rank {dist.get_rank()} was {where}", told), told
 
 
@@ -661,7 +661,7 @@ def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: 
     transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"]).all_ranks
     tensor = torch.zeros(8 if is_last() else 7)
     assert raised_soon(comm.Diverged, lambda: getattr(transport, what)(tensor)) == (
-        f"before any forward: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 "
+        f"outside of forwards: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 "
         f"bytes, rank 2 is {told} 32 bytes. All ranks must make the same calls in the same order, with "
         "tensors of the same sizes: run what stands under `if rank == 0:`, a save for example, on every rank"
     )
