@@ -151,7 +151,7 @@ class FSDPModule(Uncopied):
         if unit is not None and unit.shown is Shown.SHARD:
             engine.adopt_changes()
             if engine.driver.is_idle:
-                engine.driver.release_and_cast(unit)
+                engine.driver.reshard_and_cast(unit)
             engine.driver.schedule.show_unannounced(unit)  # until the next forward or update
         return UnshardHandle() if async_op else None  # its `wait` has nothing to wait for
 
@@ -160,8 +160,8 @@ class FSDPModule(Uncopied):
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.FULL:
             engine.driver.changes.require_same_values(unit)
-            engine.driver.schedule.release_unannounced(unit)
-            engine.driver.release_and_cast(unit)
+            engine.driver.schedule.reshard_unannounced(unit)
+            engine.driver.reshard_and_cast(unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or (False) let them wait on each rank."""

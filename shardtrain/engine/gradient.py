@@ -31,7 +31,7 @@ from torch import nn
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.engine.part import strided
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
 
 

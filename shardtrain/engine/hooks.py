@@ -36,7 +36,7 @@ from shardtrain.engine.module_class import Addition, add, lend
 from shardtrain.engine.optimizers import Optimizers, Trial
 from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards, note_uncaught
 

@@ -30,7 +30,7 @@ from shardtrain import torch_private
 from shardtrain.comm.element_wise import ATTRIBUTES
 from shardtrain.comm.norms import plain
 from shardtrain.engine.part import Index, Part
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 
 if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need

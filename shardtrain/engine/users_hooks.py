@@ -24,7 +24,7 @@ from torch import nn
 from shardtrain import torch_private
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine.closed import PASSING, class_like, name_of_use
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 
 Hook = Callable[..., None]

@@ -28,7 +28,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm.reports import Reports
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.shard import ALIGN_BYTES
+from shardtrain.engine.segment import ALIGN_BYTES
 from shardtrain.engine.unit import Unit
 
 from behaviours.rows import three_steps

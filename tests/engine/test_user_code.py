@@ -33,7 +33,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.engine import initialize
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.schedule import Call
+from shardtrain.engine.schedule import UnitCall
 from shardtrain.engine.unit import Shown
 
 from behaviours.calls import CALLS
@@ -90,7 +90,7 @@ def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
     x = torch.randn(2, 7)
     for _ in range(30):
         model.blocks[0](x)  # with gradients, and without a backward
-    assert not [each for each in gc.get_objects() if isinstance(each, Call)]
+    assert not [each for each in gc.get_objects() if isinstance(each, UnitCall)]
     for _ in range(2):
         model.blocks[0](model.blocks[1](x)).sum().backward()
         assert all(param.grad is not None for param in model.blocks[1].parameters())
@@ -214,6 +214,7 @@ def test_calls_are_refused() -> None:
         ("^ignored must hold modules and parameters, got str", lambda: sharded(ignored=["head"])),
         ("^ignored must hold modules and parameters, got Tensor", lambda: sharded(ignored=linear.weight)),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
+        ("^transport must be 'auto', .*, got 'pigeon'", lambda: comm.open_transport("pigeon")),
         ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
         ("^parameters without a shape yet: 0.weight, 0.bias", lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
