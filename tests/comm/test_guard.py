@@ -736,6 +736,14 @@ def test_a_rank_that_is_late_hears_that_others_differ(tmp_path: Path) -> None:
     assert "rank 1 is gathering other" in text
 
 
+@each_rank(2)
+def test_ranks_that_fail_together_receive_each_other_s_last_reports() -> None:
+    """Neither waits until the time for that is over, which is longer than a test may take."""
+    with patch.object(reports, "GRACE_S", 1000.0):
+        model = shard(TwoPaths(), units=[nn.Linear])
+        raised_soon(comm.Diverged, lambda: model.take("second" if is_last() else "first"))
+
+
 def test_connections_stay_open_until_the_last_report_is_out() -> None:
     """Two threads close them: the one that fails first, and another that comes while a report goes out."""
     closed_by: list[str] = []
