@@ -357,6 +357,8 @@ class Schedule(Generic[U]):
         assert backward is not None
         if moment > backward.moment:  # a tensor that only passed through the call
             return
+        if moment == backward.moment and forward is backward.forward:  # most nodes: as the one before
+            return
         self._descend(backward, moment)
         if forward is not backward.forward:  # two forwards, one backward
             self._descend_into(backward, forward)

@@ -214,6 +214,7 @@ def test_calls_are_refused() -> None:
         ("^ignored must hold modules and parameters, got str", lambda: sharded(ignored=["head"])),
         ("^ignored must hold modules and parameters, got Tensor", lambda: sharded(ignored=linear.weight)),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
+        ("^transport must be 'auto', .*, got 'pigeon'", lambda: comm.open_transport("pigeon")),
         ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
         ("^parameters without a shape yet: 0.weight, 0.bias", lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
