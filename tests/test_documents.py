@@ -303,6 +303,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
         (r"a core of ([\d,]+) lines of code", core),
         (r"What makes it safe and complete is ([\d,]+) more in `shardtrain/engine/`", others),
         (r"is ([\d,]+) in `shardtrain/comm/`", [*(ROOT / "shardtrain/comm").glob("*.py")]),
+        (r"`shardtrain/collectives/`, ([\d,]+), has", [*(ROOT / "shardtrain/collectives").glob("*.py")]),
     ):
         (lines,) = re.findall(sentence, text)
         assert sum(map(lines_of_code, files)) == pytest.approx(int(lines.replace(",", "")), rel=0.1), sentence

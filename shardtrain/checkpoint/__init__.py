@@ -18,6 +18,7 @@ from torch import nn
 from shardtrain.checkpoint.content import Averages, collect
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
+from shardtrain.checkpoint.manifest import problem_with_nul
 from shardtrain.checkpoint.store import Draft, writer_of
 from shardtrain.engine.hooks import engine_of
 from shardtrain.errors import Damaged, SaveFailed
@@ -53,8 +54,8 @@ def save(
     engine = engine_of(module)
     all_ranks = engine.channel.all_ranks
     path = Path(path)
-    problem = ""
-    if all_ranks.rank == 0:
+    problem = problem_with_nul(path)
+    if all_ranks.rank == 0 and not problem:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():

@@ -25,19 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from shardtrain.comm.trace import (
-    ADD,
-    ENTER,
-    GATHER,
-    LEAVE,
-    MOVEMENTS,
-    NOTES,
-    REDUCE,
-    REPLAY,
-    STEP,
-    TRAIN,
-    Movement,
-)
+from shardtrain.comm import hints
+from shardtrain.comm.trace import MOVEMENTS, NOTES, REPLAY, Movement
 from shardtrain.errors import Diverged as Diverged
 from shardtrain.errors import PeerLost as PeerLost
 
@@ -45,39 +34,6 @@ MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
 KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
 _NOTHING = nullcontext()
 EVERY = 100  # forwards from one comparison of hashes to the next, after the first two
-
-_STEP_HINT = (
-    ". All ranks must take the same steps and forwards: run what stands under `if rank == 0:`, an evaluation "
-    "for example, on every rank, and skip an update on all ranks or on none, by a number that they have "
-    "all-reduced (shardtrain.comm.all_reduce). If a scaler skips it, use shardtrain.GradScaler: with "
-    "torch.amp.GradScaler each rank decides"
-)
-_UNITS_HINT = (
-    ". Modules that only some ranks call (experts, heads for some images) belong into shard(..., "
-    "conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must run on every "
-    "rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
-    "shardtrain.unsharded(model)"
-)
-_FEWER_HINT = (
-    ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
-    "(generate() to other lengths) belong into shardtrain.unsharded(model)"
-)
-_OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE, ADD)}
-_OPTIONS_HINT = (
-    ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
-    "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
-)
-_FROZEN_HINT = (
-    ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
-)
-_ADD_HINT = (
-    ". Ranks must clear gradients at the same point, and make as many backwards under no_sync and outside of "
-    "it: call zero_grad(), backward() and no_sync() on every rank"
-)
-_CAPTURE_HINT = (
-    ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
-    "changes of the model and its optimizer between calls"
-)
 
 
 class Entry(NamedTuple):
@@ -161,7 +117,7 @@ class Paths:
     def hint_of_fewer(self, position: int) -> str:
         """Return what to do if ranks make fewer collectives than this one, which waits at ``position``."""
         entry = self.own.get(position)
-        return _FEWER_HINT if entry is not None and entry.kind in _OF_FORWARDS else ""
+        return hints.FEWER if entry is not None and MOVEMENTS[entry.kind] in hints.OF_FORWARDS else ""
 
     def diverged(self, position: int) -> Diverged:
         """Return the error that names each rank's collective at ``position``."""
@@ -176,18 +132,8 @@ class Paths:
             number = f" (number {entry.number}, forward {entry.forward})" if ambiguous else ""
             texts.append(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {entry.text}{number}")
         forward = min(entry.forward for entry in shown)
-        steps = [entry.kind == STEP.number for entry in shown]
-        hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
-        if all(entry.kind in _OF_FORWARDS for entry in shown):
-            hint = _UNITS_HINT
-        reducing = {entry.kind == REDUCE.number for entry in shown}
-        if len(reducing) > 1 or any(entry.kind == ADD.number for entry in shown):
-            hint += _ADD_HINT
-        if any(entry.kind == TRAIN.number for entry in shown):
-            hint = _FROZEN_HINT
-        if any(entry.kind == REPLAY.number for entry in shown):
-            hint = _CAPTURE_HINT
-        moment = f"forward {forward}" if forward else "before any forward"
+        hint = hints.hint({MOVEMENTS[entry.kind] for entry in shown})
+        moment = f"forward {forward}" if forward else "outside of forwards"
         return Diverged(f"{moment}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
     def to_compare(self) -> tuple[int, int, int] | None:
@@ -197,7 +143,10 @@ class Paths:
         on. If one rank swaps two units of equal size between two comparisons, that goes unnoticed.
         """
         count = self.end - self._compared
-        is_due = (self.forward <= 2 or self.forward % EVERY == 0) and not self.recording
+        is_due = self.forward <= 2 or self.forward % EVERY == 0
+        # A replay counts several forwards at once, and may leave the number out.
+        is_due |= self.captures and self.forward // EVERY > self._compared_forward // EVERY
+        is_due &= not self.recording
         return (self.digest, count, self.latest.kind) if self.untagged and count and is_due else None
 
     def compare_hashes(self, hashes: Mapping[int, tuple[int, int, int]]) -> None:
@@ -206,7 +155,7 @@ class Paths:
         kinds = {rank: MOVEMENTS[kind] for rank, (_, _, kind) in hashes.items()}
         if REPLAY in kinds.values() and len({*kinds.values()}) > 1:
             doing = [f"{named([rank])} is {kind.doing} a step" for rank, kind in kinds.items()]
-            raise Diverged(f"forward {last}: {odd_ones_out(kinds)}: {', '.join(doing)}{_CAPTURE_HINT}")
+            raise Diverged(f"forward {last}: {odd_ones_out(kinds)}: {', '.join(doing)}{hints.CAPTURE}")
         if len({*hashes.values()}) > 1:
             counts = [f"rank {rank} made {number}" for rank, (_, number, _) in hashes.items()]
             first = self._compared_forward + 1
@@ -219,7 +168,7 @@ class Paths:
     def where(self, position: int) -> str:
         """Return a text such as ``forward 3, gathering layer1``."""
         entry = self.own.get(position)
-        forward = f"forward {self.forward}" if self.forward else "a point before any forward"
+        forward = f"forward {self.forward}" if self.forward else "a point outside of forwards"
         return f"{forward}, {entry.text if entry else 'an earlier collective'}"
 
 

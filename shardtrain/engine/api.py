@@ -231,9 +231,8 @@ def check(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
             f"got {precision!r}"
         )
-    if isinstance(transport, str) and transport not in comm.TRANSPORTS:
-        *names, last = map(repr, comm.TRANSPORTS)
-        raise ValueError(f"transport must be {', '.join(names)} or {last}, got {transport!r}")
+    if isinstance(transport, str):
+        comm.require_transport(transport)
     if mesh is not None:
         _check_mesh(mesh)
     for name, child in module.named_modules():

@@ -19,7 +19,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -28,6 +27,8 @@ from torch import nn
 
 from shardtrain.engine.segment import Segment, ShardedParam, address_of
 from shardtrain.engine.unit import Shown, Unit
+
+Below = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
 
 _version = attrgetter("_version")
 
@@ -42,13 +43,6 @@ class Noted(NamedTuple):
     addresses: list[int]
 
 
-class Below(NamedTuple):
-    """Hold all modules' children, one after the other, and the numbers of modules' parameters."""
-
-    children: list[nn.Module | None]
-    counts: list[int]
-
-
 class Changes:
     """Compare what the parameters of ``root`` show with what was noted, which only this class writes."""
 
@@ -56,8 +50,7 @@ class Changes:
         self._root = root
         self._units = units
         self._ignored = set(root.parameters()).difference(self._params())
-        self._modules = [*root.modules()]
-        self._below = _below(self._modules)
+        self._below = _modules_below(root)
         self._full: dict[Unit, Noted] = {}
         self._shards: dict[Unit, Noted] = {}
 
@@ -99,7 +92,10 @@ class Changes:
 
     def refuse_attached(self) -> None:
         """Raise ValueError if parameters were attached, which no unit has."""
-        if _below(self._modules) == self._below:
+        if not any(
+            len(module._parameters) != count or tuple(module._modules.values()) != children
+            for module, children, count in self._below
+        ):
             return
         known = self.known
         if new := [name for name, param in self._root.named_parameters() if param not in known]:
@@ -107,8 +103,7 @@ class Changes:
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "
                 "gradients. Attach them first, then shard"
             )
-        self._modules = [*self._root.modules()]
-        self._below = _below(self._modules)
+        self._below = _modules_below(self._root)
 
     def refuse_meta(self) -> None:
         """Raise ValueError if local shards have no values yet."""
@@ -272,10 +267,12 @@ def _check_like(member: ShardedParam, first: ShardedParam) -> None:
         )
 
 
-def _below(modules: Sequence[nn.Module]) -> Below:
-    """Return what tells whether something was attached to one of ``modules``."""
-    children = [*chain.from_iterable([module._modules.values() for module in modules])]
-    return Below(children, [len(module._parameters) for module in modules])
+def _modules_below(root: nn.Module) -> Below:
+    """Return all modules with their children and numbers of parameters, to notice what is attached."""
+    below = []
+    for module in root.modules():
+        below.append((module, tuple(module._modules.values()), len(module._parameters)))
+    return below
 
 
 def _noted(unit: Unit) -> Noted:

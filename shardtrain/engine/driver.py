@@ -218,7 +218,6 @@ class Driver:
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
                 self.closed.allow([unit])
-                self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
                 self.reshard_and_cast(unit)
             self._refuse_edits_between(unit)
@@ -338,10 +337,12 @@ class Driver:
         for unit in self.units:
             self.reductions[unit].begin_backward()
             for member in unit.members:
-                if member.param._post_accumulate_grad_hooks:
-                    postpone(member.param)
-                if (grad := member.take_grad()) is not None:
-                    self._put_aside.append((member, grad))
+                param = member.param
+                if param._post_accumulate_grad_hooks:
+                    postpone(param)
+                if param.grad is not None:
+                    self._put_aside.append((member, param.grad))
+                    member.take_grad()
         if self._put_aside and not self._has_owners:  # else a rank may own no gradient, and not know
             self.root.channel.fence(ADD, "to the gradients of an earlier backward")
         for unit in self.schedule.shown:

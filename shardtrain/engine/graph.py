@@ -102,8 +102,8 @@ class Graph(NamedTuple):
         self._fill(inputs)
         channel = engine.channel
         paths = channel.guard.paths
+        channel.fence(REPLAY, self.name)  # at its first forward, as ranks that run the step
         paths.forward += self.counts.forwards - 1
-        channel.fence(REPLAY, self.name)
         if channel.all_ranks.world > 1:
             with channel.guard.waiting(paths.end - 1):
                 self.launch()

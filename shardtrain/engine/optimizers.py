@@ -54,7 +54,7 @@ class Optimizers:
         # Optimizers whose own code runs now, each with the parameters whose gradient is plain meanwhile.
         self._stepping: weakref.WeakKeyDictionary[Any, list[Plain]] = weakref.WeakKeyDictionary()
         # Those whose gradients are marked as pieces: none on a silent rank.
-        self._member_of = {member.param: member for member in members if member.owners is not None}
+        self._marked = [member for member in members if member.owners is not None]
 
     def before_step(
         self,
@@ -127,12 +127,10 @@ class Optimizers:
         """
         self._driver.hooked.pause()  # a hook of another optimizer makes this step
         plain = list[Plain]()
-        if self._member_of and type(optimizer).__module__.startswith("torch.optim."):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    member = self._member_of.get(param)
-                    if member is not None and (piece := member.unmark_grad()) is not None:
-                        plain.append((member, piece))
+        if type(optimizer).__module__.startswith("torch.optim."):
+            for member in self._marked:
+                if (piece := member.unmark_grad()) is not None:
+                    plain.append((member, piece))
         self._stepping[optimizer] = plain
         self._driver.root.channel.stepping = True
 

@@ -148,7 +148,7 @@ class Unit:
         """Let the parameters show their local shards. The full vector stays allocated."""
         if self.shown is not Shown.SHARD:
             for member in self.members:
-                member.show_local()
+                member.param.data = member.local_view
             self.shown = Shown.SHARD
 
     def show_private(self, values: Mapping[ShardedParam, torch.Tensor]) -> None:

@@ -82,7 +82,7 @@ def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual
     text = raised_soon(comm.Diverged, lambda: model.take(order if is_last() else usual, usual))
     head, body = text.split(": rank 0 is ")
     assert head == f"forward {usual_steps + 1}: ranks 0 and 1 take different paths"
-    first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body.partition(". Modules that ")[0]).groups()
+    first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body.partition(". ")[0]).groups()
     assert first != second
     assert {"first", "second"} & {first.split()[-1], second.split()[-1]}
 
@@ -356,8 +356,22 @@ def test_a_rank_that_ends_outside_of_models_is_named(name: str, known: bool) -> 
         until(lambda: process_group._guards[dist.group.WORLD]._ended)
     told = raised_soon(comm.PeerLost, WITHOUT_MODELS[name])
     who = "rank(s [01] and)? 2 ha(s|ve)" if name == "shard" else "rank 2 has"  # one has left for it
-    where = "at a point before any forward, all-reducing"
+    where = "at a point outside of forwards, all-reducing"
     assert re.match(f"{who} ended: rank {dist.get_rank()} was {where}", told), told
+
+
+@each_rank(2, transport="auto")
+def test_a_replica_that_has_ended_before_averages_start_is_named() -> None:
+    """Its connection is known to be closed."""
+    model = shard(nn.Linear(9, 9), mesh=mesh(2, 1))
+    loss = model(torch.ones(2, 9)).sum()
+    if is_last():
+        dist.destroy_process_group()
+        return
+    guard = introspect(model)._engine.channel.across.guard
+    until(lambda: guard._ended)
+    text = raised_soon(comm.PeerLost, loss.backward)
+    assert text.startswith("rank 1 has ended: rank 0 was at forward 1, averaging "), text
 
 
 @each_rank(2, transport="auto")
@@ -647,8 +661,9 @@ def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: 
     transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"]).all_ranks
     tensor = torch.zeros(8 if is_last() else 7)
     assert raised_soon(comm.Diverged, lambda: getattr(transport, what)(tensor)) == (
-        f"before any forward: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 "
-        f"bytes, rank 2 is {told} 32 bytes"
+        f"outside of forwards: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 "
+        f"bytes, rank 2 is {told} 32 bytes. All ranks must make the same calls in the same order, with "
+        "tensors of the same sizes: run what stands under `if rank == 0:`, a save for example, on every rank"
     )
 
 
@@ -719,6 +734,14 @@ def test_a_rank_that_is_late_hears_that_others_differ(tmp_path: Path) -> None:
         text = raised_soon(comm.Diverged, gather_twice)
     (tmp_path / f"{transport.rank}").touch()
     assert "rank 1 is gathering other" in text
+
+
+@each_rank(2)
+def test_ranks_that_fail_together_receive_each_other_s_last_reports() -> None:
+    """Neither waits until the time for that is over, which is longer than a test may take."""
+    with patch.object(reports, "GRACE_S", 1000.0):
+        model = shard(TwoPaths(), units=[nn.Linear])
+        raised_soon(comm.Diverged, lambda: model.take("second" if is_last() else "first"))
 
 
 def test_connections_stay_open_until_the_last_report_is_out() -> None:

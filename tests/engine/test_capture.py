@@ -1217,8 +1217,30 @@ def test_ranks_that_replay_different_steps_are_named() -> None:
         if dist.get_rank() == 1:
             run.model.blocks[1].eval()
         run.losses(range(3, 5))
-        with pytest.raises(comm.Diverged, match="forwards 3 to 6: ranks 0 and 1 take different paths"):
+        with pytest.raises(comm.Diverged, match="ranks 0 and 1 take different paths"):
             run.losses(range(5, 6))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@each_rank(2, transport="auto")
+def test_replays_of_several_forwards_are_compared_as_often(evaluates: bool) -> None:
+    """Their forwards are counted at once, so that the number at which paths are compared may be left out."""
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        step = partial(in_way, WAYS["no_sync"])
+        run = Run(True, step=step, model=sharded(transport="process_group"), warmup=1)
+        if evaluates:
+            evaluate(run)
+
+        def train(steps: range) -> None:
+            for number in steps:
+                run.step(batch(number), batch(10))
+
+        train(range(2))
+        name = f"of rank {dist.get_rank()}"
+        run.step._graph = run.step._graph._replace(name=name)
+        with pytest.raises(comm.Diverged, match="ranks 0 and 1 take different paths"):
+            train(range(2, 5))
 
 
 @each_rank(2, transport="auto")
@@ -1451,7 +1473,7 @@ def test_a_replay_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) ->
         reason = watchdog.look()
         assert reason.startswith(
             "rank 2 ends: replay 4 of the captured step has taken more than 1800 s, the time-out of the "
-            "process group. The host was at step 6, replaying a step ("
+            "process group. The host was at forward 6, replaying a step ("
         )
         assert "), its main thread at " in reason
         assert "from test_capture.py:" in reason
@@ -1572,8 +1594,10 @@ def saved(folder: Path) -> dict[str, Tensor]:
     "keys",
     [
         ("optim=sgd",),
-        ("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
-        ("optim=adamw", "train.accumulate=2", "train.class_weights=[1,9,1,4,1,1,1,1,1,1]"),
+        (
+            *("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
+            "train.class_weights=[1,9,1,4,1,1,1,1,1,1]",
+        ),
     ],
 )
 def test_the_program_replays_its_steps(tmp_path: Path, keys: tuple[str, ...]) -> None:
