@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import nn
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision.models import VisionTransformer
 
