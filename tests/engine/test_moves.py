@@ -369,6 +369,11 @@ def change_in_place(cell: Any, x: Tensor) -> None:
         cell.part.bias.mul_(2)
 
 
+def change_where_it_lies(cell: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        cell.part.bias.mul_(2)
+
+
 def change_and_flatten(cell: Any, x: Tensor) -> None:
     cell.part.bias_hh_l0.data = cell.part.bias_hh_l0.data * 2
     flatten(cell, x)
@@ -382,6 +387,7 @@ def convert_and_stay(cell: Any, x: Tensor) -> None:
 # By how weights move and change: and the names of those that differ.
 CHANGES = {
     "of a copy": (Move(lambda: nn.Linear(5, 5), copy_and_change), "part.bias"),
+    "where it lies": (Move(lambda: nn.Linear(5, 5), change_where_it_lies), "part.bias"),
     "in place": (Move(lambda: nn.Linear(5, 5), change_in_place), "part.bias"),
     "then flattened": (Move(lambda: FlatLSTM(5, 7, batch_first=True), change_and_flatten), "part.bias_hh_l0"),
     "of dtype": (Move(lambda: nn.Linear(5, 5), convert_and_stay), "part.weight, "),
