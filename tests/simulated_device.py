@@ -69,6 +69,13 @@ TAKES_NUMBERS = {
     "_index_put_impl_",
     "index_put_",
 }  # of the host
+INDEXES = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+}  # also by tensors of the host
 ANSWERS = {"is_available": True, "device_count": 1, "get_memory_info": (1 << 30, 1 << 30)}
 ANSWERS |= {"set_device_index": None, "reset_peak_memory_stats": None, "empty_cache": None}
 ANSWERS |= {"memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated": 4, "max_memory_reserved": 8}
@@ -91,6 +98,12 @@ GRADIENT = (
     "attempting to assign a gradient with device type '{}' to a tensor with device type '{}'. "
     "Please ensure that the gradient and the tensor are on the same device"
 )
+MEMORY = (
+    'Attempted to set the storage of a tensor on device "{}" to a storage on different device "{}".  '
+    "This is no longer allowed; the devices must match."
+)
+OF_INDICES = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+OF_BACKWARD = "invalid gradient at index {} - expected device {} but got {}"
 NO_GENERATOR = "Expected a 'cuda' device type for generator but found 'cpu'"
 NO_NUMPY = (
     "can't convert cuda:0 device type tensor to numpy. "
@@ -213,6 +226,7 @@ class SimulatedDevice:
         self.known: dict[int, Memory] = {}
         self.placing: Any = None  # where the factory or copy under way puts its result
         self.blocking = False  # whether the host waits for that copy
+        self.of_gloo = False  # whether a collective of torch runs, whose C++ has memory of its own
         self.step = 0
         self.recording: Any = None  # the graph's that is recorded now: see `simulated_graph`
         self._backends = dist.get_backend_config
@@ -234,9 +248,10 @@ class SimulatedDevice:
         resize = torch.UntypedStorage.resize_
         group = torch._C._group_tensors_by_device_and_dtype
 
-        def in_hooks(*args: Any, **kwargs: Any) -> Any:
+        def in_hooks(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+            self._require_gradients_beside(outputs, grads)
             with functions:  # which torch leaves while it runs a function of its own
-                return functions._at(AUTOGRAD, backward, *args, **kwargs)
+                return functions._at(AUTOGRAD, backward, outputs, grads, *args, **kwargs)
 
         def backends(group: Any = None) -> str:
             return self._backends(group) if self.is_real else "cuda:nccl"
@@ -287,6 +302,14 @@ class SimulatedDevice:
 
     def synchronize(self, device: object = None) -> None:
         self.wait("synchronize()", self.current.clock)
+
+    def _require_gradients_beside(self, outputs: Iterable[Any], grads: Iterable[Any]) -> None:
+        """Refuse gradients to begin with on another device than their outputs, but for numbers."""
+        for at, (output, grad) in enumerate(zip(outputs, grads, strict=False)):
+            if isinstance(output, Tensor) and isinstance(grad, Tensor) and grad.dim():
+                places = [DEVICE if self.on_device(t) else torch.device("cpu") for t in (output, grad)]
+                if places[0] != places[1]:
+                    raise RuntimeError(OF_BACKWARD.format(at, *places))
 
     def _grouped(self, group: Callable[..., Any], lists: Any, with_indices: bool = False) -> dict[Any, Any]:
         """Group tensors as optimizers and clipping want them: by the device and dtype of the first list's.
@@ -439,7 +462,11 @@ class Functions(TorchFunctionMode):
                 raise RuntimeError("Only dense CPU tensors can be pinned")
             return self._at(PINNED, func, *args, **{**kwargs, "pin_memory": False})
         if device.type == "meta":  # or none: what it makes lies where its arguments do
-            return self._at(DEVICE if near else None, func, *args, **kwargs)
+            self.sim.of_gloo = near and "torch.distributed" in (getattr(func, "__module__", None) or "")
+            try:
+                return self._at(DEVICE if near else None, func, *args, **kwargs)
+            finally:
+                self.sim.of_gloo = False
         kwargs["device"] = torch.device("cpu")
         if func in (torch.tensor, torch.as_tensor):
             return self._to(func(*args, **kwargs), device)
@@ -525,7 +552,7 @@ def flatten_weights(
         of_layer += [gates * hidden] * 2 if per_layer >= 4 else []
         of_layer += [hidden * projected] if projected else []
         sizes += of_layer * directions
-    buffer = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=DEVICE)
+    buffer = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
     for weight, place in zip(weights, buffer.split(sizes), strict=True):
         place = place.view(-1, 1)
         place.copy_(weight.view_as(place))
@@ -566,17 +593,18 @@ class Operations(TorchDispatchMode):
             return self._copy(func, name, args, kwargs, outs, reads)
         on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
         place = self._place(kwargs, [*reads, *outs])
-        if not (views or name in NO_KERNEL):
-            self._require_one_device(func, name, reads, outs, given)
+        self._refuse(func, name, reads, outs, given)
         if place is DEVICE and given.get("generator") is not None:
             raise RuntimeError(NO_GENERATOR)
         if kwargs.get("device") == DEVICE:  # asked for in C++
             kwargs = {**kwargs, "device": torch.device("cpu")}
         result = func(*args, **kwargs)
         fresh = [t for t in tensors(result) if all(t is not other for other in outs)]
+        makes = not views or name == "lift_fresh" or sim.of_gloo
         for tensor in fresh:
-            sim.adopt(tensor, place)
-        if name in WAITS:
+            if makes or not shows_one_of(tensor, reads):
+                sim.adopt(tensor, place)
+        if waits_for_values(name, given):
             if on_device:
                 self._use(sim.launch(name), reads, outs, name)
                 sim.wait(name, sim.current.clock)
@@ -609,16 +637,31 @@ class Operations(TorchDispatchMode):
             return DEVICE if any(self.sim.on_device(tensor) for tensor in arguments) else HOST
         return placing
 
+    def _refuse(
+        self, func: Any, name: str, reads: Sequence[Tensor], outs: Sequence[Tensor], given: dict[str, Any]
+    ) -> None:
+        """Refuse what torch refuses for tensors of two devices."""
+        if name == "set_":
+            self._require_memory_beside(*given.values())
+        elif not (written(func)[2] or name in NO_KERNEL):
+            self._require_one_device(func, name, reads, outs, given)
+
     def _require_one_device(
         self, func: Any, name: str, reads: Sequence[Tensor], outs: Sequence[Tensor], given: dict[str, Any]
     ) -> None:
         """Refuse tensors of the host beside those of the device; a number is one if the kernel reads one."""
         groups: list[Sequence[Tensor]] = [[*reads, *outs]]
         numbers = 0 if name.startswith(("_fused", "_amp")) else 1
+        if name in INDEXES:
+            indexed, indices = given["self"], tensors(given["indices"])
+            if not self.sim.on_device(indexed) and any(map(self.sim.on_device, indices)):
+                raise RuntimeError(f"{OF_INDICES} ({name} at {where()})")
+            groups = [[indexed, *tensors(given.get("values"))]]
         written_to = {id(out) for out in outs}
         if name.startswith("_foreach"):  # each of a list by itself
             lists = [value for value in given.values() if isinstance(value, list | tuple) and tensors(value)]
-            groups = [[t for t in group if isinstance(t, Tensor)] for group in zip(*lists, strict=False)]
+            alone = [value for value in given.values() if isinstance(value, Tensor)]
+            groups = [[*tensors([*group]), *alone] for group in zip(*lists, strict=False)]
         elif torch.Tag.pointwise not in func.tags and name not in TAKES_NUMBERS:
             numbers = 0
         for group in groups:
@@ -626,6 +669,17 @@ class Operations(TorchDispatchMode):
             taken = [t for t in here if t.dim() == 0 and id(t) not in written_to][:numbers]
             if len(taken) < len(here) < len(group):
                 raise RuntimeError(f"{TWO_DEVICES} ({name} at {where()})")
+
+    def _require_memory_beside(self, tensor: Tensor, source: Any = None, *_: object) -> None:
+        """Refuse to give ``tensor`` the memory of ``source``, a tensor or a storage, of another device."""
+        if source is None:
+            return
+        storage = source.untyped_storage() if isinstance(source, Tensor) else source
+        memory = self.sim.known.get(storage._cdata)
+        source_on_device = memory is not None and memory.place is DEVICE
+        if source_on_device != self.sim.on_device(tensor):
+            devices = ("cpu", "cuda:0") if source_on_device else ("cuda:0", "cpu")
+            raise RuntimeError(MEMORY.format(*devices))
 
     def _use(self, line: Line, reads: Iterable[Tensor], outs: Iterable[Tensor], what: str) -> None:
         for tensor, writes in [*((t, False) for t in reads), *((t, True) for t in outs)]:
@@ -720,6 +774,21 @@ def tensors(value: Any) -> list[Tensor]:
     elif not isinstance(value, list | tuple):
         return []
     return [tensor for item in value for tensor in tensors(item)]
+
+
+def waits_for_values(name: str, given: dict[str, Any]) -> bool:
+    """Return whether an operation's result has a size, or is a number, that only its values tell."""
+    by_mask = name in INDEXES and any(t.dtype is torch.bool for t in tensors(given["indices"]))
+    return name in WAITS or by_mask
+
+
+def shows_one_of(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    """Return whether ``tensor`` lies in the memory of one of ``others``, and so on its device.
+
+    In inference mode also what may return its argument, such as `Tensor.to`, is an operation.
+    """
+    memory = tensor.untyped_storage()._cdata
+    return any(other.untyped_storage()._cdata == memory for other in others)
 
 
 def kernels(name: str, outs: Sequence[Tensor]) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import nn
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision.models import VisionTransformer
 
@@ -221,7 +222,7 @@ def test_weights_that_cudnn_moves_in_forward(world: World, units: str) -> None:
         model = shardtrain.shard(recurrent(DEVICE), units=UNITS[units], **options(Way(), world))
         losses = recurrent_steps(model, DEVICE, world.rank, 1, device.next_step)
         assert list(device.findings) == []
-        assert waits_of_package(device) == []
+        assert waits_of_package(device) == [], waits_of_package(device)
     if world.size == 1:
         assert losses == recurrent_steps(recurrent(CPU), CPU, 0, 1)
 
@@ -235,8 +236,26 @@ def test_weights_that_cudnn_moves_in_forward_on_two_ranks(units: str) -> None:
         model = shardtrain.shard(recurrent(DEVICE), units=UNITS[units], transport="process_group")
         losses = recurrent_steps(model, DEVICE, rank, 1, device.next_step)
         assert list(device.findings) == []
-        assert waits_of_package(device) == []
+        assert waits_of_package(device) == [], waits_of_package(device)
     assert losses == pytest.approx(recurrent_steps(recurrent(CPU), CPU, rank, 2), rel=1e-6)
+
+
+def in_place_of(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return tensor.set_(memory.untyped_storage(), 0, memory.shape, memory.stride())
+
+
+def backward_from(tensor: torch.Tensor, grad: torch.Tensor) -> None:
+    (tensor.clone().requires_grad_() * 2).backward(grad)
+
+
+def fused_step(tensor: torch.Tensor, count: torch.Tensor) -> None:
+    """Step with a ``count`` of steps, which is a checkpoint's."""
+    param = nn.Parameter(tensor)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state[param]["step"] = count
+    optimizer.step()
 
 
 def step_with_state(tensor: torch.Tensor, state: torch.Tensor, foreach: bool) -> None:
@@ -257,6 +276,28 @@ REFUSALS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] 
     "into the host": (lambda here, there: torch.add(there, 1, out=here), ONE_DEVICE),
     "into a number of the host": (lambda here, there: here[0].add_(there[0]), ONE_DEVICE),
     "indexed": (lambda here, there: there.index_add_(0, torch.tensor([1]), there[:1]), ONE_DEVICE),
+    "index": (lambda here, there: there.gather(0, torch.tensor([1])), ONE_DEVICE),
+    "host indexed by the device": (
+        lambda here, there: here[(there > 2)],
+        "indices should be either on cpu or",
+    ),
+    "values by indices": (lambda here, there: there.index_put_((torch.tensor([1]),), here[:1]), ONE_DEVICE),
+    "joined": (lambda here, there: torch.cat([here, there]), ONE_DEVICE),
+    "compared": (lambda here, there: torch.equal(here, there), ONE_DEVICE),
+    "mask": (lambda here, there: there.masked_fill(here > 0, 1.0), ONE_DEVICE),
+    "layer": (lambda here, there: F.linear(there[None], here[None]), ONE_DEVICE),
+    "statistics": (lambda here, there: F.batch_norm(there.expand(2, 4), here, here), ONE_DEVICE),
+    "memory": (
+        lambda here, there: here.set_(there),
+        'on device "cpu" to a storage on different device "cuda:0"',
+    ),
+    "storage": (
+        lambda here, there: in_place_of(there, here),
+        'device "cuda:0" to a storage on different device',
+    ),
+    "backward": (lambda here, there: backward_from(there, here), "expected device cuda:0 but got cpu"),
+    "step count of a fused optimizer": (lambda here, there: fused_step(there, here[0]), ONE_DEVICE),
+    "list by a number": (lambda here, there: torch._foreach_mul_([here], there[0]), ONE_DEVICE),
     "lists": (lambda here, there: torch._foreach_add_([there, here], [there, there]), ONE_DEVICE),
     "state": (lambda here, there: step_with_state(there, here, foreach=False), ONE_DEVICE),
     "state in lists": (lambda here, there: step_with_state(there, here, foreach=True), ONE_DEVICE),
@@ -305,7 +346,15 @@ def test_what_a_card_allows_is_allowed() -> None:
         here = torch.ones(4)
         there = torch.ones(4).to(DEVICE)
         results = [there * here[0], torch.where(there > 0, there, here[0]), there.fill_(here[0])]
+        results += [there[torch.tensor([1])], there[here > 0], there.masked_fill(there > 0, here[0])]
+        there[torch.tensor([1, 2])] = here[0]
+        torch._foreach_mul_([there], here[0])
+        backward_from(there[0], here[0])
+        torch._foreach_copy_([there, here], [here.clone(), there.clone()])
         torch._foreach_add_([there, here], [there, here])
+        waits = len(device.waits)
+        assert len(there[there > 0]) < 5
+        assert len(device.waits) == waits + 1  # for how many there are
         params = [nn.Parameter(here), nn.Parameter(there)]
         for param in params:
             param.grad = torch.ones_like(param)
@@ -344,6 +393,32 @@ def test_cudnn_moves_weights_and_changes_none(layers: int, both: bool, projected
         for (value, version), param in zip(before, lstm.parameters(), strict=True):
             assert torch.equal(param.detach().cpu(), value)
             assert param._version == version
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"foreach": True},
+        pytest.param({"foreach": False, "lr": torch.tensor(1e-3)}, marks=pytest.mark.long),
+        pytest.param({"fused": True}, marks=pytest.mark.long),
+    ],
+    ids=["in lists", "one by one", "fused"],
+)
+@pytest.mark.parametrize("layout", ["even", "whole"])
+def test_a_single_rank_steps_on_the_host_like_the_plain_model(kind: dict[str, Any], layout: str) -> None:
+    """Bit for bit, also after an evaluation in inference mode, whose operations torch does not take apart."""
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **kind})
+
+    way = Way({"offload": True, "layout": layout, "unit_bytes": 1 << 20})
+    with simulated(SILENT) as device:
+        model = ways.sharded(way, DEVICE)
+        with torch.inference_mode():
+            model.eval()(images(0, 0)[0].to(DEVICE))
+        result = ways.train(model.train(), way, DEVICE, 0, 1, optimizer=adam)
+        assert list(device.findings) == []
+    assert ways.deviation(result, ways.train_plain(way, CPU, 0, 1, adam)) == EXACT
 
 
 def test_gradients_of_a_root_without_parameters_wait_on_the_host(device: SimulatedDevice) -> None:
