@@ -589,6 +589,7 @@ def test_a_corrupt_image_is_named(tmp_path: Path, workers: int, start: int) -> N
 
 
 LOST = """
+import gc
 import os
 import torch.utils.data._utils as torchs
 from torch.utils.data import DataLoader
@@ -610,6 +611,7 @@ for kind, options in (("lambda", {}), ("read", {"timeout": 1})):
         next(arriving(loader))
     except ValueError as error:
         print(error)
+    gc.collect()  # ends the workers, before others are forked
 """
 
 
