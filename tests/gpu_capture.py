@@ -63,6 +63,7 @@ CHECKOUT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
 LOW = torch.bfloat16
 TOTAL_S = 420
+DRY_SHARE = 30  # limits are so many times as long: cores of a CPU may be busy
 SCENE_S = 60  # a scene that takes longer is stopped
 RANKS_S = 60  # for two ranks
 PROGRAM_S = 90  # for the last scene
@@ -506,7 +507,7 @@ def findings(
     out: Path, is_dry: bool, seconds_left: Callable[[], float], command: Command = command_of
 ) -> Iterator[dict[str, Any]]:
     """Yield the finding of each scene as soon as it is there; a scene that is no longer run is ``cut``."""
-    share = 10 if is_dry else 1
+    share = DRY_SHARE if is_dry else 1
     waiting = [*SCENES]
     way = Way(is_dry, counts=True)
 
@@ -613,6 +614,7 @@ def program(out: Path, is_dry: bool, seconds: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "shardtrain.train", PROGRAM, f"train.max_steps={steps}", "seed=0"]
         command += [f"device={'cpu' if is_dry else 'cuda'}", f"run.dir={folder}", "monitor.writers=[]"]
         command += [f"train.capture={str(kind == 'captured').lower()}", "resume=none"]
+        command += ["threads=1"] * is_dry
         try:
             done = subprocess.run(
                 command, cwd=CHECKOUT, capture_output=True, text=True, timeout=seconds / 2, check=False
@@ -726,7 +728,7 @@ def main() -> None:
         parser.error("--out is missing: a folder for what is found")
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + arguments.total * (10 if arguments.dry else 1)
+    deadline = time.monotonic() + arguments.total * (DRY_SHARE if arguments.dry else 1)
     found = list[dict[str, Any]]()
     for finding in report(out, arguments.dry, lambda: deadline - time.monotonic()):
         print(json.dumps(finding), flush=True)

@@ -326,7 +326,8 @@ def load_again(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     shardtrain.checkpoint.save(path, model, optimizer)
     for param in model.parameters():
         param.data.fill_(7.0)
-        optimizer.state[param]["momentum_buffer"].fill_(7.0)
+        for value in optimizer.state.get(param, {}).values():  # none of a parameter that is elsewhere
+            value.fill_(7.0)
     shardtrain.checkpoint.load(path, model, optimizer)
 
 

@@ -105,6 +105,7 @@ class Channel(Ranks):
     uploads = False
     stepping = False  # an optimizer that was tried steps now (see ``norms.py``); set by the engine
     stages: Sequence[Sequence[int]] = ()
+    norms: type[Tensor] = Tensor  # the class of a norm of all gradients
 
     def __init__(
         self, transport: Transport, all_ranks: Ranks | None = None, guard: Guard | None = None

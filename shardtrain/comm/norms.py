@@ -280,7 +280,7 @@ class PieceNorm(Mark):
         channel = owners.channel()
         if channel and func in NORMS and _order(func, *args, **kwargs) == one.order:
             local = one.plain if one.intervals is None else one.intervals
-            return _over_all_ranks(local, one.order, channel, owners)
+            return _over_all_ranks(local, one.order, channel, owners).as_subclass(channel.norms)
         if channel and func in SAME_NORMS:
             return _same_norms(one, channel, func, args, kwargs)
         if describes(func) or tells_sizes(func):

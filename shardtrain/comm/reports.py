@@ -63,6 +63,7 @@ _STATES = (
     ("does nothing", "do nothing"),
     ("is still at work", "are still at work"),
 )
+_MARK = 1 << 30  # of the number that ranks agree on: no model has as many parameters
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
@@ -256,16 +257,35 @@ def _end_all() -> None:
             thread.join(5 * GRACE_S)
 
 
+def _agree_on_number(group: dist.ProcessGroup) -> int:
+    """Return a random number of 24 bits, rank 0's. Collective.
+
+    DistributedDataParallel begins with the same collective, of its number of parameters. So neither side
+    waits: here a number below `_MARK` is refused, and there torch refuses ours.
+
+    Raises ValueError if a rank has sent another number than this does.
+    """
+    own = torch.tensor([_MARK | int.from_bytes(os.urandom(3), "big")], device="cpu")
+    numbers = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(numbers, own, group=group)
+    for rank, number in enumerate(numbers):
+        if int(number) < _MARK:
+            raise ValueError(
+                f"rank {rank} does not call shard(): it has sent {int(number)}, as DistributedDataParallel "
+                "of that many parameters does; every rank must call shard(), between the same collectives"
+            )
+    return int(numbers[0]) - _MARK
+
+
 class Reports(Guard):
     """Track what this rank waits for and what the others have reported. The constructor is collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        number = torch.tensor(int.from_bytes(os.urandom(3), "big"), device="cpu")
-        dist.broadcast(number, group=group, group_src=0)
+        number = _agree_on_number(group)
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards all attributes below
         super().__init__(Paths(group.rank(), peers))
-        self.paths.digest = int(number.item())  # in all tags, so that messages of two models never match
+        self.paths.digest = number  # in all tags, so that messages of two models never match
         # The last one is what this rank waits for: a wait may contain another.
         self._open: list[GuardedWait] = []
         self._asked_s = 0.0  # when this rank last asked where the others are

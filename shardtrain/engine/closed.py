@@ -88,7 +88,7 @@ class Closed:
         """Return the class of closed parameters of the class ``kind``, a user's own perhaps."""
         closed_class = class_like(kind, ClosedParameter, closed=weakref.ref(self))
         self._classes[kind] = closed_class
-        self._own.setdefault(closed_class, kind)  # of a closed one it is itself
+        self._own[closed_class] = kind
         return closed_class
 
     def refuse(self, use: str, param: nn.Parameter) -> NoReturn:

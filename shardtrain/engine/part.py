@@ -36,7 +36,7 @@ class Part:
     stop: int
     whole: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 

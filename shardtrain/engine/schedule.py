@@ -355,9 +355,8 @@ class Schedule(Generic[U]):
         """Descend to ``moment``: autograd runs a node that was made then, in ``forward``."""
         backward = self.backward
         assert backward is not None
-        if moment > backward.moment:  # a tensor that only passed through the call
-            return
-        if moment == backward.moment and forward is backward.forward:  # most nodes: as the one before
+        # Most nodes were made in the same call as the one before; some tensors only passed through a call.
+        if moment >= backward.moment:
             return
         self._descend(backward, moment)
         if forward is not backward.forward:  # two forwards, one backward

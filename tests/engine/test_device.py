@@ -141,7 +141,7 @@ def plain(name: str, rank: int, size: int) -> Result:
 # What shows something of its own by default, and everything with --long.
 SHORT = {
     SILENT: {"offload, fp16 scaled"},
-    ONE: {"bf16", "offload, checkpoint"},
+    ONE: {"bf16", "offload, checkpoint", "stream"},
     EIGHT: {"kept, no_sync", "virtual ranks", "offload, replicas, bf16", "joined, bf16"},
 }
 # Ranks that do not exist cannot agree on what is in a checkpoint; `play` copies it.

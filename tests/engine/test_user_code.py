@@ -1143,17 +1143,26 @@ def test_forwards_of_some_ranks_alone_hear_of_unsharded() -> None:
     assert "(generate() to other lengths) belong into shardtrain.unsharded(model)" in text
 
 
-def waits(_: nn.Module) -> None:
-    dist.barrier()
+@pytest.mark.parametrize("odd", range(3))
+@each_rank(3)
+def test_a_rank_that_wraps_its_model_in_torch_s_wrapper_is_named_at_once(odd: int) -> None:
+    if dist.get_rank() == odd:
+        with pytest.raises(RuntimeError, match=f"Rank {odd} has 14 params, while rank"):  # torch's own
+            DistributedDataParallel(OddNet())
+        return
+    text = raised_soon(ValueError, lambda: shard(OddNet()))
+    assert text.startswith(
+        f"rank {odd} does not call shard(): it has sent 14, as DistributedDataParallel of "
+    )
 
 
-@pytest.mark.parametrize("instead", [DistributedDataParallel, pytest.param(waits, marks=pytest.mark.long)])
+@pytest.mark.long
 @each_rank(2)
-def test_a_rank_that_does_not_call_shard_is_suspected_at_the_time_out(instead: Any) -> None:
+def test_a_rank_that_does_not_call_shard_is_suspected_at_the_time_out() -> None:
     comm.set_time_out(datetime.timedelta(seconds=2))
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError):  # torch's own
-            instead(OddNet())
+            dist.barrier()
         return
     text = raised_soon(comm.PeerLost, lambda: shard(OddNet()))
     assert text.startswith("shard() has waited in vain for other ranks: every rank must call it")

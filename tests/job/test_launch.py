@@ -154,7 +154,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto", RankInfo(1, 2, 1, 2)) == torch.device("cuda", 1)
     for shared in ("", "0"):
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
-        with pytest.raises(UserError, match="4 ranks on this host, but torch finds 2 GPUs; start 2 ranks"):
+        refused = "4 ranks on this host, but torch finds 2 GPUs; start 2 ranks .*NCCL_MULTI_RANK_GPU_ENABLE=1"
+        with pytest.raises(UserError, match=refused):
             choose_device("cuda", RankInfo(2, 4, 2, 4))
     # What torch was built with may be older than what is loaded: NCCL itself refuses what it cannot do.
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
