@@ -18,7 +18,7 @@ import shardtrain
 from shardtrain.recipes.why_shard import COLORS, DARK, LIGHT, box, document, text
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """Name a function that a step calls, and what it does there."""
 
     file: str
@@ -28,29 +28,29 @@ class Call(NamedTuple):
 
 # One step, from rest to rest, of a parameter whose unit is released after forward.
 PARAMETER = (
-    Call("engine/hooks.py", "Engine.adopt_changes", "at rest: a local shard"),
-    Call("engine/driver.py", "Driver.begin_call", "its module is called"),
-    Call("engine/schedule.py", "Schedule.enter", "decides to gather it"),
-    Call("engine/unit.py", "Unit.gather", "starts the all-gather"),
-    Call("comm/channel.py", "Channel.gather", "guards and counts it"),
-    Call("engine/unit.py", "Unit.show", "waits: the whole parameter"),
-    Call("engine/driver.py", "Driver.end_call", "its module returns"),
-    Call("engine/schedule.py", "Schedule.leave", "decides what stays"),
-    Call("engine/segment.py", "ShardedParam.show_local", "shows the shard again"),
-    Call("engine/driver.py", "Driver._reach", "backward needs it again"),
-    Call("engine/unit.py", "Unit.release", "frees the full vector"),
+    FunctionCall("engine/hooks.py", "Engine.adopt_changes", "at rest: a local shard"),
+    FunctionCall("engine/driver.py", "Driver.begin_call", "its module is called"),
+    FunctionCall("engine/schedule.py", "Schedule.enter", "decides to gather it"),
+    FunctionCall("engine/unit.py", "Unit.gather", "starts the all-gather"),
+    FunctionCall("comm/channel.py", "Channel.gather", "guards and counts it"),
+    FunctionCall("engine/unit.py", "Unit.show", "waits: the whole parameter"),
+    FunctionCall("engine/driver.py", "Driver.end_call", "its module returns"),
+    FunctionCall("engine/schedule.py", "Schedule.leave", "decides what stays"),
+    FunctionCall("engine/unit.py", "Unit.hide", "shows the shard again"),
+    FunctionCall("engine/driver.py", "Driver._reach", "backward needs it again"),
+    FunctionCall("engine/unit.py", "Unit.release", "frees the full vector"),
 )
 GRADIENT = (
-    Call("engine/schedule.py", "Schedule._complete", "all of a unit's are there"),
-    Call("engine/gradient.py", "Reduction.take", "takes them from autograd"),
-    Call("engine/gradient.py", "Sum.add", "lays them out in one vector"),
-    Call("engine/gradient.py", "Reduction.reduce", "marks those that are absent"),
-    Call("comm/channel.py", "Channel.reduce", "starts the reduce-scatter"),
-    Call("engine/schedule.py", "Schedule.end_backward", "waits for all reductions"),
-    Call("engine/gradient.py", "Sum.means", "this rank's interval"),
-    Call("engine/gradient.py", "give", "tells absent ones apart"),
-    Call("engine/segment.py", "ShardedParam.set_grad", "sets .grad of the shard"),
-    Call("engine/optimizers.py", "Optimizers.before_step", "an optimizer may step"),
+    FunctionCall("engine/schedule.py", "Schedule._complete", "all of a unit's are there"),
+    FunctionCall("engine/gradient.py", "Reduction.take", "takes them from autograd"),
+    FunctionCall("engine/gradient.py", "Sum.add", "lays them out in one vector"),
+    FunctionCall("engine/gradient.py", "Reduction.reduce", "marks those that are absent"),
+    FunctionCall("comm/channel.py", "Channel.reduce", "starts the reduce-scatter"),
+    FunctionCall("engine/schedule.py", "Schedule.end_backward", "waits for all reductions"),
+    FunctionCall("engine/gradient.py", "Sum.means", "this rank's interval"),
+    FunctionCall("engine/gradient.py", "give", "tells absent ones apart"),
+    FunctionCall("engine/segment.py", "ShardedParam.set_grad", "sets .grad of the shard"),
+    FunctionCall("engine/optimizers.py", "Optimizers.before_step", "an optimizer may step"),
 )
 ROW = 30  # pixels
 # Rooms in the colors of the parts that the documents call so.
@@ -103,7 +103,7 @@ def imported(room: str, inside: list[Path], names: dict[str, list[Path]]) -> fro
     return frozenset(modules & names.keys() - {room} - lazily)
 
 
-def way(left: int, title: str, calls: tuple[Call, ...], color: str) -> list[str]:
+def way(left: int, title: str, calls: tuple[FunctionCall, ...], color: str) -> list[str]:
     """Return a column of boxes, one per call, from top to bottom."""
     parts = [text(left, 62, title, fill=DARK, font_weight="bold")]
     for number, call in enumerate(calls):

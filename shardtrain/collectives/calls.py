@@ -118,7 +118,7 @@ class Side:
         return f"{str(first.dtype).removeprefix('torch.')} {shapes}{where}"
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """Describe one call of a collective. ``function``: the backend's, for flat outputs and inputs."""
 
     name: str
@@ -150,7 +150,7 @@ def all_gather_into_tensor(
     Two ranks with ``[1 2]`` and ``[3 4]`` get ``[1 2 3 4]`` or ``[[1 2] [3 4]]``.
     """
     sides = Side("output", output, EQUAL), Side("input", input, ALL)
-    return _run(Call("all_gather_into_tensor", GATHER, *sides, native.all_gather), group, async_op)
+    return _run(CollectiveCall("all_gather_into_tensor", GATHER, *sides, native.all_gather), group, async_op)
 
 
 @_torchs_keywords
@@ -170,7 +170,7 @@ def reduce_scatter(
     """
     sides = Side("output", output, ALL), Side("input_list", input_list, LIST)
     function = partial(dist.reduce_scatter, op=op)
-    return _run(Call("reduce_scatter", REDUCE, *sides, function, op), group, async_op)
+    return _run(CollectiveCall("reduce_scatter", REDUCE, *sides, function, op), group, async_op)
 
 
 @_torchs_keywords
@@ -184,7 +184,7 @@ def reduce_scatter_tensor(
     """
     sides = Side("output", output, ALL), Side("input", input, EQUAL)
     function = partial(native.reduce_scatter, op=op)
-    return _run(Call("reduce_scatter_tensor", REDUCE, *sides, function, op), group, async_op)
+    return _run(CollectiveCall("reduce_scatter_tensor", REDUCE, *sides, function, op), group, async_op)
 
 
 @_torchs_keywords
@@ -198,7 +198,7 @@ def all_to_all(
     ``[2 3] [6]``.
     """
     sides = Side("output_list", output_list, LIST), Side("input_list", input_list, LIST)
-    return _run(Call("all_to_all", ALL_TO_ALL, *sides, dist.all_to_all), group, async_op)
+    return _run(CollectiveCall("all_to_all", ALL_TO_ALL, *sides, dist.all_to_all), group, async_op)
 
 
 @_torchs_keywords
@@ -217,10 +217,12 @@ def all_to_all_single(
     splits 1, 2 and rank 1 ``[2 3 6]`` into 2, 1.
     """
     sides = Side("output", output, ROWS, output_split_sizes), Side("input", input, ROWS, input_split_sizes)
-    return _run(Call("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single), group, async_op)
+    return _run(
+        CollectiveCall("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single), group, async_op
+    )
 
 
-def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
+def _run(call: CollectiveCall, group: Group | None, async_op: bool) -> Work | None:
     """Check the arguments, agree with the other ranks, and run the collective."""
     group = group or dist.group.WORLD
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -277,7 +279,7 @@ class Background(Work):
         return self._end.done()
 
 
-def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
+def _check(call: CollectiveCall, group: Group | None, rank: int, world: int) -> Row:
     """Return the row that describes the call. Its tensors have one dtype, and a device that ``group`` moves.
 
     Raises:
@@ -312,7 +314,7 @@ def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
     return Row(words, False, zlib.crc32(same.encode()), input.sizes, output.sizes)
 
 
-def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
+def _move(call: CollectiveCall, mailbox: Mailbox, tag: int) -> None:
     """Run the collective by messages, all with the tag ``tag``.
 
     An input that shares memory with the output is copied, unless this rank's part is at one place in both.
@@ -332,7 +334,7 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
         start_reduce_scatter(mailbox, tag, outgoing, out.dtype, call.op, out=out)()
 
 
-def _backends_own(call: Call) -> Callable[..., Work | None]:
+def _backends_own(call: CollectiveCall) -> Callable[..., Work | None]:
     """Return the backend's own collective, bound to its tensors."""
     sides = call.output, call.input
     flat = [side.flat if side.kind == LIST else side.flat[0] for side in sides]

@@ -27,7 +27,7 @@ TIMM = "timm.create_model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ModelCall:
     """Hold the call that builds the model: torchvision's own for its models, which needs no other package."""
 
     target: str
@@ -42,7 +42,7 @@ class Inference(Preprocessing):
     ``classes`` has one name per output of the model.
     """
 
-    model: Call
+    model: ModelCall
     crop: int | None  # pixels per side of the centre that is cut out; None: nothing is cut off
 
 
@@ -57,7 +57,7 @@ def inference_of(config: Config, preprocessing: Preprocessing, model: nn.Module)
     return Inference(**{**own, "classes": (*classes, *map(str, numbers))}, model=call, crop=crop)
 
 
-def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> Call:
+def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> ModelCall:
     """Return the call that builds ``model``, of the config group ``keys``."""
     target = str(keys["_target_"])
     name = str(keys.get("name"))
@@ -72,10 +72,10 @@ def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> 
     keywords = keywords_of(target_node(keys), "model", function)
     if target == TIMM:  # weights of others are not needed under those of the run
         keywords.pop("pretrained", None)
-    return Call(target=target, keywords=keywords, changes={})
+    return ModelCall(target=target, keywords=keywords, changes={})
 
 
-def _torchvision_call(name: str, model: nn.Module, classes: int) -> Call:
+def _torchvision_call(name: str, model: nn.Module, classes: int) -> ModelCall:
     """Return torchvision's own call, with the layers in which ``model`` differs from its result."""
     keywords: dict[str, Any] = {"num_classes": classes}
     if isinstance(model, models.VisionTransformer):
@@ -89,7 +89,7 @@ def _torchvision_call(name: str, model: nn.Module, classes: int) -> Call:
         is_layer = type(part).__module__.startswith("torch.nn.modules.") and not [*part.children()]
         if is_layer and repr(part) != repr(usual.get(place)):
             changes[place] = f"torch.nn.{part!r}"
-    return Call(target=f"torchvision.models.{name}", keywords=keywords, changes=changes)
+    return ModelCall(target=f"torchvision.models.{name}", keywords=keywords, changes=changes)
 
 
 def program(inference: Inference, weights: Path, card: Path, image: str = "image.png") -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardtrain
-from shardtrain.recipes.house import GRADIENT, PARAMETER, Call, house
+from shardtrain.recipes.house import GRADIENT, PARAMETER, FunctionCall, house
 
 from pool import each_rank
 from small import Block, OddNet, classify, sgd, shard
@@ -43,7 +43,7 @@ def calls_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 @pytest.mark.parametrize("way", [PARAMETER, GRADIENT], ids=["parameter", "gradient"])
 @each_rank(2)
-def test_a_step_goes_the_way_that_is_drawn(way: tuple[Call, ...]) -> None:
+def test_a_step_goes_the_way_that_is_drawn(way: tuple[FunctionCall, ...]) -> None:
     model = shard(OddNet(), units=[Block])
     optimizer = sgd(model)
     classify(model, 0).backward()
