@@ -14,9 +14,10 @@ from shardtrain import fsdp, public
 
 HEAD = """# Public names
 
-Signatures, and the first paragraph of each docstring: `python -m shardtrain.recipes.api > docs/api.md`. The
-whole docstrings (`help(shardtrain.shard)`) also have shapes, dtypes and errors. [sharding.md](sharding.md)
-explains what the names are for, and [training.md](training.md) the commands. Other names may change."""
+Signatures, and the first paragraph of each docstring: `python -m shardtrain.recipes.api > docs/api.md`.
+`help(shardtrain.shard)` has shapes, dtypes and errors, too. [sharding.md](sharding.md) explains the names,
+[training.md](training.md) the commands. `Averages`: a tensor per parameter, such as
+`optim.Ema(model, decay).averages`, of which every rank calls `update(step)`. Other names may change."""
 PUBLIC = [
     name
     for name, value in sorted(vars(public).items(), key=lambda item: item[0].lower())

@@ -36,7 +36,7 @@ PARAMETER = (
     Call("engine/unit.py", "Unit.show", "waits: the whole parameter"),
     Call("engine/driver.py", "Driver.end_call", "its module returns"),
     Call("engine/schedule.py", "Schedule.leave", "decides what stays"),
-    Call("engine/shard.py", "ShardedParam.show_local", "shows the shard again"),
+    Call("engine/segment.py", "ShardedParam.show_local", "shows the shard again"),
     Call("engine/driver.py", "Driver._reach", "backward needs it again"),
     Call("engine/unit.py", "Unit.release", "frees the full vector"),
 )
@@ -49,7 +49,7 @@ GRADIENT = (
     Call("engine/schedule.py", "Schedule.end_backward", "waits for all reductions"),
     Call("engine/gradient.py", "Sum.means", "this rank's interval"),
     Call("engine/gradient.py", "give", "tells absent ones apart"),
-    Call("engine/shard.py", "ShardedParam.set_grad", "sets .grad of the shard"),
+    Call("engine/segment.py", "ShardedParam.set_grad", "sets .grad of the shard"),
     Call("engine/optimizers.py", "Optimizers.before_step", "an optimizer may step"),
 )
 ROW = 30  # pixels

@@ -9,10 +9,13 @@ where they are recorded. `docs/engine.md` has a hint for every rung.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -97,6 +100,39 @@ class Recorded:
         return call
 
 
+def refuse(text: str) -> NoReturn:
+    """End every rank because of a mistake, which the first one prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
+    sys.exit(2)
+
+
+def module_of(words: list[str]) -> ModuleType:
+    """Import the module that the command line names."""
+    if len(words) != 1:
+        refuse(f"expected the name of one module, such as mine; found {' '.join(words) or 'none'}")
+    name = words[0]
+    if name.endswith(".py") or os.sep in name:
+        refuse(f"{name}: expected the name of a module; say {Path(name).stem}, in the folder of the file")
+    if not all(part.isidentifier() for part in name.split(".")) or not is_importable(name):
+        refuse(
+            f"{name}: there is no module of this name; expected {name}.py in {os.getcwd()}, or a package's"
+        )
+    if "RANK" not in os.environ:
+        refuse(f"no ranks: torchrun --nproc-per-node 2 -m shardtrain.recipes.ladder {name}")
+    module = importlib.import_module(name)
+    if not callable(getattr(module, "shard", None)):
+        refuse(f"{name}: expected a function shard(model) in {module.__file__}")
+    return module
+
+
+def is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # what is before the last dot
+        return False
+
+
 def train(module: ModuleType | None) -> tuple[list[float], list[str], int]:
     """Train for three steps; without ``module`` a replica.
 
@@ -115,6 +151,8 @@ def train(module: ModuleType | None) -> tuple[list[float], list[str], int]:
     if module:
         module.dist = Recorded(events)  # type: ignore[attr-defined]
         model = module.shard(model)
+        if not isinstance(model, nn.Module):
+            refuse(f"{module.__name__}.shard: expected to return the model, returned {model!r}")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(3):
@@ -143,6 +181,8 @@ def rungs(module: ModuleType) -> list[tuple[str, bool]]:
     expected = train(None)[0]
     difference = "" if losses == expected else f": {losses} where a replica has {expected}"
     forwards = [at for at, event in enumerate(events) if event == "forward"]
+    if not forwards:
+        refuse(f"{module.__name__}.shard: the model that it returns calls none of the four blocks")
     gathered = [events[:at].count("gather") for at in forwards]
     blocks = [min(number, BLOCKS) for number in range(2, BLOCKS + 2)]  # one more than computes
     ahead = [part * BLOCKS >= gathered[-1] * least > 0 for part, least in zip(gathered, blocks, strict=True)]
@@ -163,11 +203,10 @@ def rungs(module: ModuleType) -> list[tuple[str, bool]]:
 
 @record
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+    module = module_of(sys.argv[1:])
     dist.init_process_group("gloo")
     try:
-        for rung, stands in rungs(importlib.import_module(sys.argv[1])):
+        for rung, stands in rungs(module):
             if dist.get_rank() == 0:
                 print("yes " if stands else "no  ", rung)
     finally:

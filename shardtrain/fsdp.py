@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
@@ -123,6 +123,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         forward_method(module, method_name)
 
 
+class FullNorm(Tensor):
+    """Be a norm of all gradients, a plain tensor, that answers what FSDP2's scripts ask of their DTensor."""
+
+    __torch_function__ = nn.Parameter.__torch_function__  # results are plain
+
+    def full_tensor(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
 def _accept(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Do nothing: this concerns only speed or memory, which the schedule decides by itself."""
 
@@ -142,7 +151,7 @@ class FSDPModule(Uncopied):
         if unit is not None and unit.shown is Shown.SHARD:
             engine.adopt_changes()
             if engine.driver.is_idle:
-                engine.driver.release_and_cast(unit)
+                engine.driver.reshard_and_cast(unit)
             engine.driver.schedule.show_unannounced(unit)  # until the next forward or update
         return UnshardHandle() if async_op else None  # its `wait` has nothing to wait for
 
@@ -151,8 +160,8 @@ class FSDPModule(Uncopied):
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.FULL:
             engine.driver.changes.require_same_values(unit)
-            engine.driver.schedule.release_unannounced(unit)
-            engine.driver.release_and_cast(unit)
+            engine.driver.schedule.reshard_unannounced(unit)
+            engine.driver.reshard_and_cast(unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or (False) let them wait on each rank."""
@@ -266,6 +275,7 @@ def _shard(root: nn.Module) -> None:
     units = {module: mark.options for module, mark in marks.items()}
     ignored = set[nn.Parameter]().union(*[mark.ignored for mark in marks.values()])
     shard(root, units=units, ignored=ignored, **own.shared)
+    engine_of(root).channel.norms = FullNorm
     for mark in marks.values():
         mark.root = root
 

@@ -1,18 +1,22 @@
 """Steps captured by `shardtrain.capture` on one GPU beside eager ones: bits, milliseconds, launches, memory.
 
-    python tests/gpu_capture.py --out FOLDER            all scenes, at most six minutes
+    python tests/gpu_capture.py --out FOLDER            all scenes, at most seven minutes
     python tests/gpu_capture.py --out FOLDER --dry      tiny models on the CPU: do the scenes run at all
 
 A scene takes some steps on changing inputs as they are, and the same steps captured: losses and parameters
 must be equal in every bit. Where they are not, it takes the eager steps again: kernels that add in no fixed
 order differ from themselves. Then it measures more steps of both kinds. Peers (the plain model, DDP, FSDP2)
-are captured by hand, as torch documents it. The last scene is the training program.
+are captured by hand, as torch documents it. Then two ranks over NCCL do the same, on two GPUs, or on one
+where NCCL 2.30 or newer is loaded and ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set. The last scene is the training
+program.
 
 Scenes run one after the other in one process. If one fails, hangs or ends it, another process goes on with
 the next scene: nobody knows what an error in a capture leaves behind. A finding is printed, and written to
-``FOLDER/captured.jsonl``, as soon as it is there; at the end the table follows, as ``FOLDER/captured.md``.
+``FOLDER/captured.jsonl``, as soon as it is there; at the end the table follows, as ``FOLDER/captured.md``,
+then what was left out, and what went wrong.
 
-Dry, scenes run on the simulated device. DDP and FSDP2 cannot: they take their steps on the CPU, eagerly.
+Dry, scenes run on the simulated device. DDP and FSDP2 cannot: they take their steps on the CPU, eagerly. Two
+ranks have gloo in place of NCCL.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,8 +62,10 @@ from simulated_device import SimulatedDevice
 CHECKOUT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
 LOW = torch.bfloat16
-TOTAL_S = 360
+TOTAL_S = 420
+DRY_SHARE = 30  # limits are so many times as long: cores of a CPU may be busy
 SCENE_S = 60  # a scene that takes longer is stopped
+RANKS_S = 60  # for two ranks
 PROGRAM_S = 90  # for the last scene
 REPLAYS = 6  # of the steps that are compared
 RATE = 1e-4
@@ -145,6 +152,11 @@ TABLE = {
     MANY: (SHARDED, PLAIN, FSDP2, DDP),
     CONVOLUTIONS: (SHARDED, PLAIN, FSDP2, DDP),
 }
+RANKS = "two ranks"
+UNSHARED = (
+    "two ranks over NCCL need two GPUs, or one that they share: with NCCL 2.30 or newer, and "
+    "NCCL_MULTI_RANK_GPU_ENABLE=1"
+)
 PROGRAM = "+recipe=resnet"
 SCENES = {f"{SMALL}: {wrapper}": Scene(wrapper=wrapper) for wrapper in TABLE[SMALL]} | EXTRAS
 for _model in (LARGE, MANY, CONVOLUTIONS):
@@ -249,13 +261,22 @@ def digest_of(model: nn.Module) -> str:
     return sha.hexdigest()[:16]
 
 
+def least(number: int, device: torch.device) -> int:
+    """Return the least number of all ranks, which must take the same steps. Collective."""
+    if dist.get_world_size() == 1:
+        return number
+    value = torch.tensor(number, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    return int(value.item())
+
+
 def milliseconds(action: Callable[[], object], device: torch.device, most: int) -> float:
     """Return the time of one ``action``, the mean of some 1.5 seconds, at least of two and of ``most``."""
     devices.synchronize(device)
     start = time.perf_counter()
     action()
     devices.synchronize(device)
-    rounds = min(max(int(1.5 / (time.perf_counter() - start)), 2), most)
+    rounds = least(min(max(int(1.5 / (time.perf_counter() - start)), 2), most), device)
     start = time.perf_counter()
     for _ in range(rounds):
         action()
@@ -274,10 +295,10 @@ def launches(action: Callable[[], object], device: torch.device) -> int:
 
 
 def drawn(model: Model, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return ``count`` batches, the same at every call."""
+    """Return ``count`` batches of this rank, the same at every call."""
     batches = []
     for number in range(count):
-        random = torch.Generator().manual_seed(number)
+        random = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
         x = torch.randn(model.batch, 3, model.size, model.size, generator=random)
         y = torch.randint(100, (model.batch,), generator=random)
         batches.append((x.to(device), y.to(device)))
@@ -363,11 +384,12 @@ def played(scene: Scene, way: Way, device: torch.device) -> dict[str, Any]:
     captured = figures(True)
     finding |= {"captured_ms": captured.ms, "captured_launches": captured.launches}
     finding |= {"captured_reserved_mb": captured.reserved_mb, "summary": captured.summary}
-    finding |= {"off": apart(eager, captured), "right": equal(eager, captured)}
+    finding |= {"off": apart(eager, captured)}
+    finding["right"] = bool(least(equal(eager, captured), device))
     if not finding["right"]:
         again = figures(False)
         finding["eager_off"] = apart(eager, again)
-        if not equal(eager, again):  # kernels that add in no fixed order: bits tell nothing
+        if not least(equal(eager, again), device):  # kernels that add in no fixed order: bits tell nothing
             finding["right"] = finding["off"] <= max(10 * finding["eager_off"], 5e-3)
     return finding
 
@@ -383,7 +405,10 @@ def place(scene: Scene, is_dry: bool) -> Iterator[torch.device]:
         dist.destroy_process_group()
     else:
         with SimulatedDevice()(pytest.MonkeyPatch()) as simulated, simulated_graph.recorder(simulated):
-            dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=0, world_size=1)
+            if "RANK" in os.environ:
+                dist.init_process_group("gloo")
+            else:
+                dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=0, world_size=1)
             yield GPU
             dist.destroy_process_group()
 
@@ -414,6 +439,21 @@ def run_scenes(names: Sequence[str], way: Way) -> None:
     if not way.is_dry:
         dist.destroy_process_group()
     print("END", flush=True)
+
+
+def run_rank(is_dry: bool) -> None:
+    """Run the first scene as one of two ranks, which torchrun has started; print the finding of both."""
+    device = GPU
+    if not is_dry:
+        device = devices.use(int(os.environ["RANK"]) % torch.cuda.device_count())
+        dist.init_process_group("nccl", device_id=device)
+    with place(Scene(), is_dry) as simulated:
+        finding = played(Scene(), Way(is_dry, counts=False), simulated if is_dry else device)
+        if dist.get_rank() == 0:
+            print(f"FOUND {json.dumps(finding)}", flush=True)
+    gc.collect()
+    if not is_dry:
+        dist.destroy_process_group()
 
 
 # All scenes, from a process that computes nothing.
@@ -467,12 +507,12 @@ def findings(
     out: Path, is_dry: bool, seconds_left: Callable[[], float], command: Command = command_of
 ) -> Iterator[dict[str, Any]]:
     """Yield the finding of each scene as soon as it is there; a scene that is no longer run is ``cut``."""
-    share = 10 if is_dry else 1
+    share = DRY_SHARE if is_dry else 1
     waiting = [*SCENES]
     way = Way(is_dry, counts=True)
 
     def scenes_left() -> float:
-        return min(seconds_left() - share * PROGRAM_S, share * SCENE_S)
+        return min(seconds_left() - share * (PROGRAM_S + RANKS_S), share * SCENE_S)
 
     while waiting and scenes_left() > 15:
         for finding in until_it_ends(command(waiting, way), waiting, out / "captured.txt", scenes_left):
@@ -485,6 +525,7 @@ def findings(
             yield finding
     for name in waiting:
         yield {"what": name, "cut": "no time was left"}
+    yield two_ranks(out, is_dry, min(seconds_left() - share * PROGRAM_S, share * RANKS_S))
     yield program(out, is_dry, seconds_left())
 
 
@@ -523,6 +564,45 @@ def until_it_ends(
             yield finding
 
 
+def two_ranks(out: Path, is_dry: bool, seconds: float) -> dict[str, Any]:
+    """Run the first scene on two ranks over NCCL, which share a GPU if there is only one."""
+    finding: dict[str, Any] = {"what": RANKS}
+    if not is_dry and torch.cuda.device_count() < 2 and not devices.shareable():
+        return finding | {"left_out": UNSHARED}
+    if seconds < 15:
+        return finding | {"cut": "no time was left"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, __file__, "--rank", *(["--dry"] if is_dry else [])]
+    environ = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | ENVIRON
+    process = subprocess.Popen(
+        command,
+        cwd=CHECKOUT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=seconds)
+        ending = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+        text, _ = process.communicate()
+        ending = f"stopped after {seconds:.0f} s"
+    with (out / "captured.txt").open("a", encoding="utf-8") as file:
+        print(text, file=file, flush=True)
+    for line in text.splitlines():
+        if line.startswith("FOUND "):
+            finding |= json.loads(line[6:])
+            return finding if process.returncode == 0 else finding | {"error": f"then {ending}"}
+    if "Duplicate GPU" in text:
+        return finding | {"left_out": f"{UNSHARED}; the NCCL that is loaded is older"}
+    return finding | {"error": f"{ending}: {text[-900:]}"}
+
+
 def program(out: Path, is_dry: bool, seconds: float) -> dict[str, Any]:
     """Train `+recipe=resnet` as it is and with `train.capture=true`; compare scores and images per second."""
     steps = 4 if is_dry else 150
@@ -534,6 +614,7 @@ def program(out: Path, is_dry: bool, seconds: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "shardtrain.train", PROGRAM, f"train.max_steps={steps}", "seed=0"]
         command += [f"device={'cpu' if is_dry else 'cuda'}", f"run.dir={folder}", "monitor.writers=[]"]
         command += [f"train.capture={str(kind == 'captured').lower()}", "resume=none"]
+        command += ["threads=1"] * is_dry
         try:
             done = subprocess.run(
                 command, cwd=CHECKOUT, capture_output=True, text=True, timeout=seconds / 2, check=False
@@ -580,7 +661,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         bits = "" if finding is None or "right" not in finding else "equal" if finding["right"] else "DIFFER"
         cells = [cell(finding, text) for text in titles.values()]
         lines.append(f"| {name} | {' | '.join(cells)} | {bits} |")
-    lines += ["", f"{PROGRAM}: {json.dumps(by_name.get(PROGRAM))}"]
+    lines += ["", *(f"{name}: {json.dumps(by_name.get(name))}" for name in (RANKS, PROGRAM))]
     return "\n".join(lines)
 
 
@@ -607,6 +688,23 @@ def report(out: Path, is_dry: bool, seconds_left: Callable[[], float]) -> Iterat
     (out / "captured.md").write_text(table(found) + "\n", encoding="utf-8")
 
 
+def is_wrong(finding: dict[str, Any]) -> bool:
+    return bool(finding.get("error")) or finding.get("right") is False
+
+
+def last_lines(found: Sequence[dict[str, Any]]) -> list[str]:
+    """List what was left out and why, what peers could not do, and what went wrong."""
+    lines = list[str]()
+    for title, keys in (
+        ("left out", ("cut", "left_out", "card_only")),
+        ("peers that failed", ("peer_error",)),
+    ):
+        reasons = [f"{each['what']}: {each[key]}" for each in found for key in keys if key in each]
+        lines += [f"{title}: {len(reasons) or 'nothing'}", *reasons]
+    wrong = [json.dumps(finding) for finding in found if is_wrong(finding)]
+    return [*lines, f"went wrong: {len(wrong) or 'nothing'}", *wrong]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -616,7 +714,13 @@ def main() -> None:
     parser.add_argument("--total", type=int, default=TOTAL_S, help="seconds for all scenes together")
     parser.add_argument("--no-launches", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--scenes", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.dry:
+        torch.set_num_threads(1)
+    if arguments.rank:
+        run_rank(arguments.dry)
+        return
     if arguments.scenes:
         run_scenes(arguments.scenes, Way(arguments.dry, counts=not arguments.no_launches))
         return
@@ -624,13 +728,14 @@ def main() -> None:
         parser.error("--out is missing: a folder for what is found")
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + arguments.total * (10 if arguments.dry else 1)
-    wrong = 0
+    deadline = time.monotonic() + arguments.total * (DRY_SHARE if arguments.dry else 1)
+    found = list[dict[str, Any]]()
     for finding in report(out, arguments.dry, lambda: deadline - time.monotonic()):
         print(json.dumps(finding), flush=True)
-        wrong += bool(finding.get("error")) or finding.get("right") is False
+        found.append(finding)
     print((out / "captured.md").read_text(encoding="utf-8"), flush=True)
-    sys.exit(1 if wrong else 0)
+    print("\n".join(last_lines(found)), flush=True)
+    sys.exit(1 if any(is_wrong(finding) for finding in found) else 0)
 
 
 if __name__ == "__main__":

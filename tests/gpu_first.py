@@ -10,6 +10,8 @@ the time-out; a finding says what was cut. What went wrong is listed last, and t
 ``FOLDER/findings.jsonl`` gets the findings, ``FOLDER/log.txt`` what the parts printed, and
 ``FOLDER/trace.json`` a trace of three steps. One GPU is enough: one rank runs over NCCL, two ranks share the
 GPU over gloo, and torch's fake process group makes one rank of eight. `test_device.py` runs it dry.
+All ways against the plain model, on up to four ranks, are `tests/engine/test_cuda.py`, and captured steps are
+`gpu_capture.py`: commands of their own.
 """
 
 from __future__ import annotations
@@ -43,8 +45,6 @@ import shardtrain
 from shardtrain import Precision
 from shardtrain import device as devices
 from shardtrain.comm import ProcessGroupTransport
-
-import gpu_capture
 
 sys.path.append(str(Path(__file__).parent / "bench"))  # a folder of scripts
 from contenders import BLOCKS, Contender, adamw, build
@@ -136,22 +136,27 @@ def compare_ways(ways: dict[str, dict[str, Any]], expected: list[float], **usual
 
 
 def train_virtual_ranks(transport: Any) -> None:
-    """Report a digest of the losses of three steps of four virtual ranks."""
+    """Report whether two runs of three steps of four virtual ranks have one digest of losses."""
     with noted("virtual ranks", "gloo" if dist.get_backend() == "gloo" and not DRY else ""):
         torch.use_deterministic_algorithms(True)
-        model = shardtrain.shard(net(), units=[nn.Sequential], transport=transport, virtual_ranks=4)
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        losses = []
-        for step in range(3):
-            for number in shardtrain.introspect(model).virtual_ranks:
-                with shardtrain.virtual_rank(model, number, seed=0, step=step):
-                    loss = model(torch.randn(16, 64, device=DEVICE)).square().mean()
-                    loss.backward()
-                losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        say(what="virtual ranks", digest=hashlib.sha256(str(losses).encode()).hexdigest()[:16])
+        digests = [digest_of_virtual_ranks(transport) for _ in range(2)]
+        say(what="virtual ranks", digest=digests[0], right=digests[0] == digests[1])
         torch.use_deterministic_algorithms(False)
+
+
+def digest_of_virtual_ranks(transport: Any) -> str:
+    model = shardtrain.shard(net(), units=[nn.Sequential], transport=transport, virtual_ranks=4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    losses = []
+    for step in range(3):
+        for number in shardtrain.introspect(model).virtual_ranks:
+            with shardtrain.virtual_rank(model, number, seed=0, step=step):
+                loss = model(torch.randn(16, 64, device=DEVICE)).square().mean()
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return hashlib.sha256(str(losses).encode()).hexdigest()[:16]
 
 
 def check_minus_zero() -> None:
@@ -188,8 +193,7 @@ def nccl() -> None:
     }
     compare_ways(ways, expected, transport=ProcessGroupTransport(dist.group.WORLD))
     compare_ways({"a single rank, silent": {}}, expected)
-    for _ in range(2):
-        train_virtual_ranks(ProcessGroupTransport(dist.group.WORLD))
+    train_virtual_ranks(ProcessGroupTransport(dist.group.WORLD))
     values = [torch.ones(4, device=DEVICE) for _ in range(2)]
     with (
         noted(
@@ -429,14 +433,6 @@ def compiled_program() -> None:
         say(what=f"program, compiled blocks, {precision}", code=done.returncode, tail=tail)
 
 
-def captured() -> None:
-    """Steps as one CUDA graph, by `shardtrain.capture`, beside eager ones and peers: see `gpu_capture.py`."""
-    out = Path(os.environ["GPU_FIRST_OUT"])
-    for finding in gpu_capture.report(out, DRY, seconds_left):
-        say(**finding)
-    print((out / "captured.md").read_text(encoding="utf-8"), flush=True)
-
-
 def trace() -> None:
     """Three steps of a ViT of 12 blocks, as a trace for Perfetto."""
     case = case_of(TRANSFORMER)
@@ -472,17 +468,6 @@ def versions() -> None:
         cudnn=torch.backends.cudnn.version(),
         cpu=devices.processor(),
     )
-
-
-def tests() -> None:
-    """Run `test_cuda.py`."""
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-rs"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/engine/test_cuda.py"]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
-    print(done.stdout + done.stderr, flush=True)
-    last = done.stdout.strip().splitlines()[-1:]
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    say(what="tests/engine/test_cuda.py", code=done.returncode, last=last, failed=failed)
 
 
 def digest_of(folder: Path) -> str:
@@ -547,8 +532,6 @@ PARTS = {  # the most important ones first
     "versions": Part(versions, 20),
     "nccl": Part(nccl, 60, "nccl"),
     "gloo": Part(gloo, 70, "gloo", 2),
-    "captured": Part(captured, 360),
-    "tests": Part(tests, 240),
     "same_bits": Part(same_bits, 100),
     "ways": Part(ways, 80, "nccl"),
     "compiled": Part(compiled, 100, "nccl"),

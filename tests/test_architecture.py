@@ -39,10 +39,6 @@ DENSE: dict[str, list[str]] = {
     "tuple to tuple": [],
     "nested comprehension": [
         "recipes/mini.py",
-        "shardtrain/checkpoint/memory.py",
-        "shardtrain/job/evaluate.py",
-        "shardtrain/job/hydra_app.py",
-        "shardtrain/job/schema.py",
     ],
     "long function": [
         "shardtrain/engine/api.py",

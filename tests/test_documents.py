@@ -294,7 +294,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
     """In lines of code, without docstrings, comments and blank lines: the last files of the course."""
     engine = ROOT / "shardtrain/engine"
     core = [ROOT / "shardtrain/layout.py"]
-    core += [engine / f"{name}.py" for name in ("unit", "shard", "schedule", "gradient", "hooks", "driver")]
+    core += [engine / f"{name}.py" for name in ("unit", "segment", "schedule", "gradient", "hooks", "driver")]
     course = re.findall(r"`(?:shardtrain/(?:engine/)?)?(\w+\.py)`", (ROOT / "docs/engine.md").read_text())
     assert {file.name for file in core} <= {*course}
     others = [file for file in engine.glob("*.py") if file not in core]
@@ -303,6 +303,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
         (r"a core of ([\d,]+) lines of code", core),
         (r"What makes it safe and complete is ([\d,]+) more in `shardtrain/engine/`", others),
         (r"is ([\d,]+) in `shardtrain/comm/`", [*(ROOT / "shardtrain/comm").glob("*.py")]),
+        (r"`shardtrain/collectives/`, ([\d,]+), has", [*(ROOT / "shardtrain/collectives").glob("*.py")]),
     ):
         (lines,) = re.findall(sentence, text)
         assert sum(map(lines_of_code, files)) == pytest.approx(int(lines.replace(",", "")), rel=0.1), sentence

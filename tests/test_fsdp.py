@@ -100,6 +100,22 @@ def tutorial(names: Any) -> list[float]:
     return train(model)
 
 
+def clipped(names: Any) -> list[float]:
+    """Clip with torch's function, whose norm FSDP2 returns as a DTensor."""
+    model = decoder()
+    for layer in model.layers.values():
+        names.fully_shard(layer)
+    names.fully_shard(model)
+    norms = list[float]()
+
+    def clip(number: int) -> None:
+        if number % 2:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3).full_tensor().item())
+
+    losses = train(model, steps=3, before=clip, micro=2)
+    return [*losses, *norms]
+
+
 def torchtitan(names: Any) -> list[float]:
     """``apply_fsdp``: replicas, a list of modules, options per module, no division of gradients."""
     model = decoder()
@@ -280,7 +296,7 @@ def wild(script: Any) -> Any:
     )
 
 
-SCRIPTS = (tutorial, torchtitan, wild(accelerate), wild(lightning), accumulation, nested, alone)
+SCRIPTS = (tutorial, clipped, torchtitan, wild(accelerate), wild(lightning), accumulation, nested, alone)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -2,13 +2,14 @@
 
 `WAYS` has them by name. `sharded` shards the table's model in a way, and `train` takes its steps.
 `train_plain` takes the same steps with the plain model, which computes the micro-batches of all ranks.
-`deviation` compares the two. Nothing here asks which device or transport it runs with.
+`deviation` compares the two. `Recurrent` is a model of its own, since cuDNN moves its weights. Which device
+or transport runs decides the caller.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardtrain
 from shardtrain import Precision
+from shardtrain import device as devices
 from shardtrain.optim import Ema
 
 from small import Block, MakeOptimizer, OddNet, images, sgd
@@ -28,6 +34,9 @@ from small import Block, MakeOptimizer, OddNet, images, sgd
 STEPS = 4
 VIRTUAL_RANKS = 8
 LOW = torch.bfloat16
+CARDS = torch.cuda.device_count()  # real ones
+Between = Callable[[nn.Module, torch.optim.Optimizer, torch.device], object]
+Around = Callable[[torch.device], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,14 @@ class Way:
     placed: bool = False  # the model is on the CPU, and `shard(device=...)` moves it
     averages: float = 0.0  # the decay of an `Ema`, which is compared instead of the weights; 0: there is none
     saves: bool = False  # a checkpoint is saved after a step, and loaded after the parameters have changed
+    reduces_each: bool = False  # all micro-batches are reduced: none is under `no_sync`
+    together: bool = False  # one backward follows the forwards of all micro-batches
+    compiled: str = ""  # "blocks", before they are sharded, or "model", afterwards
+    wrapped: bool = False  # torch's wrapper checkpoints blocks
+    autocast: bool = False  # forwards run under autocast in bf16
+    moved: bool = False  # the model is sharded on the CPU, and `.to` moves it
+    around: Around | None = None  # all steps run inside
+    between: Between | None = None  # called after the first two steps
     replicas: bool = False  # two; the caller of `sharded` gives a mesh or a transport that has them
     tolerance: float = 1e-4
 
@@ -58,6 +75,43 @@ class Way:
     def count(self, world: int) -> int:
         """Return the micro-batches per rank and step."""
         return VIRTUAL_RANKS // world if self.virtual else self.micro_batches
+
+
+def evaluate(model: nn.Module, _: torch.optim.Optimizer, device: torch.device) -> None:
+    model.eval()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            loss_of(model, 90, 0, device)
+    model.train()
+
+
+def read_full_states(model: nn.Module, optimizer: torch.optim.Optimizer, _: torch.device) -> None:
+    with shardtrain.unsharded(model):
+        assert all(param.isfinite().all() for param in model.parameters())
+    shardtrain.full_state_dict(model)
+    shardtrain.optimizer_state_dict(model, optimizer)
+
+
+def work_late(_: nn.Module, __: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let the device be far behind the host, and fill memory that is free with what is no number."""
+    if CARDS:
+        torch.cuda._sleep(20_000_000)  # cycles
+    for _ in range(20):
+        torch.full((1 << 16,), float("nan"), device=device)
+
+
+@contextlib.contextmanager
+def on_own_stream(device: torch.device) -> Iterator[None]:
+    """Launch what is inside on a stream of the user's. A CPU has none."""
+    stream = devices.new_stream(device)
+    if stream is None:
+        yield
+        return
+    before = devices.current_stream(device)
+    stream.wait_stream(before)
+    with devices.inside(stream):
+        yield
+    before.wait_stream(stream)
 
 
 OFFLOAD = {"offload": True}
@@ -89,6 +143,18 @@ WAYS = {
     "virtual ranks": Way(VIRTUAL),
     "replicas": Way(replicas=True),
     "joined": Way(JOINED),
+    "automatic units": Way({"units": None}),
+    "each reduced": Way(micro_batches=3, reduces_each=True),
+    "two forwards": Way(micro_batches=2, together=True),
+    "autocast": Way(autocast=True, tolerance=0.1),
+    "stream": Way(around=on_own_stream),
+    "wrapped": Way(wrapped=True),
+    "moved": Way(moved=True),
+    "compiled blocks": Way(compiled="blocks"),
+    "compiled model": Way(compiled="model"),
+    "evaluation": Way(between=evaluate),
+    "full states": Way(between=read_full_states),
+    "late kernels": Way(between=work_late),
     # Several at once, where one may disturb another.
     "whole, bf16": Way(WHOLE, BF16, tolerance=0.1),
     "kept, no_sync": Way(KEPT, micro_batches=3),
@@ -107,6 +173,8 @@ WAYS = {
     "virtual ranks, bf16": Way(VIRTUAL, BF16, tolerance=0.1),
     "virtual ranks, replicas": Way(VIRTUAL, replicas=True),
     "kept, bf16": Way(KEPT, BF16, tolerance=0.1),
+    "whole, bf16, checkpoint": Way(WHOLE, BF16, saves=True, tolerance=0.1),
+    "offload, full states": Way(OFFLOAD, between=read_full_states),
     "replicas, bf16": Way(precision=BF16, replicas=True, tolerance=0.1),
     "offload, reduce bf16": Way(OFFLOAD, Precision(reduce=LOW), tolerance=0.02),
     "offload, replicas, bf16": Way(OFFLOAD, BF16, micro_batches=2, clip=0.3, replicas=True, tolerance=0.1),
@@ -134,43 +202,62 @@ def build(way: Way) -> nn.Module:
     model = shardtrain.deferred(OddNet) if way.deferred else OddNet()
     for name, param in model.named_parameters():
         param.requires_grad_(not way.frozen or not name.startswith(way.frozen))
+    options = {"preserve_rng_state": False, "determinism_check": "none"}
     if way.recomputes:
-        options = {"preserve_rng_state": False, "determinism_check": "none"}
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    if way.wrapped:
+        wrapper = partial(checkpoint_wrapper, **options)
+        apply_activation_checkpointing(model, wrapper, lambda module: isinstance(module, Block))
     return model
 
 
-def sharded(way: Way, device: torch.device, **usual: Any) -> nn.Module:
-    """Return the model of the table on ``device``, sharded; ``usual``: options of `shard` for all ways."""
+def sharded(way: Way, device: torch.device, compiler: str = "eager", **usual: Any) -> nn.Module:
+    """Return the model of the table on ``device``, sharded.
+
+    ``compiler``: the backend of torch.compile. ``usual``: options of `shard` for all ways.
+    """
     model = build(way)
     if way.placed:
         usual["device"] = device
-    else:
+    elif not way.moved:
         model.to(device)
-    return shardtrain.shard(model, **{"units": [Block], "precision": way.precision, **usual, **way.options})
+    if way.compiled == "blocks":
+        for block in model.blocks:
+            block.compile(backend=compiler)
+    shardtrain.shard(model, **{"units": [Block], "precision": way.precision, **usual, **way.options})
+    if way.compiled == "model":
+        model.compile(backend=compiler)
+    return model.to(device) if way.moved else model
 
 
-def loss_of(model: nn.Module, step: int, number: int, device: torch.device) -> Tensor:
+def loss_of(model: nn.Module, step: int, number: int, device: torch.device, autocast: bool = False) -> Tensor:
     """Return the mean loss on micro-batch ``number`` of the step."""
     x, y = images(step, number)
-    return F.cross_entropy(model(x.to(device)).float(), y.to(device))
+    with torch.autocast(device.type, LOW, enabled=autocast):
+        logits = model(x.to(device))
+    return F.cross_entropy(logits.float(), y.to(device))
 
 
 def compute(
     model: nn.Module, way: Way, scaler: shardtrain.GradScaler, numbers: range, step: int, device: torch.device
 ) -> list[Tensor]:
     """Run forward and backward of the micro-batches ``numbers`` of the step; return their losses."""
+    if way.together:
+        losses = [loss_of(model, step, number, device) for number in numbers]
+        scaler.scale(torch.stack(losses).mean()).backward()
+        return [loss.detach() for loss in losses]
     losses = []
     for number in numbers:
         if way.virtual:
             within = shardtrain.virtual_rank(model, number, seed=0, step=step)
             share = 1
         else:
-            within = contextlib.nullcontext() if number == numbers[-1] else shardtrain.no_sync(model)
+            reduces = way.reduces_each or number == numbers[-1]
+            within = contextlib.nullcontext() if reduces else shardtrain.no_sync(model)
             share = len(numbers)
         with within:
-            loss = loss_of(model, step, number, device)
+            loss = loss_of(model, step, number, device, way.autocast)
             scaler.scale(loss / share).backward()
         losses.append(loss.detach())
     return losses
@@ -190,6 +277,21 @@ def train(
 
     ``folder``: of all ranks, empty, for a way that saves. ``each_step(step)`` is called before each step.
     """
+    with contextlib.nullcontext() if way.around is None else way.around(device):
+        return train_inside(model, way, device, rank, world, folder, optimizer, each_step)
+
+
+def train_inside(
+    model: nn.Module,
+    way: Way,
+    device: torch.device,
+    rank: int,
+    world: int,
+    folder: Path | None,
+    optimizer: MakeOptimizer,
+    each_step: Callable[[int], object],
+) -> Result:
+    """Do what `train` does, inside of what is around."""
     start = dict(build(Way()).named_parameters())
     updates = optimizer(model)
     scaler = shardtrain.GradScaler(device.type, init_scale=way.scale or 1.0, enabled=way.scale > 0)
@@ -211,6 +313,8 @@ def train(
         if way.saves and step == 1:
             assert folder is not None
             load_again(model, updates, folder / "saved")
+        if way.between is not None and step < 2:
+            way.between(model, updates, device)
     with contextlib.nullcontext() if ema is None else ema.swapped():
         state = shardtrain.full_state_dict(model)
     changes = {name: state[name].float() - value.detach() for name, value in start.items()}
@@ -222,7 +326,8 @@ def load_again(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     shardtrain.checkpoint.save(path, model, optimizer)
     for param in model.parameters():
         param.data.fill_(7.0)
-        optimizer.state[param]["momentum_buffer"].fill_(7.0)
+        for value in optimizer.state.get(param, {}).values():  # none of a parameter that is elsewhere
+            value.fill_(7.0)
     shardtrain.checkpoint.load(path, model, optimizer)
 
 
@@ -262,3 +367,44 @@ def deviation(result: Result, expected: Result) -> float:
     difference = torch.cat([(result.updates[name] - names[name]).flatten() for name in names])
     length = torch.cat([update.flatten() for update in names.values()]).norm()
     return max(losses, (difference.norm() / length).item())
+
+
+class Recurrent(nn.Module):
+    """Call `flatten_parameters` before the recurrent network, as torch advises: it moves weights."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.memory = kind(5, 7, batch_first=True)
+        self.fc = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.flatten_parameters()
+        return self.fc(self.memory(x.flatten(1, 2))[0][:, -1])
+
+
+def recurrent(place: torch.device, kind: type[nn.RNNBase] = nn.LSTM) -> nn.Module:
+    torch.manual_seed(0)
+    return Recurrent(kind).to(place)
+
+
+def recurrent_steps(
+    model: nn.Module,
+    device: torch.device,
+    rank: int,
+    size: int,
+    next_step: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Return the losses of a rank's batches; a model that is not sharded computes those of all ranks."""
+    optimizer = sgd(model)
+    losses = []
+    for step in range(3):
+        next_step()
+        for number in range(size):
+            x, y = images(step, rank if size == 1 else number)
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
+            (loss / size).backward()
+            if number == rank or size == 1:
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

@@ -21,5 +21,6 @@ for epoch in range(2):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm over all ranks
         optimizer.step()
         optimizer.zero_grad()
-        print(f"loss {loss.item():.3f}")
+        if dist.get_rank() == 0:
+            print(f"loss {loss.item():.3f}")
 dist.destroy_process_group()

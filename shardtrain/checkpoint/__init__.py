@@ -18,6 +18,7 @@ from torch import nn
 from shardtrain.checkpoint.content import Averages, collect
 from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
+from shardtrain.checkpoint.manifest import problem_with_nul
 from shardtrain.checkpoint.store import Draft, writer_of
 from shardtrain.engine.hooks import engine_of
 from shardtrain.errors import Damaged, SaveFailed
@@ -50,17 +51,19 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    all_ranks = engine_of(module).channel.all_ranks
+    engine = engine_of(module)
+    all_ranks = engine.channel.all_ranks
     path = Path(path)
-    problem = ""
-    if all_ranks.rank == 0:
+    problem = problem_with_nul(path)
+    if all_ranks.rank == 0 and not problem:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 problem = f"{path}: exists already, and a checkpoint is never overwritten"
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
-    content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
+    with engine.driver.hooked.plain():  # a user's hook of a step may save
+        content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
     Draft(path, content, all_ranks, Hosts.one(all_ranks)).save(writer_of(content))
 
 
@@ -92,4 +95,5 @@ def load(
             f"{path} has moving averages of the parameters, which are not loaded: pass averages=ema.averages",
             stacklevel=2,
         )
-    return load_into(opened, module, optimizer, averages)
+    with engine.driver.hooked.plain():
+        return load_into(opened, module, optimizer, averages)

@@ -39,7 +39,7 @@ from shardtrain.comm.norms import plain
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.pieces import LocalPiece
-from shardtrain.engine.shard import plain_name
+from shardtrain.engine.segment import plain_name
 from shardtrain.engine.state_dict import equal_buffers, persistent_buffers
 from shardtrain.errors import SaveFailed
 

@@ -98,7 +98,7 @@ def release(directory: Path, lock: int, *, keep: bool) -> None:
 
 def is_on_disk(directory: Path, disk: Path) -> bool:
     """Return whether ``disk`` has the newest step in ``directory``, whichever run's, or a newer one."""
-    newest = max((step for run in directory.iterdir() for step in steps_in(run)), default=0)
+    newest = max((max(steps_in(run), default=0) for run in directory.iterdir()), default=0)
     return newest <= max(steps_in(disk), default=0)
 
 

@@ -230,9 +230,10 @@ def retain(directory: Path, keep: int, best: int | None = None) -> None:
 
 
 def rehearse(place: Place, all_ranks: Ranks) -> bool:
-    """Save, read, verify and delete a small checkpoint. Return whether directories can be synced. Collective.
+    """Try in ``place`` what a checkpoint needs: save a small one, read, verify and delete it. Collective.
 
-    Raises SaveFailed or Damaged on every rank if the file system lacks something.
+    Returns whether the file system can sync directories. Raises SaveFailed or Damaged on every rank if it
+    cannot do the rest.
     """
     rank = all_ranks.rank
     part = Part("rehearsal", shape=(all_ranks.world,), stride=(1,), start=rank, stop=rank + 1)

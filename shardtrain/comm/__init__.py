@@ -3,7 +3,7 @@
 Read the files in this order. Each imports only from those before it:
 
 - ``trace``: the kinds of collectives, bytes sent, seconds waited
-- ``arithmetic``: sums; ``guard``: ranks that diverge
+- ``arithmetic``: sums; ``guard``: ranks that diverge; ``hints``: what to do about it
 - ``transport``: what a transport is; ``channel``: the collectives of a model, over any transport
 - ``messages``: collectives by messages; ``native``: what a process group can do
 - ``activity``: whether this process works; ``reports``: the guard over gloo, and ranks that are lost
@@ -28,7 +28,13 @@ import torch.distributed as dist
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.native import set_time_out
-from shardtrain.comm.opening import TRANSPORTS, open_transport, plain_transport, ranks_by_host
+from shardtrain.comm.opening import (
+    TRANSPORTS,
+    open_transport,
+    plain_transport,
+    ranks_by_host,
+    require_transport,
+)
 from shardtrain.comm.process_group import (
     BackendTransport,
     MessagesTransport,
@@ -36,7 +42,7 @@ from shardtrain.comm.process_group import (
     guard_world,
 )
 from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.trace import Meter, Wait, meter
+from shardtrain.comm.trace import Meter, WaitKey, meter
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
 from shardtrain.comm.wrappers import Offloaded
 from shardtrain.errors import Diverged, PeerLost

@@ -33,7 +33,7 @@ from shardtrain.comm.trace import (
     Movement,
     count,
 )
-from shardtrain.comm.transport import Alone, Call, Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Alone, Collective, Flat, Gradient, Pending, Transport
 from shardtrain.layout import Layout
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Ranks:
             return
         paths = self.guard.paths
         if what in (ENTER, REPLAY):
-            paths.step += 1
+            paths.forward += 1
         is_begin = what is REPLAY or (what is ENTER and paths.captures)
         if what in NOTES or self.in_place or is_begin:
             self.guard.post(what, name)
@@ -105,6 +105,7 @@ class Channel(Ranks):
     uploads = False
     stepping = False  # an optimizer that was tried steps now (see ``norms.py``); set by the engine
     stages: Sequence[Sequence[int]] = ()
+    norms: type[Tensor] = Tensor  # the class of a norm of all gradients
 
     def __init__(
         self, transport: Transport, all_ranks: Ranks | None = None, guard: Guard | None = None
@@ -165,7 +166,7 @@ class Channel(Ranks):
         sizes = [len(gradient.own) * gradient.full.itemsize for gradient in gradients]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         call = self._call(AVERAGE, name, gradients)
-        return self.transport.average(gradients, means).of(call)
+        return self._guarded(call, lambda: self.transport.average(gradients, means))
 
     def _start(
         self,
@@ -181,14 +182,18 @@ class Channel(Ranks):
         count(kind, (vector.sent for vector in vectors))
         call = self._call(kind, name, vectors)
         trace.begin(verb, name)
+        pending = self._guarded(call, lambda: start(vectors))
+        trace.end(verb, name)
+        return pending
+
+    def _guarded(self, call: Collective, start: Callable[[], Pending[T]]) -> Pending[T]:
+        """Call ``start`` as part of ``call``, whose guard names the cause of an error."""
         try:
-            pending = start(vectors)
+            return start().of(call)
         except RuntimeError as error:  # such as of a connection that the other end has closed
             self.guard.fail(call.position, error)
             raise
-        trace.end(verb, name)
-        return pending.of(call)
 
-    def _call(self, kind: Movement, name: str, vectors: Sequence[Vector]) -> Call:
+    def _call(self, kind: Movement, name: str, vectors: Sequence[Vector]) -> Collective:
         """Post the next collective."""
-        return Call(self.guard, self.guard.post(kind, name), kind, name, vectors[0].full.device)
+        return Collective(self.guard, self.guard.post(kind, name), kind, name, vectors[0].full.device)

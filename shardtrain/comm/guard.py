@@ -25,70 +25,26 @@ from typing import NamedTuple
 
 import torch
 
-from shardtrain.comm.trace import (
-    ADD,
-    ENTER,
-    GATHER,
-    LEAVE,
-    MOVEMENTS,
-    NOTES,
-    REDUCE,
-    REPLAY,
-    STEP,
-    TRAIN,
-    Movement,
-)
+from shardtrain.comm import hints
+from shardtrain.comm.trace import MOVEMENTS, NOTES, REPLAY, Movement
 from shardtrain.errors import Diverged as Diverged
 from shardtrain.errors import PeerLost as PeerLost
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
 KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
 _NOTHING = nullcontext()
-EVERY = 100  # steps from one comparison of hashes to the next, after the first two steps
-
-_STEP_HINT = (
-    ". All ranks must take the same steps and forwards: run what stands under `if rank == 0:`, an evaluation "
-    "for example, on every rank, and skip an update on all ranks or on none, by a number that they have "
-    "all-reduced (shardtrain.comm.all_reduce). If a scaler skips it, use shardtrain.GradScaler: with "
-    "torch.amp.GradScaler each rank decides"
-)
-_UNITS_HINT = (
-    ". Modules that only some ranks call (experts, heads for some images) belong into shard(..., "
-    "conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must run on every "
-    "rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
-    "shardtrain.unsharded(model)"
-)
-_FEWER_HINT = (
-    ". All ranks must make as many steps and forwards: those of which ranks make different numbers "
-    "(generate() to other lengths) belong into shardtrain.unsharded(model)"
-)
-_OF_FORWARDS = {movement.number for movement in (GATHER, REDUCE, ENTER, LEAVE, ADD)}
-_OPTIONS_HINT = (
-    ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
-    "decisions see the mean over ranks (shardtrain.comm.all_reduce)"
-)
-_FROZEN_HINT = (
-    ". Freeze the same parameters on all ranks, at the same point: call requires_grad_() on every rank"
-)
-_ADD_HINT = (
-    ". Ranks must clear gradients at the same point, and make as many backwards under no_sync and outside of "
-    "it: call zero_grad(), backward() and no_sync() on every rank"
-)
-_CAPTURE_HINT = (
-    ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
-    "changes of the model and its optimizer between calls"
-)
+EVERY = 100  # forwards from one comparison of hashes to the next, after the first two
 
 
 class Entry(NamedTuple):
-    """Describe one collective of one rank. ``kind``, ``number`` and ``step`` must be equal on all ranks.
+    """Describe one collective of one rank. ``kind``, ``number`` and ``forward`` must be equal on all ranks.
 
     ``kind``: `Movement.number`. ``number``: a hash of the whole name, whose end is ``name``.
     """
 
     kind: int
     number: int
-    step: int
+    forward: int
     name: str
 
     def pack(self, position: int) -> bytes:
@@ -103,16 +59,16 @@ class Entry(NamedTuple):
 class Paths:
     """Hold the latest collectives of this rank, and those known of the others, by position.
 
-    ``step``: forwards begun, also those of evaluations and of each micro-batch; errors name it. ``end``: the
-    position of this rank's next collective. ``digest``: of all its collectives. ``difference``: the first
-    position at which ranks are known to differ. ``untagged``: some collectives carry no tag. ``captures``:
-    steps may be captured and replayed. ``recording``: one is captured now, so that nothing runs and nothing
-    can be compared.
+    ``forward``: the number of the latest forward, where those of evaluations and of each micro-batch count;
+    errors name it. ``end``: the position of this rank's next collective. ``digest``: of all its collectives.
+    ``difference``: the first position at which ranks are known to differ. ``untagged``: some collectives have
+    no tag. ``captures``: steps may be captured and replayed. ``recording``: one is captured now, so that
+    nothing runs and nothing can be compared.
     """
 
     def __init__(self, rank: int, others: Iterable[int]) -> None:
         self.rank = rank
-        self.step = 0
+        self.forward = 0
         self.end = 0
         self.digest = 0
         self.own: dict[int, Entry] = {}
@@ -122,7 +78,7 @@ class Paths:
         self.captures = False
         self.recording = False
         self._compared = 0  # the position up to which hashes are known to be equal
-        self._compared_step = 0  # and the step
+        self._compared_forward = 0  # and the forward
 
     def add(self, kind: Movement, name: str) -> int:
         """Add this rank's next collective. Return its position."""
@@ -130,7 +86,7 @@ class Paths:
         self.end = self.end + 1
         number = zlib.crc32(name.encode())
         self.digest = hash((self.digest, kind.number, number))  # integers hash alike on all ranks
-        self.own[position] = Entry(kind.number, number, self.step, name[-64:])
+        self.own[position] = Entry(kind.number, number, self.forward, name[-64:])
         self.own.pop(position - KEPT, None)
         if any(self.theirs.values()):  # only after a rank has waited for long
             self._compare([position])
@@ -144,8 +100,8 @@ class Paths:
     def hear(self, rank: int, messages: bytes) -> None:
         """Replace the known collectives of ``rank`` by those that its ``messages`` report."""
         log = {
-            position: Entry(kind, number, step, name.decode(errors="replace").rstrip("\0"))
-            for position, kind, number, step, name in MESSAGE.iter_unpack(messages)
+            position: Entry(kind, number, forward, name.decode(errors="replace").rstrip("\0"))
+            for position, kind, number, forward, name in MESSAGE.iter_unpack(messages)
         }
         self.theirs[rank] = log
         self._compare(log)
@@ -161,7 +117,7 @@ class Paths:
     def hint_of_fewer(self, position: int) -> str:
         """Return what to do if ranks make fewer collectives than this one, which waits at ``position``."""
         entry = self.own.get(position)
-        return _FEWER_HINT if entry is not None and entry.kind in _OF_FORWARDS else ""
+        return hints.FEWER if entry is not None and MOVEMENTS[entry.kind] in hints.OF_FORWARDS else ""
 
     def diverged(self, position: int) -> Diverged:
         """Return the error that names each rank's collective at ``position``."""
@@ -173,53 +129,47 @@ class Paths:
         ambiguous = len({entry.text for entry in shown}) < len(shown)
         texts = []
         for ranks, entry in zip(groups, shown, strict=True):
-            number = f" (number {entry.number}, step {entry.step})" if ambiguous else ""
+            number = f" (number {entry.number}, forward {entry.forward})" if ambiguous else ""
             texts.append(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {entry.text}{number}")
-        step = min(entry.step for entry in shown)
-        steps = [entry.kind == STEP.number for entry in shown]
-        hint = _OPTIONS_HINT if all(steps) else _STEP_HINT if any(steps) else ""
-        if all(entry.kind in _OF_FORWARDS for entry in shown):
-            hint = _UNITS_HINT
-        reducing = {entry.kind == REDUCE.number for entry in shown}
-        if len(reducing) > 1 or any(entry.kind == ADD.number for entry in shown):
-            hint += _ADD_HINT
-        if any(entry.kind == TRAIN.number for entry in shown):
-            hint = _FROZEN_HINT
-        if any(entry.kind == REPLAY.number for entry in shown):
-            hint = _CAPTURE_HINT
-        return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
+        forward = min(entry.forward for entry in shown)
+        hint = hints.hint({MOVEMENTS[entry.kind] for entry in shown})
+        moment = f"forward {forward}" if forward else "outside of forwards"
+        return Diverged(f"{moment}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
     def to_compare(self) -> tuple[int, int, int] | None:
         """Return digest, number and latest kind of collectives, if ranks compare now; see `compare_hashes`.
 
-        They do not if all collectives carry tags, if there were none, or in most steps from the third one on.
-        If one rank swaps two units of equal size between two comparisons, that goes unnoticed.
+        They do not if all collectives carry tags, if there were none, or in most forwards from the third one
+        on. If one rank swaps two units of equal size between two comparisons, that goes unnoticed.
         """
         count = self.end - self._compared
-        is_due = (self.step <= 2 or self.step % EVERY == 0) and not self.recording
+        is_due = self.forward <= 2 or self.forward % EVERY == 0
+        # A replay counts several forwards at once, and may leave the number out.
+        is_due |= self.captures and self.forward // EVERY > self._compared_forward // EVERY
+        is_due &= not self.recording
         return (self.digest, count, self.latest.kind) if self.untagged and count and is_due else None
 
     def compare_hashes(self, hashes: Mapping[int, tuple[int, int, int]]) -> None:
         """Raise `Diverged` unless all ranks have the same hash. ``hashes``: by rank, from `to_compare`."""
-        last = self.step
+        last = self.forward
         kinds = {rank: MOVEMENTS[kind] for rank, (_, _, kind) in hashes.items()}
         if REPLAY in kinds.values() and len({*kinds.values()}) > 1:
             doing = [f"{named([rank])} is {kind.doing} a step" for rank, kind in kinds.items()]
-            raise Diverged(f"step {last}: {odd_ones_out(kinds)}: {', '.join(doing)}{_CAPTURE_HINT}")
+            raise Diverged(f"forward {last}: {odd_ones_out(kinds)}: {', '.join(doing)}{hints.CAPTURE}")
         if len({*hashes.values()}) > 1:
             counts = [f"rank {rank} made {number}" for rank, (_, number, _) in hashes.items()]
-            first = self._compared_step + 1
-            steps = f"steps {first} to {last}" if first < last else f"step {last}"
+            first = self._compared_forward + 1
+            forwards = f"forwards {first} to {last}" if first < last else f"forward {last}"
             difference = f"not the same gathers and reductions in the same order ({', '.join(counts)})"
-            raise Diverged(f"{steps}: {odd_ones_out(hashes)}: {difference}")
+            raise Diverged(f"{forwards}: {odd_ones_out(hashes)}: {difference}")
         self._compared = self.end
-        self._compared_step = last
+        self._compared_forward = last
 
     def where(self, position: int) -> str:
-        """Return a text such as ``step 3, gathering layer1``. Outside of a model there are no steps."""
+        """Return a text such as ``forward 3, gathering layer1``."""
         entry = self.own.get(position)
-        step = f"step {self.step}" if self.step else "a point between steps"
-        return f"{step}, {entry.text if entry else 'an earlier collective'}"
+        forward = f"forward {self.forward}" if self.forward else "a point outside of forwards"
+        return f"{forward}, {entry.text if entry else 'an earlier collective'}"
 
 
 class Guard:

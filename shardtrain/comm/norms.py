@@ -26,11 +26,14 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import ReferenceType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
@@ -50,6 +53,7 @@ from shardtrain.comm.element_wise import (
     is_kernel,
     name_of,
     overwrites,
+    reads_memory,
     reshapes,
     tells_sizes,
 )
@@ -63,6 +67,7 @@ _COMPUTING = """
     round rpow rsub rtruediv sub truediv
     """
 GRADIENT = "a gradient"
+_VMAP = "torch._functorch.vmap"
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
 
@@ -188,6 +193,8 @@ class Mark(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if sys._getframe(1).f_globals["__name__"] == dist.distributed_c10d.__name__:
+            refuse_collective("a collective")  # which copies a list of pieces in C++
         asked: Any = cls.__torch_function__
         return asked(getattr(func, "overloadpacket", func), types, args, kwargs)
 
@@ -215,13 +222,12 @@ class GradientPiece(Mark):
         owners = _first(cls, arguments).owners
         if func in NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
             return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
-        if is_collective(func):
-            refuse_collective(func.__name__)
+        _refuse_caller(func, owners)
         free = owners.stepping
         if not owners.whole:
             if tells_sizes(func) and not free:
                 return _told(func, func(*plain(args), **kwargs), owners)
-            if not (is_element_wise(func, args, cls) or (free and is_kernel(func))):
+            if not (is_element_wise(func, args, cls) or (free and (is_kernel(func) or reads_memory(func)))):
                 _refuse(func, owners.subject)
         if not (owners.whole and free):
             _require_same_elements(func, arguments)
@@ -274,7 +280,7 @@ class PieceNorm(Mark):
         channel = owners.channel()
         if channel and func in NORMS and _order(func, *args, **kwargs) == one.order:
             local = one.plain if one.intervals is None else one.intervals
-            return _over_all_ranks(local, one.order, channel, owners)
+            return _over_all_ranks(local, one.order, channel, owners).as_subclass(channel.norms)
         if channel and func in SAME_NORMS:
             return _same_norms(one, channel, func, args, kwargs)
         if describes(func) or tells_sizes(func):
@@ -458,7 +464,7 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
 
     Raises ValueError if a number would leave that only the owner has.
     """
-    tells = describes(func) or tells_sizes(func)
+    tells = describes(func) or tells_sizes(func) or reads_memory(func)
     if func.__name__ in UNMARKED or (tells and not isinstance(result, Tensor)):
         return result
     pieces = _pieces(args)
@@ -496,6 +502,22 @@ def _told(func: Any, result: Any, owners: Owners) -> Any:
     if func.__name__ == "__len__":  # Python wants a number
         _refuse(func, owners.subject)
     return PieceSize(result) if isinstance(result, int) else tuple(map(PieceSize, result))
+
+
+def _refuse_caller(func: Any, owners: Owners) -> None:
+    """Raise ValueError if a collective asks by ``func``, or ``vmap`` of a tensor that took a piece."""
+    if is_collective(func):
+        refuse_collective(func.__name__)
+    if owners.taken and func.__name__ == "size" and _is_vmap_asking():
+        _refuse_text(f"vmap of a tensor that took {owners.subject}")
+
+
+def _is_vmap_asking() -> bool:
+    """Return whether ``vmap`` asks, which then computes with plain tensors in C++."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals["__name__"] == _VMAP
 
 
 def _marked_by_position(result: Any, first: Sequence[Tensor], piece: GradientPiece) -> Any:

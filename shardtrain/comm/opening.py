@@ -100,6 +100,13 @@ TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
 }
 
 
+def require_transport(kind: object) -> None:
+    """Raise ValueError unless ``kind`` is one of `TRANSPORTS`."""
+    if kind not in TRANSPORTS:
+        *names, last = map(repr, TRANSPORTS)
+        raise ValueError(f"transport must be {', '.join(names)} or {last}, got {kind!r}")
+
+
 def open_transport(
     kind: str = "process_group",
     group: dist.ProcessGroup | None = None,
@@ -113,8 +120,10 @@ def open_transport(
     rows and columns. ``inside``, ``across``: the process groups of this rank's shard group and column, for
     the backend's own collectives.
 
-    Raises ValueError if ranks ask for different kinds, or for shared memory that is not possible.
+    Raises ValueError for another kind, if ranks ask for different ones, or for shared memory that is not
+    possible.
     """
+    require_transport(kind)
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is None or group.size() == 1:
         return Channel(Alone())

@@ -299,7 +299,7 @@ class BackendTransport(ProcessGroupTransport):
         return [device for device, name in kinds if name in native.COMPLETE]
 
     @cached_property
-    def _divisor(self) -> Tensor:
+    def _world_tensor(self) -> Tensor:
         """The number of ranks. Dividing by a tensor takes a third of the time of dividing by a number."""
         return torch.tensor(float(self.world), device="cpu")
 
@@ -461,7 +461,7 @@ class BackendTransport(ProcessGroupTransport):
             if mean is not out:
                 mean.copy_(out)
             if op is _SUM and self.world > 1:
-                mean.div_(self._divisor)
+                mean.div_(self._world_tensor)
 
     def _average(
         self, means: list[Tensor], dtypes: Sequence[torch.dtype], buffers: Sequence[Tensor]

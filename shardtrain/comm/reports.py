@@ -63,6 +63,7 @@ _STATES = (
     ("does nothing", "do nothing"),
     ("is still at work", "are still at work"),
 )
+_MARK = 1 << 30  # of the number that ranks agree on: no model has as many parameters
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
@@ -256,16 +257,35 @@ def _end_all() -> None:
             thread.join(5 * GRACE_S)
 
 
+def _agree_on_number(group: dist.ProcessGroup) -> int:
+    """Return a random number of 24 bits, rank 0's. Collective.
+
+    DistributedDataParallel begins with the same collective, of its number of parameters. So neither side
+    waits: here a number below `_MARK` is refused, and there torch refuses ours.
+
+    Raises ValueError if a rank has sent another number than this does.
+    """
+    own = torch.tensor([_MARK | int.from_bytes(os.urandom(3), "big")], device="cpu")
+    numbers = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(numbers, own, group=group)
+    for rank, number in enumerate(numbers):
+        if int(number) < _MARK:
+            raise ValueError(
+                f"rank {rank} does not call shard(): it has sent {int(number)}, as DistributedDataParallel "
+                "of that many parameters does; every rank must call shard(), between the same collectives"
+            )
+    return int(numbers[0]) - _MARK
+
+
 class Reports(Guard):
     """Track what this rank waits for and what the others have reported. The constructor is collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        number = torch.tensor(int.from_bytes(os.urandom(3), "big"), device="cpu")
-        dist.broadcast(number, group=group, group_src=0)
+        number = _agree_on_number(group)
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards all attributes below
         super().__init__(Paths(group.rank(), peers))
-        self.paths.digest = int(number.item())  # in all tags, so that messages of two models never match
+        self.paths.digest = number  # in all tags, so that messages of two models never match
         # The last one is what this rank waits for: a wait may contain another.
         self._open: list[GuardedWait] = []
         self._asked_s = 0.0  # when this rank last asked where the others are
@@ -347,40 +367,55 @@ class Reports(Guard):
 
     def _raise_failure(self, cause: RuntimeError | None = None) -> None:
         if self._failure is not None:
-            self._links.close(self._lost)
-            self.abort()
+            self._end_waits()
             raise type(self._failure)(str(self._failure)) from cause
+
+    def _end_waits(self) -> None:
+        """Close all connections once the last reports are out, and so end this rank's waits.
+
+        Not in a thread that listens, nor inside the lock that it takes. Ranks that fail together receive each
+        other's last reports meanwhile; else each would wait until ``GRACE_S`` is over.
+        """
+        self._links.close(self._lost)
+        self.abort()
 
     # Called by the threads:
 
     def check(self) -> None:
-        """Ask for reports if this rank has waited for long; fail if it has waited for too long."""
+        """Ask for reports if this rank has waited for long. End its waits once it has failed."""
         with self._changed:
             self._compare()
-            wait = self._waiting
-            now_s = time.monotonic()
-            group = self._links.group()
-            if self._failure is not None or wait is None or group is None:
-                return
-            limit_s = time_out_s(group)
-            if wait.seconds < min(STALL_S, limit_s / 8):
-                return
-            _waits.add(wait)
-            if self._asked_s < wait.since or now_s - self._asked_s > limit_s / 8:
-                self._asked_s = now_s
-                self._links.send(ASKS)
-            awaited = self._missing(wait.position) or self._links.peers
-            wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in awaited))
-            if (left := self._left.intersection(awaited)) and self._diverged_at is None:
-                self._lose(sorted(left), ENDED, wait.position)
-            elif now_s - wait.at_work > limit_s or wait.seconds > MOST * limit_s:
-                self._give_up(wait, awaited, limit_s)
-            elif wait.seconds > limit_s and now_s - wait.at_work < limit_s / 2 and not wait.is_logged:
-                wait.is_logged = True
-                where = self.paths.where(wait.position)
-                text = "rank %d has waited %.0f s at %s for %s"
-                facts = self.paths.rank, wait.seconds, where, named(awaited)
-                logging.getLogger("shardtrain").warning(f"{text}, still at work: it keeps waiting", *facts)
+            self._check_wait()
+            must_end = self._failure is not None and self._waiting is not None
+        if must_end:
+            self._end_waits()
+
+    def _check_wait(self) -> None:
+        """Ask for reports if this rank has waited for long; fail if it has waited for too long."""
+        wait = self._waiting
+        now_s = time.monotonic()
+        group = self._links.group()
+        if self._failure is not None or wait is None or group is None:
+            return
+        limit_s = time_out_s(group)
+        if wait.seconds < min(STALL_S, limit_s / 8):
+            return
+        _waits.add(wait)
+        if self._asked_s < wait.since or now_s - self._asked_s > limit_s / 8:
+            self._asked_s = now_s
+            self._links.send(ASKS)
+        awaited = self._missing(wait.position) or self._links.peers
+        wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in awaited))
+        if (left := self._left.intersection(awaited)) and self._diverged_at is None:
+            self._lose(sorted(left), ENDED, wait.position)
+        elif now_s - wait.at_work > limit_s or wait.seconds > MOST * limit_s:
+            self._give_up(wait, awaited, limit_s)
+        elif wait.seconds > limit_s and now_s - wait.at_work < limit_s / 2 and not wait.is_logged:
+            wait.is_logged = True
+            where = self.paths.where(wait.position)
+            text = "rank %d has waited %.0f s at %s for %s"
+            facts = self.paths.rank, wait.seconds, where, named(awaited)
+            logging.getLogger("shardtrain").warning(f"{text}, still at work: it keeps waiting", *facts)
 
     def _give_up(self, wait: GuardedWait, awaited: Sequence[int], limit_s: float) -> None:
         """Fail because of the ranks that do not answer, that do nothing, or that have worked for too long."""
@@ -463,11 +498,8 @@ class Reports(Guard):
         self._fail(PeerLost(text), ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
-        """Store ``failure``, which all waits raise from now on, and end this rank's wait."""
+        """Store ``failure``, which all waits raise from now on, and report it; `check` ends the waits."""
         self._failure = failure
         self._lost = lost
         self._links.send(TELLS, lost, state)
         self._changed.notify_all()
-        if self._waiting is not None:
-            self._links.close(lost)
-            self.abort()

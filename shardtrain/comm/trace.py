@@ -63,7 +63,7 @@ GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, 
 NOTES = (STEP, TRAIN, ADD)
 
 
-class Wait(NamedTuple):
+class WaitKey(NamedTuple):
     """Name a wait: the collective's kind as it is counted, the unit, and `Meter.during` at that time."""
 
     kind: str
@@ -84,10 +84,10 @@ class Meter:
         self.calls = Counter[str]()
         self.bytes = Counter[str]()
         self.during = ""
-        self._seconds: dict[Wait, float] = {}
-        self._moments: list[tuple[Wait, Any, Any]] = []  # begins and ends not yet added to the seconds
+        self._seconds: dict[WaitKey, float] = {}
+        self._moments: list[tuple[WaitKey, Any, Any]] = []  # begins and ends not yet added to the seconds
 
-    def exposed(self) -> dict[Wait, float]:
+    def exposed(self) -> dict[WaitKey, float]:
         """Return seconds of exposed communication. The host waits for an accelerator."""
         for wait, start, end in self._moments:
             self._seconds[wait] = self._seconds.get(wait, 0.0) + devices.seconds(start, end)
@@ -177,6 +177,6 @@ def _recorded(movement: Movement, unit: str, device: torch.device) -> Iterator[N
         yield
     stop = devices.moment(device)
     for metering in _meters:
-        metering._moments.append((Wait(movement.counted, unit, metering.during), start, stop))
+        metering._moments.append((WaitKey(movement.counted, unit, metering.during), start, stop))
         if isinstance(start, float):  # add at once, since a meter may be open for a whole run
             metering.exposed()

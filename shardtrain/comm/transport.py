@@ -71,7 +71,7 @@ class Gradient(NamedTuple):
 Move = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
-class Call(NamedTuple):
+class Collective(NamedTuple):
     """Identify a collective of this rank for those who watch its wait.
 
     ``position``: in the path that ``guard`` has. ``device``: where the vectors of ``unit`` lie.
@@ -97,10 +97,10 @@ class Pending(Generic[T]):
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._call: Call | None = None
+        self._call: Collective | None = None
         self._result: T
 
-    def of(self, call: Call) -> Pending[T]:
+    def of(self, call: Collective) -> Pending[T]:
         """Wait from now on as part of ``call``."""
         self._call = call
         return self

@@ -27,7 +27,7 @@ from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.extents import require_apart, require_dense_buffers
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import ParamInfo, Segment
+from shardtrain.engine.segment import ParamInfo, Segment
 from shardtrain.engine.unit import Unit, UnitOptions
 from shardtrain.engine.units import Choice, UnitChoice, infos_by_unit, joined, most_bytes, unit_modules
 from shardtrain.engine.virtual import check_sums, require_deterministic_kernels
@@ -231,9 +231,8 @@ def check(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
             f"got {precision!r}"
         )
-    if isinstance(transport, str) and transport not in comm.TRANSPORTS:
-        *names, last = map(repr, comm.TRANSPORTS)
-        raise ValueError(f"transport must be {', '.join(names)} or {last}, got {transport!r}")
+    if isinstance(transport, str):
+        comm.require_transport(transport)
     if mesh is not None:
         _check_mesh(mesh)
     for name, child in module.named_modules():

@@ -8,6 +8,7 @@ its own::
     fixed.py           what a graph has fixed, noted and compared at each call
     rates.py           learning rates in tensors, which a graph reads
     graph.py           one recorded step: its memory, its launches, and the host's part of a replay
+    watchdog.py        replays that do not end
 
 One call of `Captured`::
 
@@ -34,11 +35,14 @@ from torch import nn
 from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.comm.agreement import gather_texts, require_same
+from shardtrain.comm.native import time_out_s
+from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.engine.fixed import Fixed, Watch
 from shardtrain.engine.graph import Graph, Shapes, copied, detached, record, shapes_of
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.rates import Rates
 from shardtrain.engine.uncapturable import WarmUp, refusal
+from shardtrain.engine.watchdog import Watchdog
 
 _log = logging.getLogger("shardtrain")
 
@@ -134,6 +138,7 @@ class Captured:
         self._rates = Rates(optimizer, engine.driver.device)
         self._warm_up = WarmUp(engine, optimizer)
         self._graph: Graph | None = None
+        self._watchdog: Watchdog | None = None  # from the first recording on, if there are other ranks
         self._fixed: Fixed | None = None  # what the graph, or else the latest call, has fixed
         self._shapes: Shapes = None  # of the inputs that were recorded
         self._seen: list[Shapes] = []  # of calls before the first recording, each at most ``warmup`` times
@@ -151,12 +156,15 @@ class Captured:
         if self._graph is None and self._is_ready(shapes):
             self._graph = self._record(shapes, inputs)
             self._shapes = shapes
+            self._watchdog = self._watchdog or self._watch_replays()
         if self._graph is None:
             return self._run_watched(shapes, inputs)
         if self._graph.shapes != shapes:
             return self._run(inputs, SHAPES)
         self._graph.replay(self._engine, inputs)
         self.replayed += 1
+        if self._watchdog is not None:
+            self._watchdog.launched(self.replayed)
         outputs = self._graph.outputs
         return torch_private.tree_map(copied, outputs) if self._copies else outputs
 
@@ -248,6 +256,15 @@ class Captured:
             self._failed = True
             self.release()
             raise
+
+    def _watch_replays(self) -> Watchdog | None:
+        """Watch replays for other ranks that hang, if there are any."""
+        transport = self._engine.channel.all_ranks.transport
+        if transport.world == 1 or not isinstance(transport, ProcessGroupTransport):
+            return None
+        device = self._engine.driver.device
+        paths = self._engine.channel.guard.paths
+        return Watchdog(device, paths, lambda: time_out_s(transport.group, device.type))
 
     def _require_unchanged(self, versions: Sequence[int]) -> None:
         """Raise ValueError if the step itself, as it was recorded, changed what a graph fixes."""

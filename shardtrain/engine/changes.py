@@ -19,19 +19,28 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from shardtrain.engine.shard import Segment, ShardedParam, address_of
+from shardtrain.engine.segment import Segment, ShardedParam, address_of
 from shardtrain.engine.unit import Shown, Unit
 
 Below = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
 
+_version = attrgetter("_version")
 
-# Of each parameter of a unit autograd's version of it, and where it lies. Another dtype or device lies
-# elsewhere, since the memory of what was noted is still held. A named tuple would take three times as long.
-Noted = list[tuple[int, int]]
+
+class Noted(NamedTuple):
+    """Hold autograd's versions of a unit's parameters, and where they lie.
+
+    Another dtype or device lies elsewhere, since the memory of what was noted is still held.
+    """
+
+    versions: list[int]
+    addresses: list[int]
 
 
 class Changes:
@@ -68,7 +77,7 @@ class Changes:
         """
         converted = False
         for unit in self._units:
-            replaced = [segment for segment in unit.segments if any(map(was_replaced, segment.members))]
+            replaced = [segment for segment in unit.segments if _was_replaced(segment)]
             if not replaced or unit.shown is not Shown.SHARD:
                 continue
             for segment in replaced:
@@ -123,11 +132,11 @@ class Changes:
         """
         changed = _differing(unit, self._full)
         move()
-        noted = self._full.get(unit, [])
         if unit.shown is Shown.FULL:
-            for index, (member, (version, _)) in enumerate(zip(unit.members, noted, strict=True)):
+            addresses = self._full[unit].addresses
+            for index, member in enumerate(unit.members):
                 if member not in changed:
-                    noted[index] = version, member.param.data_ptr()
+                    addresses[index] = member.param.data_ptr()
 
     def flattens(self, unit: Unit) -> Callable[[nn.RNNBase], None]:
         """Return what lets a recurrent network move its weights into one buffer while they are whole.
@@ -189,16 +198,19 @@ def trained_in_words(names: Sequence[str]) -> str:
     return f"all but {names[0]} and {len(names) - 1} more ({zlib.crc32(' '.join(names).encode()):08x})"
 
 
-def was_replaced(member: ShardedParam) -> bool:
-    """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave the parameter other storage.
+def _was_replaced(segment: Segment) -> bool:
+    """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave a parameter other storage.
 
     The old storage is still held, so a new one has another address. A module may also hold another object.
     """
-    param = member.param
-    for module, attribute in member.info.holders:
-        if module._parameters.get(attribute) is not param:
+    for member in segment.members:
+        param = member.param
+        for module, attribute in member.info.holders:
+            if module._parameters.get(attribute) is not param:
+                return True
+        if address_of(param) != member.address:
             return True
-    return address_of(param) != member.address
+    return False
 
 
 def _refuse_resized(segment: Segment) -> None:
@@ -264,7 +276,8 @@ def _modules_below(root: nn.Module) -> Below:
 
 
 def _noted(unit: Unit) -> Noted:
-    return [(member.param._version, member.param.data_ptr()) for member in unit.members]
+    params = [member.param for member in unit.members]
+    return Noted([*map(_version, params)], [*map(torch.Tensor.data_ptr, params)])
 
 
 def _differing(unit: Unit, noted: dict[Unit, Noted]) -> list[ShardedParam]:
@@ -273,7 +286,8 @@ def _differing(unit: Unit, noted: dict[Unit, Noted]) -> list[ShardedParam]:
     showed = noted.get(unit, shows)
     if shows == showed:
         return []
-    return [member for member, now, then in zip(unit.members, shows, showed, strict=True) if now != then]
+    pairs = zip(zip(*shows, strict=True), zip(*showed, strict=True), strict=True)
+    return [member for member, (now, then) in zip(unit.members, pairs, strict=True) if now != then]
 
 
 def _has_moved(param: nn.Parameter, held: torch.Tensor) -> bool:

@@ -62,10 +62,13 @@ class Closed:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._closed = set[Unit]()
-        self._classes: dict[type, type] = {}
+        self._classes: dict[type, type] = {}  # closed ones by the class before
+        self._own: dict[type, Any] = {}  # the other way round
 
     def forbid(self, unit: Unit) -> None:
         """Refuse to compute with parameters of ``unit``, until `allow`."""
+        if unit in self._closed:
+            return
         self._closed.add(unit)
         for member in unit.members:
             kind = type(member.param)
@@ -77,14 +80,15 @@ class Closed:
             self._closed.remove(unit)
             for member in unit.members:
                 param = member.param
-                if isinstance(param, ClosedParameter):
-                    own: Any = param.own
+                own = self._own.get(type(param))
+                if own is not None:
                     param.__class__ = own
 
     def _closed_class(self, kind: type) -> type:
         """Return the class of closed parameters of the class ``kind``, a user's own perhaps."""
         closed_class = class_like(kind, ClosedParameter, closed=weakref.ref(self))
         self._classes[kind] = closed_class
+        self._own[closed_class] = kind
         return closed_class
 
     def refuse(self, use: str, param: nn.Parameter) -> NoReturn:

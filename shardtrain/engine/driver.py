@@ -23,11 +23,11 @@ from shardtrain.engine.changes import Changes, frozen, trained_in_words
 from shardtrain.engine.closed import Closed
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import warn_of_scattered
-from shardtrain.engine.users_hooks import call_postponed, postpone
+from shardtrain.engine.users_hooks import Hooked, call_postponed, postpone
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
@@ -40,6 +40,7 @@ class Driver:
         self.root = units[0]
         self.changes = changes
         self.closed = Closed(units)
+        self.hooked = Hooked(units)
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
@@ -71,7 +72,7 @@ class Driver:
         return not (schedule.in_forward or schedule.backward or self.root.shown is Shown.PRIVATE)
 
     @property
-    def under_way(self) -> tuple[str, Unit | None]:
+    def computing(self) -> tuple[str, Unit | None]:
         """The phase of the step, and the unit that computes if it is known."""
         schedule = self.schedule
         if schedule.backward:
@@ -110,6 +111,7 @@ class Driver:
 
     def show(self, unit: Unit) -> None:
         self.closed.allow([unit])
+        self.hooked.pause()  # a backward in a user's hook of a step
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -144,6 +146,7 @@ class Driver:
         if self.schedule.backward:
             return
         self.show_shards()
+        self.hooked.pause()
         self.schedule.begin_forward(self._training())
         for unit in self.units:
             unit.cast()
@@ -177,9 +180,9 @@ class Driver:
     def _training(self) -> set[Unit]:
         return {unit for unit in self.units if unit.trains}
 
-    def release_and_cast(self, unit: Unit) -> None:
+    def reshard_and_cast(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.release_alone(unit, self._training())
+        self.schedule.reshard_alone(unit, self._training())
         unit.cast()
         self.changes.note(unit)
         self._agree_on_frozen()
@@ -215,9 +218,8 @@ class Driver:
         if is_outermost and not schedule.backward:
             if schedule.in_forward:
                 self.closed.allow([unit])
-                self.changes.require_same_shards(unit)
             else:  # called by itself, perhaps after an update
-                self.release_and_cast(unit)
+                self.reshard_and_cast(unit)
             self._refuse_edits_between(unit)
         schedule.enter(unit)
         if is_outermost:
@@ -335,10 +337,12 @@ class Driver:
         for unit in self.units:
             self.reductions[unit].begin_backward()
             for member in unit.members:
-                if member.param._post_accumulate_grad_hooks:
-                    postpone(member.param)
-                if (grad := member.take_grad()) is not None:
-                    self._put_aside.append((member, grad))
+                param = member.param
+                if param._post_accumulate_grad_hooks:
+                    postpone(param)
+                if param.grad is not None:
+                    self._put_aside.append((member, param.grad))
+                    member.take_grad()
         if self._put_aside and not self._has_owners:  # else a rank may own no gradient, and not know
             self.root.channel.fence(ADD, "to the gradients of an earlier backward")
         for unit in self.schedule.shown:
@@ -379,6 +383,8 @@ class Driver:
         call_postponed(given.params)
         if self.schedule.in_forward:
             self._forbid()
+        else:
+            self.hooked.resume()
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []
@@ -411,7 +417,7 @@ class Driver:
 
     def drop_backward(self) -> None:
         """End a backward under way, and drop the gradients that wait."""
-        under_way = [*self._reducing.values()]
+        reducing = [*self._reducing.values()]
         self._reducing.clear()
         self._reduced = []
         for reduction in self.reductions.values():
@@ -419,7 +425,7 @@ class Driver:
         self._put_aside = []
         self._captured.clear()
         self.schedule.drop()
-        for pending in under_way:
+        for pending in reducing:
             pending.settle()
 
 

@@ -33,7 +33,7 @@ _NO_OPTIONS = ("params", "param_names", "initial_lr")  # of groups; the last is 
 
 # The parts of what is noted of one parameter, of one unit, and of torch.
 _OF_PARAMETER = ("requires_grad", "the memory", "the hooks", "the post-accumulate hooks")
-_OF_UNIT = ("the options", "divide_by", "reshard_after_forward", "whether gradients wait")
+_OF_UNIT = ("divide_by", "reshard_after_forward", "whether gradients wait")
 _OF_HOOKS = (
     "the hooks of all modules",
     "the hooks of all optimizers",
@@ -109,7 +109,7 @@ class Watch:
         schedule = driver.schedule
         for unit in driver.units:
             divide_by = driver.reductions[unit].divide_by
-            yield unit.options, divide_by, unit in schedule.keeps, unit in schedule.accumulates
+            yield divide_by, unit in schedule.keeps, unit in schedule.accumulates
 
     def name_of(self, param: nn.Parameter) -> str:
         return self._params[param]
@@ -118,7 +118,7 @@ class Watch:
         """Return what must be alike on all ranks, whose memory lies elsewhere."""
         lines = [f"{len(fixed.modules)} modules and {len(fixed.params)} parameters", f"torch: {fixed.torch}"]
         for unit, entry in zip(self._engine.driver.units, fixed.units, strict=True):
-            lines.append(f"options {entry[1:]} of {unit.title}")
+            lines.append(f"options {entry} of {unit.title}")
         for name, (_, plain, *_) in zip(self._modules.values(), fixed.modules, strict=True):
             lines.append(f"training={dict(plain)['training']} of {name or 'the model'}")
         return lines

@@ -31,7 +31,7 @@ from torch import nn
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.engine.part import strided
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
 
 
@@ -230,7 +230,11 @@ class Reduction:
                     self._awaited.add(member)
                 grad = member.take_grad()
                 if grad is not None:
-                    _require_dense(grad, member.name)
+                    if grad.layout is not torch.strided:
+                        raise ValueError(
+                            f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
+                            "use nn.Embedding(..., sparse=False)"
+                        )
                     stride = member.part.stride
                     grads[member] = grad if grad.stride() == stride else strided(grad, stride)
                 elif member.name in self.arrived and member.param.requires_grad:
@@ -332,14 +336,6 @@ def _join(sums: list[Sum], micro_batch: int) -> None:
             break
         sums.pop()
         left.add(right.grads)
-
-
-def _require_dense(grad: torch.Tensor, name: str) -> None:
-    if grad.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {name} has a sparse gradient, which cannot be sharded; "
-            "use nn.Embedding(..., sparse=False)"
-        )
 
 
 class Given(NamedTuple):

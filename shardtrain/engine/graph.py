@@ -102,8 +102,8 @@ class Graph(NamedTuple):
         self._fill(inputs)
         channel = engine.channel
         paths = channel.guard.paths
-        paths.step += self.counts.forwards - 1
-        channel.fence(REPLAY, self.name)
+        channel.fence(REPLAY, self.name)  # at its first forward, as ranks that run the step
+        paths.forward += self.counts.forwards - 1
         if channel.all_ranks.world > 1:
             with channel.guard.waiting(paths.end - 1):
                 self.launch()
@@ -193,7 +193,7 @@ def _counted_apart(engine: Engine) -> Iterator[Counts]:
     account = engine.units[0].account
     paths = engine.channel.guard.paths
     peak = account.peak
-    first_step = paths.step
+    first_forward = paths.forward
     account.peak = account.now.copy()
     paths.recording = True
     try:
@@ -202,9 +202,9 @@ def _counted_apart(engine: Engine) -> Iterator[Counts]:
             yield counts
     finally:
         counts.peak = (account.peak[0], account.peak[1])
-        counts.forwards = paths.step - first_step
+        counts.forwards = paths.forward - first_forward
         account.peak = [max(pair) for pair in zip(peak, counts.peak, strict=True)]
-        paths.step = first_step  # which the replay counts
+        paths.forward = first_forward  # which the replay counts
         paths.recording = False
 
 

@@ -36,7 +36,7 @@ from shardtrain.engine.module_class import Addition, add, lend
 from shardtrain.engine.optimizers import Optimizers, Trial
 from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import note_shards, note_uncaught
 
@@ -100,6 +100,8 @@ class Engine:
         self._handles += casts.attach(self.units)
         self._handles += closed.attach(self.module, self.units, self.driver.closed)
         self._handles.append(self.module.register_state_dict_pre_hook(self._before_state_dict))
+        after = partial(Engine._after_state_dict, self)  # on which torch sets an attribute
+        self._handles.append(self.module.register_state_dict_post_hook(after))
         self._mark(self.module, _ENGINE, self)
         self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
@@ -139,9 +141,12 @@ class Engine:
         self._handles.append(module.register_forward_hook(after))
 
     def _before_state_dict(self, *_: Any) -> None:
-        """Have a state dict show parameters as they are, also in a user's hook."""
-        self.optimizers.hooked.pause()
+        """Have a state dict show parameters as they are, also in a user's hook of a step."""
+        self.driver.hooked.pause()
         self.driver.refuse_edits()
+
+    def _after_state_dict(self, *_: Any) -> None:
+        self.driver.hooked.resume()
 
     # gradients and optimizers
 
@@ -190,11 +195,12 @@ class Engine:
         if not self.driver.is_idle:
             return
         self.optimizers.end_steps()
-        if self._changes.adopt(self.driver.require_reduced):
-            self._place()
-        self._hook_parameters()
-        self._changes.refuse_attached()
-        self._changes.refuse_meta()
+        with self.driver.hooked.plain():
+            if self._changes.adopt(self.driver.require_reduced):
+                self._place()
+            self._hook_parameters()
+            self._changes.refuse_attached()
+            self._changes.refuse_meta()
 
 
 def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., Any]:
@@ -216,6 +222,8 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
         driver.end_call(unit, leaves(output), error is not None)
         if is_root and unit not in driver.schedule.calls:
             driver.end_forward(error is not None)
+        if driver.is_idle:
+            driver.hooked.resume()
 
     def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.module_class import own_class
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Unit
 
 # Those of torch's layers, the private one of its attention included, and names that models use.
@@ -107,7 +107,7 @@ class Initialization:
         shown = [member for unit, member in inside if unit in units]
         others = [member for unit, member in inside if unit not in units]
         versions = [member.param._version for member in others]
-        with self._shown(units, shown):
+        with self._driver.hooked.plain(), self._shown(units, shown):
             yield
         changed = []
         for member, version in zip(others, versions, strict=True):
@@ -126,7 +126,7 @@ class Initialization:
         try:
             self._driver.show_shards()
             for unit in units:
-                self._driver.schedule.release(unit)
+                self._driver.schedule.reshard(unit)
                 unit.show_private({m: _with_unknown(m) for m in members if m in unit.members})
             yield
             for member in members:

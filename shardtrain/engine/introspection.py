@@ -89,9 +89,9 @@ class Introspection:
         return peak
 
     @property
-    def under_way(self) -> tuple[str, str]:
+    def computing(self) -> tuple[str, str]:
         """The phase of the step (``forward``, ``backward`` or ``rest``) and the unit that computes."""
-        phase, unit = self._engine.driver.under_way
+        phase, unit = self._engine.driver.computing
         return phase, unit.title if unit is not None else "the root"
 
     @property

@@ -17,7 +17,7 @@ from torch import nn
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.user_code import uncompiled
 from shardtrain.engine.users_hooks import Hooked, watch
 from shardtrain.layout import Policy
@@ -54,8 +54,7 @@ class Optimizers:
         # Optimizers whose own code runs now, each with the parameters whose gradient is plain meanwhile.
         self._stepping: weakref.WeakKeyDictionary[Any, list[Plain]] = weakref.WeakKeyDictionary()
         # Those whose gradients are marked as pieces: none on a silent rank.
-        self._member_of = {member.param: member for member in members if member.owners is not None}
-        self.hooked = Hooked(driver.units)
+        self._marked = [member for member in members if member.owners is not None]
 
     def before_step(
         self,
@@ -86,7 +85,7 @@ class Optimizers:
         if not steps:
             return False
         self.end_step(optimizer)  # the last one may have raised
-        self._hooks[optimizer].enclose(optimizer, self.hooked)
+        self._hooks[optimizer].enclose(optimizer, self._driver.hooked)
         driver = self._driver
         driver.reset_failed_backward()
         driver.require_reduced("an optimizer's step()")
@@ -126,14 +125,12 @@ class Optimizers:
         No user's code runs meanwhile: neither a hook nor a closure. For torch's own optimizers gradients are
         plain tensors, since each operation on a piece is a call of Python.
         """
-        self.hooked.pause()  # a hook of another optimizer makes this step
+        self._driver.hooked.pause()  # a hook of another optimizer makes this step
         plain = list[Plain]()
-        if self._member_of and type(optimizer).__module__.startswith("torch.optim."):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    member = self._member_of.get(param)
-                    if member is not None and (piece := member.unmark_grad()) is not None:
-                        plain.append((member, piece))
+        if type(optimizer).__module__.startswith("torch.optim."):
+            for member in self._marked:
+                if (piece := member.unmark_grad()) is not None:
+                    plain.append((member, piece))
         self._stepping[optimizer] = plain
         self._driver.root.channel.stepping = True
 
@@ -143,13 +140,12 @@ class Optimizers:
             member.mark_grad(piece)
         self._driver.root.channel.stepping = bool(self._stepping)
         if not self._stepping:
-            self.hooked.resume()
+            self._driver.hooked.resume()
 
     def end_steps(self) -> None:
-        """End the steps of optimizers that raised: torch calls no hook then. And users' hooks may go on."""
+        """End the steps of optimizers that raised: torch calls no hook then."""
         for optimizer in list(self._stepping):
             self.end_step(optimizer)
-        self.hooked.pause()
 
     @property
     def seen(self) -> list[torch.optim.Optimizer]:

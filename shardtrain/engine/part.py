@@ -36,7 +36,7 @@ class Part:
     stop: int
     whole: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 
@@ -73,7 +73,9 @@ class Part:
 
     def all_at_rest(self, whole: Tensor) -> Tensor:
         """Return ``whole``, all of which is this part, in the shape at rest: itself, or a view of it."""
-        return whole if self.local_shape == self.shape else self.at_rest(whole)
+        return (
+            whole if self.local_shape == self.shape else whole.as_strided(self.local_shape, self.local_stride)
+        )
 
     def flattened(self, piece: Tensor) -> Tensor:
         """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""

@@ -30,7 +30,7 @@ from shardtrain import torch_private
 from shardtrain.comm.element_wise import ATTRIBUTES
 from shardtrain.comm.norms import plain
 from shardtrain.engine.part import Index, Part
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 
 if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
@@ -137,6 +137,7 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
             return  # full inside `unsharded`; the parameter itself with keep_vars=True
         if unit.shown is not Shown.SHARD and called is module:
             value = member.local_view
+        value = plain(value)  # in a user's hook of a step, of a part of the model
         if value.shape == own_part.local_shape:
             state[prefix + attribute] = LocalPiece.of(value, own_part)
 

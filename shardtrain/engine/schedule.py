@@ -6,7 +6,7 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
     begin                  release all
     enter R                gather R, gather A, show R     A followed R in the last forward
     enter A                gather B, show A
-    leave A                release A                     which hides A first, as all releases do
+    leave A                hide A, release A             both are a `reshard`
     enter B, leave B       gather C, show B, hide B       backward begins with the last two calls
     enter C, leave C       show C, hide C
     leave R, end_forward                                  a loss may use the root's parameters
@@ -89,7 +89,7 @@ class Actor(Protocol[U_contra]):
 
 
 @dataclass(eq=False, slots=True)
-class Call(Generic[U]):
+class UnitCall(Generic[U]):
     """Record an outermost call of a unit.
 
     ``announced``: on some rank autograd may run a node that made one of the call's outputs. All ranks then
@@ -107,7 +107,7 @@ class Edge(NamedTuple):
     """Mark the end or the beginning of a call. No two edges have one moment."""
 
     moment: int
-    call: Call[Any]
+    call: UnitCall[Any]
     is_end: bool
 
 
@@ -115,7 +115,7 @@ class Edge(NamedTuple):
 class Forward(Generic[U]):
     """Hold the announced calls of one forward of the root, in the order in which they ended."""
 
-    calls: list[Call[U]] = field(default_factory=list)
+    calls: list[UnitCall[U]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -136,8 +136,8 @@ class Backward(Generic[U]):
     following: dict[int, U] = field(default_factory=dict)  # by moments of ends: the next other unit
     entered: dict[U, None] = field(default_factory=dict)  # units that have been opened, in order
     reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
-    under_way: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
-    bytes_under_way: int = 0  # of their full gradients
+    reducing: deque[U] = field(default_factory=deque)  # reductions that are not finished, the oldest first
+    bytes_reducing: int = 0  # of their full gradients
 
 
 class Schedule(Generic[U]):
@@ -154,7 +154,7 @@ class Schedule(Generic[U]):
         self.trains: set[U] = set(units)
         self.keeps = {unit for unit in units if unit.keeps}
         self.accumulates: frozenset[U] = frozenset()
-        self.calls: dict[U, Call[U]] = {}  # calls under way
+        self.calls: dict[U, UnitCall[U]] = {}  # calls under way
         self.gathered: set[U] = set()  # or being gathered
         self.shown: set[U] = set()
         self.prefetched: dict[U, None] = {}  # gathered, and not shown since
@@ -189,19 +189,19 @@ class Schedule(Generic[U]):
         """Let the next backwards reduce no gradients of ``units``, and those of all others."""
         self.accumulates = frozenset(units)
 
-    def release_alone(self, unit: U, trains: set[U]) -> None:
-        """Release ``unit``, which is called by itself."""
+    def reshard_alone(self, unit: U, trains: set[U]) -> None:
+        """Reshard ``unit``, which is called by itself."""
         self.trains = trains
-        self.release(unit)
+        self.reshard(unit)
 
     # forward
 
     def begin_forward(self, trains: set[U]) -> None:
-        """Release all units as the root is called: gathered values may be from before an update."""
+        """Reshard all units as the root is called: gathered values may be from before an update."""
         assert self.backward is None, "a backward computes again: its calls are not recorded"
         self.trains = trains
         for unit in self.units:
-            self.release(unit)
+            self.reshard(unit)
         self._expected = self._order
         self._following = _next_others(self._expected)
         self._order = []
@@ -221,7 +221,7 @@ class Schedule(Generic[U]):
         if not (self.calls or self.in_forward or self.backward):  # called by itself: a forward of its own
             self.recording = Forward()
         self.moment += 1
-        self.calls[unit] = Call(unit, self.moment)
+        self.calls[unit] = UnitCall(unit, self.moment)
         if self.backward is not None:  # which computes something again
             self._open(self.backward, unit)
             return
@@ -239,7 +239,7 @@ class Schedule(Generic[U]):
         if expected[position : position + 1] != [unit]:
             self._alike = False
             for other in self._in_advance() - {unit}:
-                self.release(other)
+                self.reshard(other)
 
     def _prefetch(self) -> None:
         """Gather what followed in the last forward; where all units keep their full vectors, all of them."""
@@ -257,7 +257,7 @@ class Schedule(Generic[U]):
         self.calls[unit].announced = True
 
     def leave(self, unit: U, learns: bool, unannounced: bool = False) -> None:
-        """Release ``unit`` as a call of it ends, if it is the outermost one.
+        """Reshard ``unit`` as a call of it ends, if it is the outermost one.
 
         ``learns``: a backward may follow. ``unannounced``: perhaps no node announces that it needs the unit.
         """
@@ -283,9 +283,9 @@ class Schedule(Generic[U]):
         if learns and (unit in self.keeps or self._begins_backward(call)):
             self._hide(unit)
         else:
-            self.release(unit)
+            self.reshard(unit)
 
-    def _record(self, call: Call[U]) -> None:
+    def _record(self, call: UnitCall[U]) -> None:
         """Note the end of ``call``: backward will descend through it."""
         self._awaiting.setdefault(call.unit, call.began)
         self.recording.calls.append(call)
@@ -300,7 +300,7 @@ class Schedule(Generic[U]):
             return False
         return len(self._in_advance() | {unit}) <= 2
 
-    def _begins_backward(self, call: Call[U]) -> bool:
+    def _begins_backward(self, call: UnitCall[U]) -> bool:
         """Return whether ``call``, which has ended, is one of the last two before the root's."""
         if not (self.in_forward and self._alike and call.announced and len(self._in_advance()) <= 2):
             return False
@@ -318,7 +318,7 @@ class Schedule(Generic[U]):
             if unit in self.unannounced and not failed:  # of an earlier forward
                 self._show(unit)
             elif failed or unit in self.prefetched or unit in self.shown:
-                self.release(unit)
+                self.reshard(unit)
 
     def show_unannounced(self, unit: U) -> None:
         """Gather and show ``unit``, until the next backward ends: code outside of its calls uses it."""
@@ -331,10 +331,10 @@ class Schedule(Generic[U]):
         for unit in self.unannounced:
             self._hide(unit)
 
-    def release_unannounced(self, unit: U) -> None:
-        """Release ``unit``, which no longer stays gathered until backward."""
+    def reshard_unannounced(self, unit: U) -> None:
+        """Reshard ``unit``, which no longer stays gathered until backward."""
         self.unannounced.pop(unit, None)
-        self.release(unit)
+        self.reshard(unit)
 
     # backward
 
@@ -346,7 +346,7 @@ class Schedule(Generic[U]):
         self.trains = trains
         self.backward = Backward(room, self.accumulates)
         for unit in [*self.prefetched]:  # by a forward, inside which this backward runs
-            self.release(unit)
+            self.reshard(unit)
         for unit in self.unannounced:  # hidden since, or released
             self._show(unit)
         self._descend_into(self.backward, forward)
@@ -355,7 +355,8 @@ class Schedule(Generic[U]):
         """Descend to ``moment``: autograd runs a node that was made then, in ``forward``."""
         backward = self.backward
         assert backward is not None
-        if moment > backward.moment:  # a tensor that only passed through the call
+        # Most nodes were made in the same call as the one before; some tensors only passed through a call.
+        if moment >= backward.moment:
             return
         self._descend(backward, moment)
         if forward is not backward.forward:  # two forwards, one backward
@@ -383,7 +384,7 @@ class Schedule(Generic[U]):
         for unit in ready:
             if unit not in backward.reduced:
                 self._reduce(backward, unit)
-        while backward.under_way:
+        while backward.reducing:
             self._finish_oldest(backward)
         self.unreduced.difference_update(ready)
         self._end()
@@ -404,7 +405,7 @@ class Schedule(Generic[U]):
                 self.recording = self.forward
         for unit in self.units:
             if unit not in self.calls:
-                self.release(unit)
+                self.reshard(unit)
 
     def _descend_into(self, backward: Backward[U], forward: Forward[U]) -> None:
         """Continue at the end of ``forward``."""
@@ -444,7 +445,7 @@ class Schedule(Generic[U]):
         """Release ``unit``, of which an earlier call will be reached: autograd sums the gradients of both."""
         self.opened.discard(unit)
         if unit not in self.calls and unit not in self.unannounced and unit not in self.keeps:
-            self.release(unit)
+            self.reshard(unit)
 
     def _complete(self, backward: Backward[U], unit: U, awaits: bool) -> None:
         """Take the gradients of ``unit``, release it, and start to reduce them.
@@ -457,28 +458,28 @@ class Schedule(Generic[U]):
             self._make_room(backward, unit)  # before `take` allocates another full gradient
         self.act.take(unit)
         if unit not in self.calls and not (awaits and unit in self.unannounced):
-            self.release(unit)
+            self.reshard(unit)
         if reduces:
             self._reduce(backward, unit)
 
     def _make_room(self, backward: Backward[U], unit: U) -> None:
         """Finish reductions until the full gradient of ``unit`` fits beside those under way."""
-        under_way = backward.under_way
+        reducing = backward.reducing
         size = unit.gradient_bytes
-        while under_way and (unit in under_way or backward.bytes_under_way + size > backward.room):
+        while reducing and (unit in reducing or backward.bytes_reducing + size > backward.room):
             self._finish_oldest(backward)
 
     def _reduce(self, backward: Backward[U], unit: U) -> None:
         self._make_room(backward, unit)
         self.act.reduce(unit)
-        backward.under_way.append(unit)
-        backward.bytes_under_way += unit.gradient_bytes
+        backward.reducing.append(unit)
+        backward.bytes_reducing += unit.gradient_bytes
         backward.reduced[unit] = None
 
     def _finish_oldest(self, backward: Backward[U]) -> None:
-        unit = backward.under_way.popleft()
+        unit = backward.reducing.popleft()
         self.act.finish(unit)
-        backward.bytes_under_way -= unit.gradient_bytes
+        backward.bytes_reducing -= unit.gradient_bytes
 
     # movements
 
@@ -500,8 +501,8 @@ class Schedule(Generic[U]):
             self.shown.remove(unit)
             self.act.hide(unit)
 
-    def release(self, unit: U) -> None:
-        """Release ``unit``: its local shards may have changed."""
+    def reshard(self, unit: U) -> None:
+        """Hide and release ``unit``. Its next use gathers it again."""
         self._hide(unit)
         if unit in self.gathered:
             self.gathered.remove(unit)

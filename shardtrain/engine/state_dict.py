@@ -20,7 +20,7 @@ from shardtrain.comm.norms import plain
 from shardtrain.comm.transport import Flat
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.shard import Segment, ShardedParam, plain_name
+from shardtrain.engine.segment import Segment, ShardedParam, plain_name
 from shardtrain.engine.unit import Unit
 
 
@@ -49,11 +49,12 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine.require_rest("unsharded() cannot be called")
     if grads:
         engine.driver.require_reduced("unsharded(grads=True)")
+    engine.driver.hooked.pause()
     engine.driver.forget_nodes()
     gradients = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
-            engine.driver.schedule.release(unit)
+            engine.driver.schedule.reshard(unit)
             _show_copies(unit, grads)
         try:
             yield
@@ -71,6 +72,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             if grad is not None:
                 member.set_grad(grad)
         engine.driver.forget_nodes()
+        engine.driver.hooked.resume()
 
 
 def _kept_grad(member: ShardedParam) -> Tensor | None:
@@ -185,7 +187,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     if problems:
         raise ValueError("nothing was loaded: " + "; ".join(problems))
     for unit in engine.units:
-        engine.driver.schedule.release(unit)
+        engine.driver.schedule.reshard(unit)
         for segment in unit.segments:
             of_members = [values.get(member.name) for member in segment.members]
             interval = segment.from_rank_0(of_members, segment.local)

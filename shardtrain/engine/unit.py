@@ -14,7 +14,7 @@ from torch import nn
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.transport import Pending
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.segment import Segment, ShardedParam
 
 
 class State(Enum):
@@ -127,7 +127,7 @@ class Unit:
 
     @property
     def has_owners(self) -> bool:
-        """Whether each parameter has one rank that owns all of it: ``layout="whole"``."""
+        """Whether one rank owns all of each parameter, as ``layout="whole"`` cuts them."""
         return any(segment.layout.whole for segment in self.segments)
 
     @property
@@ -148,7 +148,7 @@ class Unit:
         """Let the parameters show their local shards. The full vector stays allocated."""
         if self.shown is not Shown.SHARD:
             for member in self.members:
-                member.show_local()
+                member.param.data = member.local_view
             self.shown = Shown.SHARD
 
     def show_private(self, values: Mapping[ShardedParam, torch.Tensor]) -> None:

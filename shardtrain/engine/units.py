@@ -16,7 +16,7 @@ from torch import nn
 
 from shardtrain import torch_private
 from shardtrain.device import unit_bytes_on
-from shardtrain.engine.shard import ParamInfo, plain_name
+from shardtrain.engine.segment import ParamInfo, plain_name
 from shardtrain.engine.unit import Shown, Unit, UnitOptions
 
 UnitChoice = (

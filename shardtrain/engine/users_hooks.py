@@ -14,7 +14,8 @@ ranks, and all else is refused by name. Hooks that an optimizer's class register
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from shardtrain import torch_private
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.engine.closed import PASSING, class_like, name_of_use
-from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 
 Hook = Callable[..., None]
@@ -73,7 +74,11 @@ class HookedParameter(nn.Parameter):
 
 
 class Hooked:
-    """Let parameters of ``units`` be pieces while users' hooks run. Classes of these are written here."""
+    """Let parameters of ``units`` be pieces while users' hooks run. Classes of these are written here.
+
+    They are plain while they show other than shards, for a hook may call the model or `unsharded`, and while
+    the code of torch or of this package works on shards: in a state dict, in a step of another optimizer.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -81,6 +86,7 @@ class Hooked:
         self._members: dict[int, ShardedParam] = {}  # by the parameter's id
         self._classes: dict[type, type] = {}
         self._running = 0  # users' hooks: one may step another optimizer, which has hooks
+        self._plain = 0  # blocks of `plain`
 
     def begin(self) -> None:
         """Let parameters be pieces, until `end` or `pause`."""
@@ -94,8 +100,8 @@ class Hooked:
         self.resume()
 
     def resume(self) -> None:
-        """Undo `pause`, if a hook runs."""
-        if not self._running:
+        """Undo `pause`, if a hook runs and no block of `plain`, for units that show shards."""
+        if not self._running or self._plain:
             return
         for unit in self._units:
             for member in unit.members if unit.shown is Shown.SHARD else ():
@@ -107,13 +113,24 @@ class Hooked:
                     member.param.__class__ = self._classes[kind]
 
     def pause(self) -> None:
-        """Let parameters be plain: a hook calls the model, or steps an optimizer."""
+        """Let parameters be plain until `resume`."""
         for member in self._members.values():
             param = member.param
             if isinstance(param, HookedParameter):
                 own: Any = param.own
                 param.__class__ = own
         self._members.clear()
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Let parameters be plain inside."""
+        self._plain += 1
+        self.pause()
+        try:
+            yield
+        finally:
+            self._plain -= 1
+            self.resume()
 
     def piece(self, value: Any) -> Any:
         """Return a parameter of the model as a piece; any other ``value`` as it is."""

@@ -31,7 +31,7 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.channel import Channel
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import plain_name
+from shardtrain.engine.segment import plain_name
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -78,9 +78,12 @@ def views_of(images: Tensor, tta: int) -> list[tuple[Tensor, float]]:
         padded = F.pad(images, [1] * 4, mode="reflect")
         ends = padded[..., :height, :width], padded[..., -height:, -width:]
         views = [(images, 0.5), *((moved, 0.25) for moved in ends)]
-    if tta > 0:
-        views = [(image, weight / 2) for view, weight in views for image in (view, view.flip(3))]
-    return views
+    if tta == 0:
+        return views
+    with_mirrored = list[tuple[Tensor, float]]()
+    for view, weight in views:
+        with_mirrored += [(view, weight / 2), (view.flip(3), weight / 2)]
+    return with_mirrored
 
 
 CROSS_ENTROPY = Scoring()

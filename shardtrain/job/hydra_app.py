@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -101,7 +102,8 @@ class Sources(NamedTuple):
         if missing := [str(path) for path in own_folders if not os.path.isdir(path)]:
             raise UserError(f"--config-dir: there is no folder {missing[0]}")
         folders = [folder, *own_folders]
-        choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
+        files = chain.from_iterable(each.glob("*/*.yaml") for each in folders)
+        choices = {(file.parent.name, file.stem) for file in files}
         _register_resolvers(folders, choices)
         return Sources(folders, {*ConfigStore.instance().repo, *(group for group, _ in choices)})
 
@@ -125,7 +127,10 @@ class Composed(NamedTuple):
 
 
 def _composed(sources: Sources, words: Sequence[str], name: str = "config") -> Composed:
-    """Return what Hydra composes of the program's file ``name`` and ``words``."""
+    """Let Hydra compose the file ``name``.yaml, the command's ``words`` laid over it.
+
+    Raises UserError for what words, or files that they name, may not set.
+    """
     keys = [key_of(word) for word in words]
     allow = [word for word in words if key_of(word) == "allow"]
     texts = [_as_hydra_takes_it(word, sources.groups) for word in words if word not in allow]
@@ -315,7 +320,7 @@ def _check_own_file(path: Path, group: str) -> list[tuple[str, object]]:
         if key.startswith("hydra."):
             raise UserError(f"{path}: {key}={value}: {COMPOSES}")
     entries = values.get("defaults", []) if isinstance(values, dict) else []
-    named = [choice for entry in entries for choice in _named(entry, group)]
+    named = [*chain.from_iterable(_named(entry, group) for entry in entries)]
     for other, name in named:
         if other.partition("/")[0] == "hydra":
             raise UserError(f"{path}: its defaults list has {other}: {name}: {COMPOSES}")

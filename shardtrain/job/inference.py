@@ -145,7 +145,7 @@ def transform_of(inference: Inference) -> Callable[[Image.Image], Tensor]:
 
 
 def _transforms(inference: Inference) -> list[str]:
-    """Return the calls of torchvision's transforms that turn an image of Pillow into the model's input."""
+    """Write the calls of torchvision's transforms, which turn an image of Pillow into the model's input."""
     side = inference.image_size
     how = f"interpolation=v2.InterpolationMode.{inference.interpolation.upper()}"
     pixels = ["v2.PILToTensor()", "v2.ToDtype(torch.float32, scale=True)"]

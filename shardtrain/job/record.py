@@ -182,14 +182,17 @@ def _own_directory(values: Mapping[str, str]) -> Path | None:
 
 def _has_checkpoints(run: Path) -> bool:
     folder = run / "checkpoints"
-    return folder.is_dir() and any(STEP.fullmatch(name) for name in os.listdir(folder))
+    with reading(f"the run {run}", "expected checkpoints that can be read", OSError):
+        return folder.is_dir() and any(STEP.fullmatch(name) for name in os.listdir(folder))
 
 
 def _file_of(path: Path) -> Path | None:
     """Return the file that has the record of ``path``: a run, one of its checkpoints, or `RUN/best`."""
-    folder = path.parent if path.name == "best" and not path.is_dir() else path
-    candidates = [folder / name for name in (CONFIG, "manifest.json")]
-    return next((file for file in candidates if file.is_file()), None)
+    candidates = []
+    with reading(f"the run {path}", "expected one that can be read", OSError):
+        folder = path.parent if path.name == "best" and not path.is_dir() else path
+        candidates = [folder / name for name in (CONFIG, "manifest.json")]
+        return next((file for file in candidates if file.is_file()), None)
 
 
 def require_record(run: str) -> Path:

@@ -221,7 +221,9 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
 
 def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
     """Return the dataclass whose choices for ``name`` include the section's name."""
-    by_name = {name: cls for cls in classes for name in cls.__dataclass_fields__["name"].metadata["choices"]}
+    by_name: dict[str, Any] = {}
+    for cls in classes:
+        by_name.update(dict.fromkeys(cls.__dataclass_fields__["name"].metadata["choices"], cls))
     if not isinstance(section, dict) or "name" not in section:
         raise UserError(f"{key}={_show(section)}: expected one of {', '.join(by_name)}")
     name = section["name"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtrain.comm.norms import plain
 from shardtrain.engine.hooks import engine_of
 
 
@@ -38,7 +39,7 @@ class Ema:
         self._all_ranks = self._engine.channel.all_ranks
         self._engine.require_rest("Ema() cannot be called")
         # The average of each parameter, of its local shard.
-        self.averages = {param: param.detach().clone() for param in module.parameters()}
+        self.averages = {param: plain(param.detach()).clone() for param in module.parameters()}
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self._buffer_averages = {buffer: buffer.detach().clone() for buffer in buffers}
 

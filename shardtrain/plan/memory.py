@@ -135,7 +135,7 @@ class LiveTensors(TorchDispatchMode):
 
     def _note(self, func: Any, used: dict[int, Tensor], made: dict[int, Tensor]) -> None:
         """Record an operation, with the tensors that it has ``used`` and ``made``, by storage."""
-        phase, unit = self._model.under_way
+        phase, unit = self._model.computing
         if phase != "rest":
             self._phase = phase
         else:  # the batch comes before a forward, the loss after it, and the update after a backward
@@ -221,6 +221,9 @@ def _addresses(tree: object) -> dict[int, Tensor]:
 
 
 def _in_gradient() -> bool:
-    """Return whether autograd runs a parameter's accumulation node, or is at the end of backward."""
+    """Return whether what is allocated in this backward is a gradient.
+
+    It is where autograd runs a parameter's accumulation node, or where it runs no node: at backward's end.
+    """
     node = torch_private.current_autograd_node()
     return node is None or node.name() == "torch::autograd::AccumulateGrad"

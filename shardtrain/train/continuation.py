@@ -90,14 +90,17 @@ def _moved_images(position: Mapping[str, Any], job: Job) -> list[Change]:
 
 
 def _other_counts(position: Mapping[str, Any], job: Job, part: str) -> list[tuple[str, int, int]]:
-    """Return the classes whose number of images in ``part`` has changed: name, saved number, number now."""
+    """Compare the numbers of images per class in ``part`` with those saved in ``position``.
+
+    Return name, saved number and number now of each class in which they differ.
+    """
     before = position.get("counts", {}).get(part, {})
     now = job.class_counts.get(part, {})
     if not before or not now:
         return []
     names = {**before, **now}
     counts = [(name, before.get(name, 0), now.get(name, 0)) for name in names]
-    return [each for each in counts if each[1] != each[2]]
+    return [(name, saved, current) for name, saved, current in counts if saved != current]
 
 
 def rate_warnings(opened: Opened, job: Job, config: Config) -> list[str]:

@@ -24,7 +24,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
 from shardtrain.job.data.check import require_readable
 from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
-from shardtrain.job.errors import Unreadable, UserError, WorkerError
+from shardtrain.job.errors import Unreadable, UserError, WorkerError, reading
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
@@ -215,10 +215,16 @@ def train(config: Config, context: Context) -> float | None:
 
 
 def write_outcome(score: float | None, is_minimised: bool) -> None:
-    """Write the job's best score for the sweep that started it, if one did."""
+    """Write the job's best score for the sweep that started it, if one did. Collective then."""
     path = os.environ.get(OUTCOME_FILE)
-    if path and comm.rank() == 0:
-        Path(path).write_text(json.dumps({"objective": score, "is_minimised": is_minimised}))
+    if not path:
+        return
+
+    def write() -> None:
+        with reading(f"the score for the sweep, {path}", "expected a file that can be written", OSError):
+            Path(path).write_text(json.dumps({"objective": score, "is_minimised": is_minimised}))
+
+    on_rank_0(write)
 
 
 def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Config]:

@@ -81,8 +81,8 @@ def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual
     model.take(*[usual] * usual_steps)
     text = raised_soon(comm.Diverged, lambda: model.take(order if is_last() else usual, usual))
     head, body = text.split(": rank 0 is ")
-    assert head == f"step {usual_steps + 1}: ranks 0 and 1 take different paths"
-    first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body.partition(". Modules that ")[0]).groups()
+    assert head == f"forward {usual_steps + 1}: ranks 0 and 1 take different paths"
+    first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body.partition(". ")[0]).groups()
     assert first != second
     assert {"first", "second"} & {first.split()[-1], second.split()[-1]}
 
@@ -136,10 +136,10 @@ def test_a_rank_or_replica_on_another_path_is_named(
     model.first.register_forward_hook(lambda *a: a[2].register_hook(come_late) and None)
     with patch.object(Reports, "waiting", wait_and_tell):
         text = raised_soon(comm.Diverged, lambda: model.take(order if rank in odd else usual, usual))
-    assert text.startswith("step 2: "), text
+    assert text.startswith("forward 2: "), text
     if len(odd) == 1:
         # Of two ranks in a group, neither is odd; that is known once another has come as far.
-        of_two = "|^step 2: ranks 2 and 3 take different paths" if sizes == (2, 2) else ""
+        of_two = "|^forward 2: ranks 2 and 3 take different paths" if sizes == (2, 2) else ""
         assert re.search("rank 3 takes another path than ranks [01](, | and )[12]" + of_two, text), text
     else:
         assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, text
@@ -152,7 +152,7 @@ def test_a_rank_that_ends_early_is_named() -> None:
         return
     text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
     # It may notice while it starts the gather of the next unit, before it waits for that of the root.
-    at = f"rank {dist.get_rank()} was at step 3, (entering the model|gathering (the root|blocks\\.0))"
+    at = f"rank {dist.get_rank()} was at forward 3, (entering the model|gathering (the root|blocks\\.0))"
     assert re.match(f"rank 1 has ended: {at}", text), text
     assert "make different numbers (generate() to other lengths) belong into shardtrain.unsharded" in text
 
@@ -204,7 +204,7 @@ def test_options_that_differ_between_ranks_are_named(name: str) -> None:
     train(model, optimizer, 2)
     change(optimizer)
     text = raised_soon(comm.Diverged, lambda: train(model, optimizer, 3, start=2))
-    assert text.startswith("step 3: ranks 0 and 1 take different paths: rank 0 is stepping "), text
+    assert text.startswith("forward 3: ranks 0 and 1 take different paths: rank 0 is stepping "), text
     assert f"rank 0 is stepping {first}" in text, text
     assert f"rank 1 is stepping {second}" in text, text
     assert ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau" in text
@@ -254,9 +254,9 @@ def test_a_rank_that_freezes_other_parameters_is_named(name: str, when: str) -> 
         train(model, optimizer, 2, start=3)
 
     told = raised_soon(comm.Diverged, go_on)
-    assert re.match(f"step [234]: ranks 0 and 1 take different paths: .*rank 1 is training {text}", told), (
-        told
-    )
+    assert re.match(
+        f"forward [234]: ranks 0 and 1 take different paths: .*rank 1 is training {text}", told
+    ), told
     assert told.endswith("at the same point: call requires_grad_() on every rank"), told
 
 
@@ -315,7 +315,7 @@ def is_killed(sizes: tuple[int, int] | None, where: str) -> None:
             model.fc.register_full_backward_hook(kill)
     text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 2, start=2))
     named = r"(rank [123] has|ranks \d and \d have)" if sizes else "rank 2 has"
-    assert re.match(rf"{named} ended: rank {dist.get_rank()} was at step 3, ", text), text
+    assert re.match(rf"{named} ended: rank {dist.get_rank()} was at forward 3, ", text), text
 
 
 def all_to_all(**options: bool) -> comm.Work | None:
@@ -356,8 +356,22 @@ def test_a_rank_that_ends_outside_of_models_is_named(name: str, known: bool) -> 
         until(lambda: process_group._guards[dist.group.WORLD]._ended)
     told = raised_soon(comm.PeerLost, WITHOUT_MODELS[name])
     who = "rank(s [01] and)? 2 ha(s|ve)" if name == "shard" else "rank 2 has"  # one has left for it
-    where = "at a point between steps, all-reducing"
+    where = "at a point outside of forwards, all-reducing"
     assert re.match(f"{who} ended: rank {dist.get_rank()} was {where}", told), told
+
+
+@each_rank(2, transport="auto")
+def test_a_replica_that_has_ended_before_averages_start_is_named() -> None:
+    """Its connection is known to be closed."""
+    model = shard(nn.Linear(9, 9), mesh=mesh(2, 1))
+    loss = model(torch.ones(2, 9)).sum()
+    if is_last():
+        dist.destroy_process_group()
+        return
+    guard = introspect(model)._engine.channel.across.guard
+    until(lambda: guard._ended)
+    text = raised_soon(comm.PeerLost, loss.backward)
+    assert text.startswith("rank 1 has ended: rank 0 was at forward 1, averaging "), text
 
 
 @each_rank(2, transport="auto")
@@ -403,7 +417,7 @@ def test_a_stopped_rank_is_named_at_the_time_out_of_the_user(tmp_path: Path) -> 
         os.kill(int(process), signal.SIGCONT)
     waited = rf"rank 1 does not answer: rank {dist.get_rank()} has waited \d+ s"
     told = f"rank 1 does not answer: rank {dist.get_rank()} was"
-    assert re.match(f"({waited}|{told}) at step 3, (entering|gathering) the ", text), text
+    assert re.match(f"({waited}|{told}) at forward 3, (entering|gathering) the ", text), text
 
 
 @each_rank(2, 3, transport="shared")
@@ -432,7 +446,7 @@ def test_a_rank_that_is_busy_alone_is_waited_for(tmp_path: Path) -> None:
             assert said == []
         train(model, optimizer, 1)
     if not is_last():
-        where = "step 3, (entering|gathering) the [a-z]+"
+        where = "forward 3, (entering|gathering) the [a-z]+"
         by = rf"rank {dist.get_rank()} has waited \d+ s at {where} for (rank|ranks [01] and) {last}"
         assert len(checked[3]) == 1
         assert re.match(f"{by}, still at work: it keeps waiting", said[0]), said
@@ -461,9 +475,8 @@ def do_nothing_on_the_last_rank(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         until(lambda: len([*tmp_path.glob("[0-9]")]) == last)
         pipe.write_bytes(b"")
-    waited = (
-        rf"rank {last} does nothing: rank \d (has waited \d+ s|was) at step 3, (entering|gathering) the \w+"
-    )
+    where = r"at forward 3, (entering|gathering) the \w+"
+    waited = rf"rank {last} does nothing: rank \d (has waited \d+ s|was) {where}"
     assert re.fullmatch(
         rf"{waited}; the main thread of rank {last} is at .*test_guard.py:\d+ in read_for_ever.*", text
     ), text
@@ -491,7 +504,9 @@ def test_a_rank_at_work_is_not_waited_for_for_ever(tmp_path: Path) -> None:
         text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
         (tmp_path / "failed").touch()
     if not is_last():
-        told = r"rank 1 is still at work: rank 0 has waited \d+ s at step 3, .*; the main thread of rank 1 is"
+        told = (
+            r"rank 1 is still at work: rank 0 has waited \d+ s at forward 3, .*; the main thread of rank 1 is"
+        )
         assert re.match(told, text), text
 
 
@@ -596,7 +611,7 @@ def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
     models = [trained()[0] for _ in range(2)]
     comm.set_time_out(timedelta(seconds=3))
     text = raised_soon(comm.PeerLost, lambda: models[dist.get_rank()](torch.ones(2, 3, 5, 5)))
-    told = r"rank \d (waits elsewhere|has ended): rank \d (has waited \d+ s|was) at step 3, "
+    told = r"rank \d (waits elsewhere|has ended): rank \d (has waited \d+ s|was) at forward 3, "
     assert re.match(told, text), text
 
 
@@ -646,33 +661,34 @@ def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: 
     transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"]).all_ranks
     tensor = torch.zeros(8 if is_last() else 7)
     assert raised_soon(comm.Diverged, lambda: getattr(transport, what)(tensor)) == (
-        f"step 0: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 bytes, "
-        f"rank 2 is {told} 32 bytes"
+        f"outside of forwards: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 "
+        f"bytes, rank 2 is {told} 32 bytes. All ranks must make the same calls in the same order, with "
+        "tensors of the same sizes: run what stands under `if rank == 0:`, a save for example, on every rank"
     )
 
 
 @contextmanager
 def without_tags() -> Iterator[tuple[Any, Flat]]:
-    """Over gloo's own collectives, which deliver equal sizes whatever they belong to; checks of 4 steps."""
+    """Over gloo's own collectives, which deliver equal sizes whatever they are; checks every 4th time."""
     with patch.object(native, "has_gloo", lambda _: False), patch.object(guard, "EVERY", 4):
         transport = comm.open_transport()
         layout = even([6], transport.world, 1)
         yield transport, Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
 
 
-@pytest.mark.parametrize(("at_step", "told"), [(1, "step 1"), (2, "step 2"), (3, "steps 3 to 4")])
+@pytest.mark.parametrize(("at_forward", "told"), [(1, "forward 1"), (2, "forward 2"), (3, "forwards 3 to 4")])
 @each_rank(3, transport="auto")
-def test_without_tags_a_sum_is_compared_now_and_then(at_step: int, told: str) -> None:
+def test_without_tags_a_sum_is_compared_now_and_then(at_forward: int, told: str) -> None:
     with without_tags() as (transport, flat):
 
-        def steps(first: int, last: int, name: str) -> None:
+        def forwards(first: int, last: int, name: str) -> None:
             for _ in range(first, last):
                 transport.fence(ENTER)
                 transport.gather(name, [flat]).wait()
                 transport.fence(LEAVE)
 
-        steps(1, at_step, "first")
-        text = raised_soon(comm.Diverged, lambda: steps(at_step, 9, "second" if is_last() else "first"))
+        forwards(1, at_forward, "first")
+        text = raised_soon(comm.Diverged, lambda: forwards(at_forward, 9, "second" if is_last() else "first"))
     assert text.startswith(f"{told}: rank 2 takes another path than ranks 0 and 1: not the same gathers")
 
 
@@ -687,7 +703,7 @@ def test_without_gloo_no_memory_is_shared() -> None:
 
 
 @each_rank(2, transport="auto")
-def test_a_backward_is_told_by_the_step_of_its_forward() -> None:
+def test_a_backward_is_told_by_its_forward() -> None:
     with without_tags() as (transport, flat):
         transport.broadcast(torch.zeros(1))  # as a model's initial values are
         transport.fence(ENTER)
@@ -695,7 +711,7 @@ def test_a_backward_is_told_by_the_step_of_its_forward() -> None:
         transport.fence(LEAVE)
         transport.gather("second" if is_last() else "first", [flat]).wait()
         text = raised_soon(comm.Diverged, lambda: transport.fence(LEAVE))
-    assert text.startswith("step 1: ranks 0 and 1 take different paths")
+    assert text.startswith("forward 1: ranks 0 and 1 take different paths")
 
 
 @each_rank(3, transport="auto")
@@ -718,6 +734,14 @@ def test_a_rank_that_is_late_hears_that_others_differ(tmp_path: Path) -> None:
         text = raised_soon(comm.Diverged, gather_twice)
     (tmp_path / f"{transport.rank}").touch()
     assert "rank 1 is gathering other" in text
+
+
+@each_rank(2)
+def test_ranks_that_fail_together_receive_each_other_s_last_reports() -> None:
+    """Neither waits until the time for that is over, which is longer than a test may take."""
+    with patch.object(reports, "GRACE_S", 1000.0):
+        model = shard(TwoPaths(), units=[nn.Linear])
+        raised_soon(comm.Diverged, lambda: model.take("second" if is_last() else "first"))
 
 
 def test_connections_stay_open_until_the_last_report_is_out() -> None:

@@ -1,10 +1,15 @@
 """Steps that are captured and replayed, on the simulated device with a recorder of graphs for it."""
 
+import gc
 import json
 import os
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,8 @@ import shardtrain
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.comm import guard
+from shardtrain.comm.guard import Paths
+from shardtrain.engine.watchdog import LOOKS, Watchdog
 from shardtrain.job import step as program
 from shardtrain.job.errors import UserError
 from shardtrain.job.launch import Context
@@ -36,18 +43,20 @@ import ways
 from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
 from simulated_graph import Recordings, recorder
-from small import Block, OddNet, images, mesh, raised_soon
+from small import Block, OddNet, images, mesh, raised_soon, until
 from tiny import ALONE, TINY, configure
 from ways import WAYS, Way
 
 Step = Callable[..., Any]
 
 # Captured, a way that offloads, scales its loss or has virtual ranks is refused. Averages and checkpoints are
-# no part of a step.
+# no part of a step, and what `in_way` does not do tells nothing here.
 CAPTURABLE = [
     name
     for name, way in WAYS.items()
-    if not (way.virtual or way.scale or "offload" in way.options) and name not in ("EMA", "checkpoint")
+    if not (way.virtual or way.scale or "offload" in way.options)
+    and not (way.around or way.between or way.autocast or way.together or way.reduces_each or way.compiled)
+    and name not in ("EMA", "checkpoint", "whole, bf16, checkpoint")
 ]
 
 
@@ -491,23 +500,53 @@ def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.Lo
     assert lines[0].startswith(f"the captured step is recorded again: {CHANGES[change]}")
 
 
+@contextmanager
+def in_inference_mode() -> Iterator[None]:
+    """Let grad mode be as it was."""
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
 @pytest.mark.parametrize(
-    ("context", "what"),
+    ("before", "after", "what"),
     [
-        (lambda: torch.autocast("cuda", torch.bfloat16), "autocast was False and is True"),
-        (lambda: torch.no_grad(), "grad mode was True and is False"),
+        (nullcontext, partial(torch.autocast, "cuda", torch.bfloat16), "autocast was False and is True"),
+        (
+            partial(torch.autocast, "cuda", torch.bfloat16),
+            partial(torch.autocast, "cuda", torch.float16),
+            "the dtype of autocast was torch.bfloat16 and is torch.float16",
+        ),
+        (nullcontext, torch.no_grad, "grad mode was True and is False"),
+        (nullcontext, in_inference_mode, "inference mode was False and is True"),
     ],
-    ids=["autocast", "no_grad"],
+    ids=["autocast", "dtype", "no_grad", "inference"],
 )
 def test_another_mode_of_torch_records_again(
-    records: Recordings, caplog: pytest.LogCaptureFixture, context: Callable[[], Any], what: str
+    records: Recordings,
+    caplog: pytest.LogCaptureFixture,
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    what: str,
 ) -> None:
     run = Run(True, warmup=1)
-    run.losses(range(2))
-    with context(), suppress(RuntimeError):  # no_grad: there is no backward
+    with before():
+        run.losses(range(2))
+    with after(), suppress(RuntimeError):  # no_grad, inference_mode: there is no backward
         run.losses(range(2, 3))
     assert what in caplog.text
     assert run.step.eager["after a change"] == 1
+
+
+def test_units_whose_gradients_are_to_wait_record_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As `set_requires_gradient_sync(False)` of `shardtrain.fsdp` has it. A replay would reduce them."""
+    with simulated(1):
+        run = Run(True, model=sharded(transport=comm.ProcessGroupTransport(dist.group.WORLD)), warmup=1)
+        run.losses(range(2))
+        engine = run.model._shardtrain_engine
+        engine.driver.schedule.accumulate([engine.units[1]])
+        with pytest.raises(ValueError, match="gradients wait"):
+            run.losses(range(2, 3))
+    assert "whether gradients wait of blocks.0 was False and is True" in caplog.text
 
 
 def test_deterministic_kernels_and_the_precision_of_products_record_again(
@@ -723,9 +762,9 @@ def test_counts_go_on_in_replays() -> None:
             info.take_gathered_peak()
             with comm.meter() as meter:
                 run.step(batch(3), batch(10), batch(11))
-            step = info.transport.guard.paths.step
+            forward = info.transport.guard.paths.forward
             exposed = dict(meter.exposed())
-            counts.append((meter.calls, meter.bytes, info.take_gathered_peak(), info.gathered, step))
+            counts.append((meter.calls, meter.bytes, info.take_gathered_peak(), info.gathered, forward))
         assert counts[0] == counts[1]
         assert counts[0][0]["all_gather"] > 0
         assert exposed == {}
@@ -1165,7 +1204,7 @@ def test_a_rank_that_runs_what_another_replays_is_named() -> None:
         with pytest.raises(comm.Diverged) as raised:
             run.step(*batch(5, 0, odd))
         text = str(raised.value)
-        assert text.startswith("step 6: ranks 0 and 1 take different paths: rank 0 is replaying a step, ")
+        assert text.startswith("forward 6: ranks 0 and 1 take different paths: rank 0 is replaying a step, ")
         assert "rank 1 is entering a step. A captured step must run on all ranks alike: inputs of" in text
 
 
@@ -1178,8 +1217,30 @@ def test_ranks_that_replay_different_steps_are_named() -> None:
         if dist.get_rank() == 1:
             run.model.blocks[1].eval()
         run.losses(range(3, 5))
-        with pytest.raises(comm.Diverged, match="steps 3 to 6: ranks 0 and 1 take different paths"):
+        with pytest.raises(comm.Diverged, match="ranks 0 and 1 take different paths"):
             run.losses(range(5, 6))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@each_rank(2, transport="auto")
+def test_replays_of_several_forwards_are_compared_as_often(evaluates: bool) -> None:
+    """Their forwards are counted at once, so that the number at which paths are compared may be left out."""
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        step = partial(in_way, WAYS["no_sync"])
+        run = Run(True, step=step, model=sharded(transport="process_group"), warmup=1)
+        if evaluates:
+            evaluate(run)
+
+        def train(steps: range) -> None:
+            for number in steps:
+                run.step(batch(number), batch(10))
+
+        train(range(2))
+        name = f"of rank {dist.get_rank()}"
+        run.step._graph = run.step._graph._replace(name=name)
+        with pytest.raises(comm.Diverged, match="ranks 0 and 1 take different paths"):
+            train(range(2, 5))
 
 
 @each_rank(2, transport="auto")
@@ -1232,7 +1293,7 @@ def test_a_rank_that_is_lost_ends_the_replays_of_others() -> None:
         if dist.get_rank() == 1:
             return
         text = raised_soon(comm.PeerLost, lambda: run.losses(range(4, 6)))
-        assert re.match("rank 1 has ended: rank 0 was at step 5, replaying a step", text), text
+        assert re.match("rank 1 has ended: rank 0 was at forward 5, replaying a step", text), text
 
 
 def with_sums(model: nn.Module, optimizer: torch.optim.Optimizer, of_host: bool) -> Step:
@@ -1380,6 +1441,136 @@ def test_memory_that_nccl_would_register_wrongly_is_refused(
         Run(True)
 
 
+# Replays that do not end.
+
+
+def watchdog_of(run: Run) -> Watchdog:
+    watchdog = run.step._watchdog
+    assert isinstance(watchdog, Watchdog)
+    return watchdog
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "shardtrain-replays"}
+
+
+def test_a_replay_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a whole time-out of looks, by its number, the host's step and where the host waits."""
+    with simulated(8) as (device, _):
+        run = Run(True, model=sharded(), warmup=1)
+        run.losses(range(3))
+        watchdog = watchdog_of(run)
+        assert watchdog.look() == ""
+        inputs = batch(3)
+        device.next_step()
+        run.step(*inputs)
+        assert device.waits == []
+        assert watchdog.look() == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(devices.HostNumber, "write", lambda *_: None)  # the device does not get there
+            run.losses(range(4, 6))
+        assert [watchdog.look() for _ in range(LOOKS)] == [""] * LOOKS
+        reason = watchdog.look()
+        assert reason.startswith(
+            "rank 2 ends: replay 4 of the captured step has taken more than 1800 s, the time-out of the "
+            "process group. The host was at forward 6, replaying a step ("
+        )
+        assert "), its main thread at " in reason
+        assert "from test_capture.py:" in reason
+        assert reason.endswith(
+            "Another rank hangs, has ended or makes other collectives: see where the others are"
+        )
+        run.losses(range(6, 7))
+        assert watchdog.look() == ""
+        assert list(device.findings) == []
+
+
+def test_pauses_and_slow_replays_are_no_alarm() -> None:
+    with simulated(8):
+        run = Run(True, model=sharded(), warmup=1)
+        run.losses(range(3))
+        watchdog = watchdog_of(run)
+        assert not any(watchdog.look() for _ in range(3 * LOOKS))  # nothing has been launched since
+        watchdog.launched(100)  # the host is far ahead
+        for number in range(3, 50):
+            watchdog._ended.write(number)
+            assert not any(watchdog.look() for _ in range(LOOKS))
+
+
+def test_only_replays_with_other_ranks_have_a_thread() -> None:
+    gc.collect()
+    before = threads()
+    with simulated():
+        Run(True, warmup=1).losses(range(3))
+    with simulated(1):
+        transport = comm.ProcessGroupTransport(dist.group.WORLD)
+        Run(True, model=sharded(transport=transport), warmup=1).losses(range(3))
+    assert threads() <= before
+    with simulated(8):
+        run = Run(True, model=sharded(), warmup=1)
+        run.losses(range(1))
+        assert threads() <= before
+        run.losses(range(1, 3))
+        run.step.release()
+        run.losses(range(3, 5))
+        assert len(threads() - before) == 1
+        del run
+        gc.collect()
+        until(lambda: threads() <= before)
+
+
+@each_rank(2, transport="auto")
+def test_the_time_out_is_that_of_the_process_group() -> None:
+    with simulated_rank():
+        run = Run(True, model=sharded(transport="process_group"), warmup=1)
+        run.losses(range(3))
+        comm.set_time_out(timedelta(seconds=77))
+        assert watchdog_of(run).time_out_s() == 77
+
+
+def test_the_thread_ends_with_the_process_group() -> None:
+    def time_out_s() -> float:
+        if ended:
+            raise ValueError
+        return 0.1
+
+    before = threads()
+    ended = list[bool]()
+    watchdog = Watchdog(torch.device("cpu"), Paths(0, [1]), time_out_s)
+    assert len(threads() - before) == 1
+    ended.append(True)
+    until(lambda: threads() <= before)
+    assert watchdog.look() == ""
+
+
+HANGS = """
+import ctypes, time, torch
+from shardtrain.comm.guard import Paths
+from shardtrain.engine.watchdog import LOOKS, Watchdog
+
+time_out_s = 0.2
+looks = []
+watchdog = Watchdog(torch.device("cpu"), Paths(0, [1]), lambda: looks.append(0) or time_out_s)
+watchdog.launched(1)
+while len(looks) < 3 * LOOKS:
+    time.sleep(0.01)
+print("has paused", flush=True)
+watchdog._ended.write = lambda number: None  # the device does not get there
+time_out_s = 1.0
+watchdog.launched(2)
+ctypes.CDLL(None).pause()
+"""
+
+
+def test_the_process_ends_while_the_host_waits_outside_of_python() -> None:
+    """Not while it pauses between steps."""
+    command = [sys.executable, "-c", HANGS]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (result.returncode, result.stdout) == (1, "has paused\n"), result.stderr
+    assert "rank 0 ends: replay 2 of the captured step has taken more than 1 s, the time-out" in result.stderr
+    assert "its main thread at <string>:16 in <module>" in result.stderr
+
+
 # The training program.
 
 
@@ -1403,8 +1594,10 @@ def saved(folder: Path) -> dict[str, Tensor]:
     "keys",
     [
         ("optim=sgd",),
-        ("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
-        ("optim=adamw", "train.accumulate=2", "train.class_weights=[1,9,1,4,1,1,1,1,1,1]"),
+        (
+            *("optim=adamw", "train.accumulate=2", "ema.decay=0.5"),
+            "train.class_weights=[1,9,1,4,1,1,1,1,1,1]",
+        ),
     ],
 )
 def test_the_program_replays_its_steps(tmp_path: Path, keys: tuple[str, ...]) -> None:

@@ -1,9 +1,13 @@
 """The CUDA paths, and the table of ways on real devices. Tests skip where they lack one device, or two.
 
-    python -m pytest -n 0 -rs tests/engine/test_cuda.py           on a machine with a card
-    python -m pytest -n 0 tests/engine/test_cuda.py --long        without: the table on the CPU
+    python -m pytest -n 1 -rs tests/engine/test_cuda.py           on a machine with a card
+    python -m pytest -n 1 tests/engine/test_cuda.py --long        without: the table on the CPU
 
 Ranks may share one card where NCCL is 2.30 or newer and ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set.
+
+A row of the table that raises, aborts or hangs ends its processes, since nobody knows what it leaves on a
+card; others go on with the next row. A test that hangs in a driver hears no signal: a thread ends its
+process, and pytest, with ``-n 1``, goes on in another one. With ``-n 0`` it would end there.
 """
 
 import contextlib
@@ -12,12 +16,13 @@ import datetime
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,10 +43,26 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.layout import Policy
 
 from small import Block, MakeOptimizer, OddNet, assert_at_rest, images, sgd
-from ways import WAYS, Way, deviation, sharded, train, train_plain
+from ways import (
+    BF16,
+    FP16,
+    OFFLOAD,
+    VIRTUAL,
+    WAYS,
+    Way,
+    compute,
+    deviation,
+    recurrent,
+    recurrent_steps,
+    sharded,
+    train,
+    train_plain,
+)
 
 CARDS = torch.cuda.device_count()
-LIMIT_S = 400  # of all ways in one process group
+LIMIT_S = 400  # of all rows in one world
+ROW_S = 90  # a row that takes longer is given up; the first one has the start-up of its processes, too
+pytestmark = pytest.mark.timeout(120, method="thread")
 one_gpu = pytest.mark.skipif(not CARDS, reason="needs a CUDA device")
 two_gpus = pytest.mark.skipif(CARDS < 2, reason="needs two CUDA devices")
 
@@ -66,42 +87,117 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def is_refused(way: Way, backend: str, world: int, device: torch.device) -> bool:
-    """Return whether gloo refuses a way by name: with tensors of a device it moves equal intervals only."""
-    cannot = backend == "gloo" and device.type != "cpu" and world > 1
-    return cannot and (way.virtual or "layout" in way.options)
+class Place(NamedTuple):
+    """Say where a row runs. ``folder``: empty, of all ranks."""
+
+    backend: str
+    rank: int
+    world: int
+    device: torch.device
+    folder: Path
+
+    def options(self, way: Way) -> dict[str, Any]:
+        """Return options of `shard`."""
+        if self.world == 1:
+            return {"transport": ProcessGroupTransport(dist.group.WORLD)}
+        options: dict[str, Any] = {"transport": "process_group"}
+        if way.replicas:
+            options["mesh"] = init_device_mesh(self.device.type, (2, self.world // 2))
+        return options
+
+    def model(self, way: Way) -> torch.nn.Module:
+        compiler = "inductor" if self.device.type == "cuda" else "eager"
+        return sharded(way, self.device, compiler, **self.options(way))
+
+    def expects(self, way: Way) -> contextlib.AbstractContextManager[Any]:
+        """Expect that gloo refuses a way by name: with tensors of a device it moves equal intervals only."""
+        cannot = self.backend == "gloo" and self.device.type != "cpu" and self.world > 1
+        if cannot and (way.virtual or "layout" in way.options):
+            return pytest.raises(ValueError, match="gloo")
+        return contextlib.nullcontext()
 
 
-def outcome(
-    way: Way,
-    backend: str,
-    rank: int,
-    world: int,
-    device: torch.device,
-    folder: Path,
-    optimizer: MakeOptimizer,
-) -> str:
-    """Train in one way, beside the plain model; return what is wrong, or an empty text."""
-    usual: dict[str, Any] = {"transport": "process_group"}
-    if world == 1:
-        usual["transport"] = ProcessGroupTransport(dist.group.WORLD)
-    elif way.replicas:
-        usual["mesh"] = init_device_mesh(device.type, (2, world // 2))
+Row = Callable[[Place], str]  # returns what is wrong, or an empty text
+
+
+def compared(way: Way, optimizer: MakeOptimizer, at: Place) -> str:
+    """Train in one way, beside the plain model."""
     torch.use_deterministic_algorithms(way.virtual)
-    refused = is_refused(way, backend, world, device)
-    expects = pytest.raises(ValueError, match="gloo") if refused else contextlib.nullcontext()
-    with expects:
-        model = sharded(way, device, **usual)
-        result = train(model, way, device, rank, world, folder, optimizer)
+    with at.expects(way):
+        model = at.model(way)
+        result = train(model, way, at.device, at.rank, at.world, at.folder, optimizer)
         assert_at_rest(model)
-        apart = deviation(result, train_plain(way, device, rank, world, optimizer))
+        apart = deviation(result, train_plain(way, at.device, at.rank, at.world, optimizer))
         if not apart <= way.tolerance:
             return f"{apart:.1e} from the plain model, expected {way.tolerance}"
     return ""
 
 
-def run_table(rank: int, world: int, backend: str, kind: str, folder: Path) -> None:
-    """Run all ways and optimizers as one of ``world`` ranks; write a line per row into the folder."""
+def twice(way: Way, at: Place) -> str:
+    """Train twice: the same bits."""
+    torch.use_deterministic_algorithms(True)
+    with at.expects(way):
+        one, other = (train(at.model(way), way, at.device, at.rank, at.world) for _ in range(2))
+        same = all(torch.equal(one.updates[name], other.updates[name]) for name in one.updates)
+        if not same or one.losses != other.losses:
+            return "two runs have other bits"
+    return ""
+
+
+def overflowing(way: Way, at: Place) -> str:
+    """Take a step whose gradients are infinite: it changes the scale only."""
+    model = at.model(way)
+    before = shardtrain.full_state_dict(model)
+    optimizer = sgd(model)
+    scaler = shardtrain.GradScaler(at.device.type, init_scale=way.scale)
+    compute(model, way, scaler, range(at.rank, at.rank + 1), 0, at.device)
+    scaler.step(optimizer)
+    scaler.update()
+    after = shardtrain.full_state_dict(model)
+    changed = [name for name, _ in model.named_parameters() if not torch.equal(before[name], after[name])]
+    return f"scale {scaler.get_scale():g}, changed: {changed}" * bool(
+        changed or scaler.get_scale() >= way.scale
+    )
+
+
+def recurring(kind: type[torch.nn.RNNBase], units: list[type[torch.nn.Module]], at: Place) -> str:
+    """Train a model with recurrent weights, which cuDNN moves, beside the plain model."""
+    model = shardtrain.shard(recurrent(at.device, kind), units=units, **at.options(Way()))
+    losses = recurrent_steps(model, at.device, at.rank, 1)
+    expected = recurrent_steps(recurrent(at.device, kind), at.device, at.rank, at.world)
+    apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    return f"{apart:.1e} from the plain model" * (not apart <= 1e-4)
+
+
+def rows_of(kind: str) -> dict[str, Row]:
+    """Return the table's rows by name on a device of ``kind``."""
+    rows: dict[str, Row] = {name: partial(compared, way, sgd) for name, way in WAYS.items()}
+    for name, optimizer in OPTIMIZERS.items():
+        capturable = name == "AdamW, capturable"
+        if kind != "cpu" or not capturable:
+            rows[name] = partial(compared, Way(tolerance=1e-3), optimizer)
+        if not capturable:
+            rows[f"offload, {name}"] = partial(compared, Way(OFFLOAD, tolerance=1e-3), optimizer)
+    for network in (torch.nn.LSTM, torch.nn.GRU):
+        rows[f"{network.__name__} in the root"] = partial(recurring, network, [])
+        rows[f"{network.__name__} as a unit"] = partial(recurring, network, [network])
+    rows["overflow"] = partial(overflowing, Way(precision=FP16, scale=2.0**40))
+    rows["offload, overflow"] = partial(overflowing, Way(OFFLOAD, FP16, scale=2.0**40))
+    rows["virtual ranks, twice"] = partial(twice, Way(VIRTUAL))
+    rows["virtual ranks, bf16, twice"] = partial(twice, Way(VIRTUAL, BF16))
+    return rows
+
+
+MakeRows = Callable[[str], dict[str, Row]]
+
+
+def run_rows(
+    rank: int, world: int, backend: str, kind: str, folder: Path, make: MakeRows, first: int
+) -> None:
+    """Run rows from the ``first`` on as one of ``world`` ranks; write a line per row into the folder.
+
+    Ends after a row that raises.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of cuBLAS, for virtual ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -110,24 +206,87 @@ def run_table(rank: int, world: int, backend: str, kind: str, folder: Path) -> N
     torch.backends.cudnn.allow_tf32 = False
     store = dist.FileStore(str(folder / "store"), world)
     patience = datetime.timedelta(seconds=60)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
-    rows: list[tuple[str, Way, MakeOptimizer]] = [(name, way, sgd) for name, way in WAYS.items()]
-    for name, optimizer in OPTIMIZERS.items():
-        if kind != "cpu" or name != "AdamW, capturable":
-            rows.append((name, Way(tolerance=1e-3), optimizer))
+    both = f"cpu:gloo,cuda:{backend}"  # what is moved after it was sharded is on the CPU at first
+    dist.init_process_group(both, store=store, rank=rank, world_size=world, timeout=patience)
     with (folder / f"{rank}.jsonl").open("w") as file:
-        for index, (name, way, optimizer) in enumerate(rows):
-            place = folder / str(index)
+        for index, (name, row) in enumerate([*make(kind).items()][first:]):
+            raised = False
             try:
-                problem = outcome(way, backend, rank, world, device, place, optimizer)
+                problem = row(Place(backend, rank, world, device, folder / str(index)))
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"[:600]
-            print(json.dumps([name, problem]), file=file, flush=True)
+                raised = True
+            print(json.dumps([name, problem, raised]), file=file, flush=True)
+            if raised:
+                os._exit(1)  # others may wait for this rank, and it for the end of their group
             gc.collect()
+            store.set(f"{index} {rank}", "")
+            # Ranks that are in different rows would hide which of them one hangs in.
+            store.wait([f"{index} {other}" for other in range(world)], datetime.timedelta(seconds=LIMIT_S))
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(LIMIT_S + 60)
+def spawned(
+    body: Callable[..., None], arguments: tuple[Any, ...], world: int, folder: Path, limit_s: float
+) -> str:
+    """Run ``body(rank, *arguments)`` as ``world`` processes; return why they ended early, or an empty text.
+
+    They end at the latest where for `ROW_S` no file in ``folder`` has grown, or after ``limit_s``.
+    """
+    ranks = mp.spawn(body, arguments, nprocs=world, join=False)
+    deadline = time.monotonic() + limit_s
+    size = 0
+    heard = time.monotonic()
+    try:
+        while not ranks.join(timeout=1.0):
+            if (now := sum(file.stat().st_size for file in folder.glob("*.jsonl"))) > size:
+                size = now
+                heard = time.monotonic()
+            if time.monotonic() > heard + ROW_S:
+                return f"hung: nothing ended in {ROW_S} s"
+            if time.monotonic() > deadline:
+                return f"stopped after {limit_s:.0f} s"
+    except Exception as error:
+        return str(error).strip()[-600:]
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    return ""
+
+
+def problems_of(backend: str, world: int, kind: str, folder: Path, make: MakeRows) -> list[str]:
+    """Run all rows, in new processes after each that raises, aborts or hangs; return what went wrong."""
+    names = [*make(kind)]
+    problems = list[str]()
+    deadline = time.monotonic() + LIMIT_S
+    first = 0
+    while first < len(names):
+        place = folder / str(first)
+        place.mkdir()
+        arguments = (world, backend, kind, place, make, first)
+        ending = spawned(run_rows, arguments, world, place, deadline - time.monotonic())
+        files = [place / f"{rank}.jsonl" for rank in range(world)]
+        reports = [
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+            for file in files
+        ]
+        for rank, report in enumerate(reports):
+            problems += [f"rank {rank}, {name}: {problem}" for name, problem, _ in report if problem]
+        if time.monotonic() > deadline:
+            done = first + min(len(report) for report in reports)
+            return [*problems, f"not reached in {LIMIT_S} s: {', '.join(names[done:])}"]
+        if any(raised for report in reports for *_, raised in report):
+            first += max(len(report) for report in reports)
+        elif ending:
+            first += min(len(report) for report in reports)
+            problems.append(f"{names[first] if first < len(names) else 'the end'}: {ending}")
+            first += 1
+        else:
+            break
+    return problems
+
+
+@pytest.mark.timeout(LIMIT_S + 60, method="thread")
 @pytest.mark.parametrize(
     ("backend", "world", "kind"),
     [
@@ -141,40 +300,48 @@ def run_table(rank: int, world: int, backend: str, kind: str, folder: Path) -> N
     ],
 )
 def test_every_way_equals_the_plain_model(backend: str, world: int, kind: str, tmp_path: Path) -> None:
-    """Rows that ended before the time-out are reported, whatever became of the others."""
-    ranks = mp.spawn(run_table, (world, backend, kind, tmp_path), nprocs=world, join=False)
-    deadline = time.monotonic() + LIMIT_S
-    problems = []
-    try:
-        while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
-            assert time.monotonic() < deadline
-    except (Exception, AssertionError) as error:
-        problems.append(f"ranks did not end: {error}"[:2000])
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    names = [*WAYS, *(name for name in OPTIMIZERS if kind != "cpu" or name != "AdamW, capturable")]
-    for file in sorted(tmp_path.glob("*.jsonl")):
-        rows = dict(json.loads(line) for line in file.read_text().splitlines())
-        missing = {name: "not reached" for name in names if name not in rows}
-        for name, problem in (rows | missing).items():
-            if problem:
-                problems.append(f"rank {file.stem}, {name}: {problem}")
+    problems = problems_of(backend, world, kind, tmp_path, rows_of)
     assert not problems, "\n".join(problems)
-    assert len(list(tmp_path.glob("*.jsonl"))) == world
 
 
-@one_gpu
-def test_a_step_on_a_stream_of_the_users() -> None:
-    device = torch.device("cuda", 0)
-    way = WAYS["even"]
-    expected = train_plain(way, device, 0, 1)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        result = train(sharded(way, device), way, device, 0, 1)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert deviation(result, expected) <= way.tolerance
+def planted(kind: str) -> dict[str, Row]:
+    """Return rows of which some fail, each in another way."""
+
+    def hangs(at: Place) -> str:
+        if at.rank == 1:
+            time.sleep(1000)
+        return ""
+
+    def raises(at: Place) -> str:
+        if at.rank == 1:
+            raise ValueError("planted")
+        dist.barrier()  # for ever
+        return ""
+
+    def aborts(at: Place) -> str:
+        if at.rank == 0:
+            os.abort()
+        return ""
+
+    even = rows_of(kind)["even"]
+    rows = {"wrong": lambda at: "other bits", "raises": raises, "hangs": hangs, "aborts": aborts}
+    return {"first": even, **rows, "last": even}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 60, method="thread")
+def test_rows_after_one_that_fails_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is wrong, raises, hangs or ends its process."""
+    monkeypatch.setattr(sys.modules[__name__], "ROW_S", 60)
+    problems = problems_of("gloo", 2, "cpu", tmp_path, planted)
+    assert problems[:3] == [
+        "rank 0, wrong: other bits",
+        "rank 1, wrong: other bits",
+        "rank 1, raises: ValueError: planted",
+    ]
+    assert problems[3:4] == ["hangs: hung: nothing ended in 60 s"]
+    assert problems[4].startswith("aborts: process 0 terminated with signal SIGABRT")
+    assert len(problems) == 5
 
 
 @one_gpu
@@ -304,7 +471,7 @@ def test_the_meter_times_what_the_stream_waits_for() -> None:
     device = torch.device("cuda")
     with comm.meter() as meter, waiting(GATHER, "unit", device):
         torch.cuda._sleep(20_000_000)  # cycles; at least 5 ms
-    assert meter.exposed()[comm.Wait("all_gather", "unit")] > 0.005
+    assert meter.exposed()[comm.WaitKey("all_gather", "unit")] > 0.005
     assert sum(meter.exposed().values()) < 1
 
 
@@ -340,4 +507,5 @@ def nccl_rank(rank: int, world: int, store: str, layout: Policy) -> None:
 @pytest.mark.parametrize("layout", ["even", "whole"])
 def test_two_nccl_ranks_equal_ddp(tmp_path: Path, layout: Policy) -> None:
     """Whole parameters have uneven intervals, which NCCL moves as groups of broadcasts and reductions."""
-    mp.spawn(nccl_rank, (2, str(tmp_path / "store"), layout), nprocs=2)
+    arguments = (2, str(tmp_path / "store"), layout)
+    assert spawned(nccl_rank, arguments, 2, tmp_path, limit_s=ROW_S) == ""

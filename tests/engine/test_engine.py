@@ -28,7 +28,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm.reports import Reports
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.shard import ALIGN_BYTES
+from shardtrain.engine.segment import ALIGN_BYTES
 from shardtrain.engine.unit import Unit
 
 from behaviours.rows import three_steps
@@ -375,9 +375,12 @@ def test_the_norm_of_double_gradients_is_double(layout: str) -> None:
 def test_a_rank_holds_four_shards_and_little_else() -> None:
     """Counts all new live tensors, so also what messages, guard and reductions hold between steps."""
 
+    def is_tensor(value: object) -> bool:
+        return issubclass(type(value), torch.Tensor)
+
     def storages() -> dict[int, torch.UntypedStorage]:
         gc.collect()
-        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        tensors = [each.as_subclass(torch.Tensor) for each in gc.get_objects() if is_tensor(each)]
         return {storage._cdata: storage for storage in (each.untyped_storage() for each in tensors)}
 
     before = storages()  # kept, so that no new one has the address of an old one

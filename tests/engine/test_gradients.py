@@ -6,6 +6,7 @@ import itertools
 import math
 import pickle
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.dlpack import to_dlpack
 
 import shardtrain
-from shardtrain import comm
+from shardtrain import checkpoint, comm
 from shardtrain.comm import element_wise
 from shardtrain.comm.norms import GradientPiece
 from shardtrain.recipes.muon import Muon
@@ -117,6 +118,9 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "some of the memory": ("as_strided", lambda g: g.as_strided((1,), (1,))),
     "length": ("len", lambda g: len(g)),
     "storage": ("storage", lambda g: g.storage()),
+    "its storage": ("untyped_storage", lambda g: torch.empty(0).set_(g.untyped_storage())),
+    "its address": ("data_ptr", lambda g: g.data_ptr()),
+    "its address, to read": ("const_data_ptr", lambda g: g.const_data_ptr()),
     "memory of a device": ("cuda_array_interface", lambda g: g.__cuda_array_interface__),
     "vmap": ("sum", lambda g: torch.vmap(lambda row: row.abs().sum())(g.view(-1, 1))),
     "vmap over columns": ("softmax", lambda g: torch.vmap(lambda c: c.softmax(0), in_dims=1)(g.view(-1, 1))),
@@ -243,6 +247,8 @@ def test_a_plain_tensor_that_takes_a_gradient_is_a_piece(layout: str) -> None:
             assert isinstance(buffer, GradientPiece), name
             number = raised_soon(ValueError, lambda taken=buffer: taken.sum().item())
             assert SEES in number, name
+            columns = raised_soon(ValueError, lambda taken=buffer: torch.vmap(torch.sum)(taken[None]))
+            assert columns.startswith("vmap of a tensor that took a gradient "), name
             others = GradientPiece.on(torch.ones(buffer.shape), grad.owners._replace(elements="others"))
             assert "several gradients" in raised_soon(ValueError, lambda a=buffer, b=others: a + b)
     for param in model.parameters():
@@ -343,12 +349,13 @@ def test_sizes_of_a_whole_gradient_are_its_owner_s() -> None:
 
 
 class ByShape(torch.optim.SGD):
-    """Ask sizes of gradients in a step: a trial has found that nothing depends on them."""
+    """Ask sizes and addresses of gradients in a step: a trial has found that nothing depends on them."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
+                    assert param.grad.numel() == 0 or param.grad.data_ptr()
                     flat = param.grad.view(param.grad.numel() // 1, 1)
                     param.data.sub_(flat.view(param.grad.shape), alpha=len(flat) / max(1, flat.size(0)))
 
@@ -405,12 +412,8 @@ def mean_of(values: Tensor) -> Tensor:
 # What `element_wise.UNSEEN` names: each reads a piece as if it were a whole gradient.
 UNSEEN_USES: dict[str, Callable[[Tensor], object]] = {
     "to_dlpack": lambda g: torch.from_dlpack(to_dlpack(g)).sum(),
-    "data_ptr": lambda g: g.data_ptr() + 0,
-    "untyped_storage": lambda g: torch.empty(0).set_(g.untyped_storage()).sum(),
     "size": lambda g: torch.jit.script(rows_of)(g) * 2,
     "data": lambda g: with_data(g).sum(),
-    "vmap": lambda g: torch.vmap(torch.sum)(torch.zeros(g.shape).add_(g)).as_subclass(Tensor),
-    "reduce_scatter": lambda g: dist.reduce_scatter(torch.empty(g.shape), [g, g]),
 }
 
 
@@ -583,6 +586,8 @@ TORCH_S: dict[str, Callable[[Any, Tensor], object]] = {
     "all_reduce_coalesced": lambda of, g: of.all_reduce_coalesced([g]),
     "isend in a batch": lambda of, g: of.batch_isend_irecv([of.P2POp(of.isend, g, 1 - dist.get_rank())]),
     "a group's method": lambda of, g: of.group.WORLD.allreduce([g]).wait(),
+    "reduce_scatter of a list": lambda of, g: of.reduce_scatter(torch.empty(g.shape), [g, g]),
+    "all_to_all of a list": lambda of, g: of.all_to_all([torch.empty(g.shape)] * 2, [g, g]),
     "functional": lambda _, g: functional_collectives.all_reduce(g, "sum", dist.group.WORLD),
     "with gradients": lambda _, g: dist.nn.functional.all_reduce(g),
 }
@@ -829,6 +834,78 @@ def test_a_user_s_hook_of_a_step_uses_the_model() -> None:
     assert {type(value) for value in average} == {Tensor}
     with shardtrain.unsharded(model):
         torch.testing.assert_close(params[0].norm().item(), 1.0)
+
+
+def saved_and_loaded(model: nn.Module) -> None:
+    folder = tempfile.mkdtemp() if dist.get_rank() == 0 else ""
+    [folder, _] = comm.gather_texts(folder, comm.plain_transport())
+    checkpoint.save(f"{folder}/new", model)
+    checkpoint.load(f"{folder}/new", model)
+
+
+def changed_whole(model: nn.Module) -> None:
+    with shardtrain.unsharded(model), torch.no_grad():
+        model[0].weight.div_(model[0].weight.norm())
+
+
+def failed_forward(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 6))
+
+
+# By name: how a user's hook of a step uses the model.
+HOOKS_USES: dict[str, Callable[[nn.Module], object]] = {
+    "state dict": lambda model: model.state_dict(),
+    "state dict of a part": lambda model: model[0].state_dict(),
+    "whole": changed_whole,
+    "full state dict": lambda model: shardtrain.load_full_state_dict(
+        model, shardtrain.full_state_dict(model)
+    ),
+    "evaluation": torch.no_grad()(lambda model: model(torch.ones(1, 5))),
+    "forward": lambda model: model(torch.ones(1, 5)),
+    "backward": lambda model: model(torch.ones(1, 5)).sum().backward(),
+    "failed forward": failed_forward,
+    "unit": torch.no_grad()(lambda model: model[0](torch.ones(1, 5))),
+    "initialization": lambda model: model.apply(lambda module: None),
+    "average": lambda model: shardtrain.optim.Ema(model, 0.5).update(1),
+    "checkpoint": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("use", HOOKS_USES)
+@each_rank(2, transport="auto")
+def test_parameters_are_pieces_until_a_user_s_hook_of_a_step_ends(use: str) -> None:
+    """Also after it has used the model, which does there what it does after the step."""
+    torch.manual_seed(0)
+    model = with_gradients(units=[nn.Linear])
+    torch.manual_seed(0)
+    other = with_gradients(units=[nn.Linear])
+    weight = model[0].weight
+    results = list[object]()
+
+    def hook(*_: Any) -> None:
+        results.append(HOOKS_USES[use](model))
+        assert "0.weight, in a hook" in raised_soon(ValueError, weight.mean)
+        with torch.no_grad():
+            weight.mul_(0.5)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(hook)
+    optimizer.step()
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    expected = HOOKS_USES[use](other)
+    with torch.no_grad():
+        other[0].weight.mul_(0.5)
+    if isinstance(expected, dict):
+        assert {name: type(value) for name, value in expected.items()} == {
+            name: type(value) for name, value in results[0].items()
+        }
+    after = shardtrain.full_state_dict(other)
+    for name, value in shardtrain.full_state_dict(model).items():
+        torch.testing.assert_close(value, after[name], rtol=0, atol=0)
+    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(*[p.grad.as_subclass(Tensor) for p in (param, twin)], rtol=0, atol=0)
 
 
 @each_rank(2, transport="auto")

@@ -217,7 +217,7 @@ class Recorder:
         """Begin a call, as `Driver.begin_call` does."""
         schedule = self.schedule
         if unit not in schedule.calls and not (schedule.backward or schedule.in_forward):
-            schedule.release_alone(unit, self.trains)
+            schedule.reshard_alone(unit, self.trains)
             assert unit not in self.full  # its values may be from before an update
         schedule.enter(unit)
         self._note_computing(unit)
@@ -961,7 +961,7 @@ def used_directly(program: Program) -> None:
                 recorder.backward([])  # on this rank no output has a gradient
                 assert recorder.reductions() == recorder.expected(program)
             recorder.schedule.show_unannounced(unit)
-            recorder.schedule.release_unannounced(unit)
+            recorder.schedule.reshard_unannounced(unit)
             recorder.require_rest()
 
 

@@ -33,7 +33,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.engine import initialize
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.schedule import Call
+from shardtrain.engine.schedule import UnitCall
 from shardtrain.engine.unit import Shown
 
 from behaviours.calls import CALLS
@@ -90,7 +90,7 @@ def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
     x = torch.randn(2, 7)
     for _ in range(30):
         model.blocks[0](x)  # with gradients, and without a backward
-    assert not [each for each in gc.get_objects() if isinstance(each, Call)]
+    assert not [each for each in gc.get_objects() if isinstance(each, UnitCall)]
     for _ in range(2):
         model.blocks[0](model.blocks[1](x)).sum().backward()
         assert all(param.grad is not None for param in model.blocks[1].parameters())
@@ -214,6 +214,7 @@ def test_calls_are_refused() -> None:
         ("^ignored must hold modules and parameters, got str", lambda: sharded(ignored=["head"])),
         ("^ignored must hold modules and parameters, got Tensor", lambda: sharded(ignored=linear.weight)),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
+        ("^transport must be 'auto', .*, got 'pigeon'", lambda: comm.open_transport("pigeon")),
         ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
         ("^parameters without a shape yet: 0.weight, 0.bias", lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
@@ -1142,17 +1143,26 @@ def test_forwards_of_some_ranks_alone_hear_of_unsharded() -> None:
     assert "(generate() to other lengths) belong into shardtrain.unsharded(model)" in text
 
 
-def waits(_: nn.Module) -> None:
-    dist.barrier()
+@pytest.mark.parametrize("odd", range(3))
+@each_rank(3)
+def test_a_rank_that_wraps_its_model_in_torch_s_wrapper_is_named_at_once(odd: int) -> None:
+    if dist.get_rank() == odd:
+        with pytest.raises(RuntimeError, match=f"Rank {odd} has 14 params, while rank"):  # torch's own
+            DistributedDataParallel(OddNet())
+        return
+    text = raised_soon(ValueError, lambda: shard(OddNet()))
+    assert text.startswith(
+        f"rank {odd} does not call shard(): it has sent 14, as DistributedDataParallel of "
+    )
 
 
-@pytest.mark.parametrize("instead", [DistributedDataParallel, pytest.param(waits, marks=pytest.mark.long)])
+@pytest.mark.long
 @each_rank(2)
-def test_a_rank_that_does_not_call_shard_is_suspected_at_the_time_out(instead: Any) -> None:
+def test_a_rank_that_does_not_call_shard_is_suspected_at_the_time_out() -> None:
     comm.set_time_out(datetime.timedelta(seconds=2))
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError):  # torch's own
-            instead(OddNet())
+            dist.barrier()
         return
     text = raised_soon(comm.PeerLost, lambda: shard(OddNet()))
     assert text.startswith("shard() has waited in vain for other ranks: every rank must call it")

@@ -36,6 +36,8 @@ from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, togeth
 from shardtrain.job.errors import UserError
 from shardtrain.job.format import write_any_text
 from shardtrain.job.launch import Context
+from shardtrain.job.record import record_of
+from shardtrain.train.loop import write_outcome
 from shardtrain.train.resume import Identity, find_start, free_space, identify, locked, run_directory
 
 from pool import each_rank, ended
@@ -152,7 +154,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto", RankInfo(1, 2, 1, 2)) == torch.device("cuda", 1)
     for shared in ("", "0"):
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
-        with pytest.raises(UserError, match="4 ranks on this host, but torch finds 2 GPUs; start 2 ranks"):
+        refused = "4 ranks on this host, but torch finds 2 GPUs; start 2 ranks .*NCCL_MULTI_RANK_GPU_ENABLE=1"
+        with pytest.raises(UserError, match=refused):
             choose_device("cuda", RankInfo(2, 4, 2, 4))
     # What torch was built with may be older than what is loaded: NCCL itself refuses what it cannot do.
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
@@ -403,13 +406,42 @@ def test_a_run_directory_out_of_reach_is_a_mistake(tmp_path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     place = context(tmp_path / "run")
+    config = configure("resume=none")
     with patch.object(Path, "exists", closed):
-        told = refused(find_start, configure("resume=none"), place, Identity("0", is_new=True))
+        told = refused(find_start, config, place, Identity("0", is_new=True))
         assert refused(free_space, place.run_dir).startswith(
             f"run.dir={place.run_dir}: [Errno 13] Permission"
         )
     assert told.startswith(f"run.dir={place.run_dir}: [Errno 13] Permission denied: ")
     assert told.endswith("; cannot write there; choose another run.dir")
+
+
+def test_checkpoints_that_cannot_be_read_are_a_mistake(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    user = os.geteuid()
+    tmp_path.chmod(0)
+    if user == 0:  # who may read anything
+        os.seteuid(65534)
+    try:
+        own = refused(record_of, [f"run.dir={run}"])
+        other = refused(record_of, [f"resume={run}"])
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+    assert own.startswith(f"the run {run}: [Errno 13] Permission denied: "), own
+    assert own.endswith("; expected checkpoints that can be read")
+    assert other.startswith(f"the run {run}: [Errno 13] Permission denied: "), other
+
+
+def test_a_score_that_the_sweep_cannot_get_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDTRAIN_OUTCOME_FILE", f"{tmp_path}/gone/outcome.json")
+    told = refused(write_outcome, 0.5, False)
+    assert told.startswith(
+        f"the score for the sweep, {tmp_path}/gone/outcome.json: [Errno 2] No such file"
+    ), told
 
 
 @each_rank(2, transport="auto")

@@ -404,7 +404,7 @@ def test_a_meter_that_is_open_for_long_stays_small() -> None:
         for _ in range(500):
             with waiting(GATHER, "the unit", CPU):
                 pass
-    assert list(meter.exposed()) == [comm.Wait("all_gather", "the unit")]
+    assert list(meter.exposed()) == [comm.WaitKey("all_gather", "the unit")]
     assert len(meter._seconds) + len(meter._moments) == 1
 
 

@@ -4,6 +4,8 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +116,49 @@ def test_the_ladder_tells_on_which_rung_a_variant_stands(name: str) -> None:
     rungs = ladder.rungs(module)
     assert [rung[0] for rung, stands in rungs if not stands] == [str(rung) for rung in missed]
     assert ("where a replica has" in rungs[0][0]) == (1 in missed)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "expected the name of one module, such as mine; found none"),
+        (["mine", "yours"], "expected the name of one module, such as mine; found mine yours"),
+        (["./mine.py"], "./mine.py: expected the name of a module; say mine, in the folder of the file"),
+        (["mimes"], "mimes: there is no module of this name; expected mimes.py in "),
+        (["no.such"], "no.such: there is no module of this name"),
+        (["-mine"], "-mine: there is no module of this name"),
+        (["without"], "without: expected a function shard(model) in "),
+        (["forgets"], "forgets.shard: expected to return the model, returned None"),
+        (["another"], "another.shard: the model that it returns calls none of the four blocks"),
+    ],
+    ids=str,
+)
+def test_mistakes_on_the_ladder_are_one_line(
+    words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    (tmp_path / "without.py").write_text("def share(model): ...")
+    (tmp_path / "forgets.py").write_text("def shard(model): ...")
+    (tmp_path / "another.py").write_text("from torch import nn\ndef shard(model): return nn.Linear(7, 7)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ladder", *words])
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        ladder.main()
+    error = capfd.readouterr().err
+    assert caught.value.code == 2
+    assert error.startswith(text), error
+    assert error.count("\n") == 1
+
+
+def test_the_ladder_without_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        ladder.module_of(["shardtrain.recipes.mini"])
+    command = "torchrun --nproc-per-node 2 -m shardtrain.recipes.ladder shardtrain.recipes.mini"
+    assert capfd.readouterr().err == f"no ranks: {command}\n"

@@ -120,10 +120,6 @@ class ShardedParam:
             )
         return self.part.shown(self.part.of(whole))
 
-    def show_local(self) -> None:
-        """Show the local piece."""
-        self.param.data = self.local_view
-
     # Only these write ``.grad``. Between steps it is the user's. A backward puts that aside with `take_grad`,
     # then takes each gradient that autograd has made. At its end `set_grad` and `give_grad` return both.
 
@@ -311,7 +307,7 @@ class Segment:
             return
         self.local.copy_(local)
         for member in self.members:
-            member.show_local()
+            member.param.data = member.local_view
 
 
 def address_of(tensor: torch.Tensor) -> int:
