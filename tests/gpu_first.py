@@ -420,6 +420,19 @@ def compiled() -> None:
     compare(f"{case.title}, {blocks}", case, forms, seconds_left())
 
 
+def compiled_program() -> None:
+    """The main recipe with compiled blocks, whose last images are a single pixel, in bf16 and in fp32."""
+    for precision in ("bf16", "fp32"):
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet", f"run.dir={out}"]
+            command += [f"parallel.precision={precision}", f"parallel.compile={not DRY}".lower()]
+            command += ["train.max_steps=4", f"device={DEVICE.type}"]
+            done = subprocess.run(command, capture_output=True, text=True)
+        text = done.stdout + done.stderr
+        tail = text[-600:] if done.returncode else ""
+        say(what=f"program, compiled blocks, {precision}", code=done.returncode, tail=tail)
+
+
 def trace() -> None:
     """Three steps of a ViT of 12 blocks, as a trace for Perfetto."""
     case = case_of(TRANSFORMER)
@@ -522,6 +535,7 @@ PARTS = {  # the most important ones first
     "same_bits": Part(same_bits, 100),
     "ways": Part(ways, 80, "nccl"),
     "compiled": Part(compiled, 100, "nccl"),
+    "compiled_program": Part(compiled_program, 120),
     "one_of_eight": Part(one_of_eight, 80, "fake"),
     "steps": Part(steps, 120, "nccl"),
     "norms": Part(norms, 40),

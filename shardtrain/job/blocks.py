@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain import blocks, torch_private
+from shardtrain.device import is_accelerator
 from shardtrain.job.errors import UserError
 
 
@@ -36,6 +37,24 @@ def compile_blocks(
     config.recompile_limit = max(config.recompile_limit, 8 * len(chosen))
     for block in chosen.values():
         block.forward = torch.compile(block.forward, backend=backend)
+        if is_accelerator(device):
+            block.forward = partial(_with_ordered_pixels, block.forward)
+
+
+def _with_ordered_pixels(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``forward`` with images of a single pixel in channels_last, by views.
+
+    Strides (C, 1, 1, 1) of such an image are those of both orders. Inductor computes convolutions in
+    channels_last and asserts that order of a filter's gradient. For an image with these strides cuDNN returns
+    the other, also of a plain model.
+    """
+    return forward(*torch_private.tree_map(_with_ordered_pixel, args), **kwargs)
+
+
+def _with_ordered_pixel(arg: Any) -> Any:
+    if isinstance(arg, Tensor) and arg.ndim == 4 and arg.shape[2:] == (1, 1) and arg.is_contiguous():
+        return arg.view(arg.shape[0], 1, 1, arg.shape[1]).permute(0, 3, 1, 2)
+    return arg
 
 
 def checkpoint_blocks(model: nn.Module) -> None:

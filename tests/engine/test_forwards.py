@@ -477,3 +477,32 @@ def test_a_compiled_block_sees_filters_with_the_strides_of_the_plain_model(
         plain = strides_seen(order)
     with fresh_compiler():
         assert strides_seen(order, precision=Precision(torch.bfloat16)) == plain
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "stride"),
+    [("cuda", 1, (6, 1, 6, 6)), ("cuda", 2, (24, 4, 2, 1)), ("cpu", 1, (6, 1, 1, 1))],
+)
+def test_images_of_a_single_pixel_come_to_compiled_blocks_of_a_gpu_in_one_order(
+    device: str, size: int, stride: tuple[int, ...]
+) -> None:
+    """Inductor asserts channels_last of gradients that cuDNN returns in the order of the images."""
+    seen = set[tuple[int, ...]]()
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.update(arg.stride() for arg in args if torch.is_tensor(arg) and arg.shape[:1] == (3,))
+            return graph(*args)
+
+        return call
+
+    torch.manual_seed(0)
+    model = nn.Sequential(ShapedBlock(), ShapedBlock())
+    plain = copy.deepcopy(model)
+    image = torch.randn(3, 6, size, size, requires_grad=True)
+    expected = torch.autograd.grad(plain(image).square().mean(), [image, *plain.parameters()])
+    with fresh_compiler():
+        compile_blocks(model, torch.device(device), backend=backend)
+        gradients = torch.autograd.grad(model(image).square().mean(), [image, *model.parameters()])
+    assert seen == {stride}
+    torch.testing.assert_close(gradients, expected)
