@@ -676,7 +676,8 @@ class Operations(TorchDispatchMode):
             return
         storage = source.untyped_storage() if isinstance(source, Tensor) else source
         memory = self.sim.known.get(storage._cdata)
-        source_on_device = memory is not None and memory.place is DEVICE
+        place = memory.place if memory else self.sim.placing  # a new one lies where things are made now
+        source_on_device = place is DEVICE
         if source_on_device != self.sim.on_device(tensor):
             devices = ("cpu", "cuda:0") if source_on_device else ("cuda:0", "cpu")
             raise RuntimeError(MEMORY.format(*devices))

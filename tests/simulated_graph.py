@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtrain import device as devices
@@ -116,8 +116,7 @@ class Outside:
     def shown(self, sim: SimulatedDevice) -> Tensor:
         storage = self.storage()
         if storage is not None and storage.data_ptr() == self.address:
-            own = torch.empty(0, dtype=self.dtype)
-            return own.set_(storage, *self.form)  # type: ignore[call-overload]
+            return _alias(storage, self.dtype, *self.form)
         shape = tuple(self.form[1])
         sim.find(f"outside: {self.name} in a replay uses memory of before ({shape}), which was given back")
         garbage = torch.full(shape, math.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
@@ -243,7 +242,7 @@ class Recording(TorchDispatchMode):
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._own and number not in self._before:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            whole = _alias(storage)
             self._before[number] = whole, whole.clone()
 
     def _make(self, tensor: Tensor, name: str) -> None:
@@ -266,7 +265,7 @@ class Recording(TorchDispatchMode):
             raise RuntimeError(NO_STATE)
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
-            view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (0,))  # type: ignore[call-overload]
+            view = _alias(storage, torch.uint8, 0, (0,))
             if self.on_device(view) and storage.nbytes() != size:
                 self._require_stream("resize_")
                 if storage._cdata in self._before and storage._cdata not in self._own:
@@ -289,8 +288,7 @@ class Recording(TorchDispatchMode):
                 if whole.untyped_storage().nbytes() == before.numel():
                     whole.copy_(before)
             for view in self._own.values():
-                own = torch.empty(0, dtype=torch.uint8)
-                own.set_(view.untyped_storage()).fill_(255)  # type: ignore[call-overload]  # NaN
+                _alias(view.untyped_storage()).fill_(255)  # NaN
         self._before = {}
 
     def _launch(self, func: Any, own: Any, fresh: Sequence[Tensor]) -> None:
@@ -308,10 +306,14 @@ class Recording(TorchDispatchMode):
 
 def _view(tensor: Tensor) -> Tensor:
     """Return another tensor of the same memory, which it has whatever ``tensor.data`` becomes."""
-    own = torch.empty(0, dtype=tensor.dtype)
-    return own.set_(  # type: ignore[call-overload]
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    form = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return _alias(tensor.untyped_storage(), tensor.dtype, *form)
+
+
+def _alias(storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8, *form: Any) -> Tensor:
+    """Return a tensor over ``storage``, of which the simulated device hears nothing."""
+    with _disable_current_modes():
+        return torch.empty(0, dtype=dtype).set_(storage, *form)  # type: ignore[call-overload]
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> None:
