@@ -1,6 +1,7 @@
 """Forwards that move weights and change none: every way to move, place and step, against the plain model."""
 
 import contextlib
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -317,23 +318,24 @@ def off_by_much(move: str, place: str, device: torch.device, world: int, **usual
     return found
 
 
-# What shows something of its own by default, and everything with --long.
+# What shows something of its own by default. With --long each move is tried in one place more per test.
 SHORT = [("all at once", "joined"), ("copied LSTM", "nested"), ("channels_last", "unit")]
-ALONE = [("applied LSTM", "nested")]
 
 
-def cases(short: list[tuple[str, str]]) -> list[Any]:
-    pairs = [(move, place) for move in MOVES for place in PLACES]
-    return [pytest.param(*pair, marks=() if pair in short else pytest.mark.long) for pair in pairs]
+def cases(first: int, short: list[tuple[str, str]]) -> list[Any]:
+    """Return the ``short`` pairs, and long ones: each move in a place, beginning with number ``first``."""
+    places = itertools.islice(itertools.cycle(PLACES), first, None)
+    turns = [pair for pair in zip(MOVES, places, strict=False) if pair not in short]
+    return [*short, *[pytest.param(*pair, marks=pytest.mark.long) for pair in turns]]
 
 
-@pytest.mark.parametrize(("move", "place"), cases(SHORT))
+@pytest.mark.parametrize(("move", "place"), cases(0, SHORT))
 @each_rank(2, transport="shared")
 def test_forwards_that_move_weights(move: str, place: str) -> None:
     assert off_by_much(move, place, CPU, 2, **transport()) == []
 
 
-@pytest.mark.parametrize(("move", "place"), cases([]))
+@pytest.mark.parametrize(("move", "place"), cases(1, []))
 @each_rank(2, transport="auto")
 def test_forwards_that_move_weights_over_gloo(move: str, place: str) -> None:
     with SimulatedDevice()(pytest.MonkeyPatch()) as device:
@@ -341,7 +343,7 @@ def test_forwards_that_move_weights_over_gloo(move: str, place: str) -> None:
         assert list(device.findings) == []
 
 
-@pytest.mark.parametrize(("move", "place"), cases(ALONE))
+@pytest.mark.parametrize(("move", "place"), cases(2, []))
 def test_forwards_that_move_weights_alone(move: str, place: str, deterministic: None) -> None:
     assert off_by_much(move, place, CPU, 1) == []
     with SimulatedDevice()(pytest.MonkeyPatch()) as device:
