@@ -1,6 +1,6 @@
 """Say what to do where ranks differ: `HINTS`, of which the first that matches holds.
 
-In a file of its own (own file), since these are texts about users' programs: `guard.py` knows none of them.
+A file of its own, since these are texts about programs of users: `guard.py` knows none of them.
 """
 
 from __future__ import annotations
