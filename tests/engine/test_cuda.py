@@ -334,12 +334,14 @@ def test_rows_after_one_that_fails_run(tmp_path: Path, monkeypatch: pytest.Monke
     """Whether it is wrong, raises, hangs or ends its process."""
     monkeypatch.setattr(sys.modules[__name__], "ROW_S", 60)
     problems = problems_of("gloo", 2, "cpu", tmp_path, planted)
-    assert problems[:3] == [
+    # The other rank may find its connection closed before it is ended.
+    problems = [problem for problem in problems if not problem.startswith("rank 0, raises: RuntimeError: ")]
+    assert problems[:4] == [
         "rank 0, wrong: other bits",
         "rank 1, wrong: other bits",
         "rank 1, raises: ValueError: planted",
+        "hangs: hung: nothing ended in 60 s",
     ]
-    assert problems[3:4] == ["hangs: hung: nothing ended in 60 s"]
     assert problems[4].startswith("aborts: process 0 terminated with signal SIGABRT")
     assert len(problems) == 5
 
