@@ -325,7 +325,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names(tmp_path: Pat
     model = shard(OddNet(), units=[Block])
     optimizer = sgd(model)
     steps_of(model, optimizer, steps=2)
-    with torch.profiler.profile() as profiled:
+    with torch.profiler.profile(acc_events=True) as profiled:
         steps_of(model, optimizer, steps=1, start=2)
     steps_of(model, optimizer, steps=1, start=3)
     path = tmp_path / f"{comm.rank()}.json"
@@ -354,7 +354,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names(tmp_path: Pat
 
 def test_ranges_outside_of_a_profile_are_dropped(tmp_path: Path) -> None:
     trace.begin("gather", "before")
-    with torch.profiler.profile() as profiled:
+    with torch.profiler.profile(acc_events=True) as profiled:
         trace.end("gather", "before")
         trace.begin("gather", "a")
         trace.end("gather", "b")
