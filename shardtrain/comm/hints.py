@@ -1,6 +1,6 @@
 """Say what to do where ranks differ: `HINTS`, of which the first that matches holds.
 
-A file of its own, since these are texts about programs of users: `guard.py` knows none of them.
+Its own file, since these are texts about programs of users: `guard.py` knows none of them.
 """
 
 from __future__ import annotations
