@@ -1,5 +1,6 @@
 import functools
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,15 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection took 0.2 s to look through torch's modules
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Begin each test with the same random numbers, whatever ran before it; ranks of the pool do so, too."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

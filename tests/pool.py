@@ -14,6 +14,7 @@ import gc
 import inspect
 import multiprocessing
 import os
+import random
 import runpy
 import sys
 import tempfile
@@ -199,6 +200,7 @@ def _call(body: Callable[..., Any], rank: int, world: int, store: str) -> tuple[
 
     environment = dict(os.environ)
     torch.set_num_threads(1)  # accelerate takes all cores, which made every later test ten times as slow
+    random.seed(0)
     torch.manual_seed(0)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)

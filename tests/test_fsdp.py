@@ -446,7 +446,8 @@ def test_torch_compile_before_the_first_call(in_place: bool) -> None:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
         if in_place:
             model.compile(backend="eager")
-        assert train(model if in_place else torch.compile(model, backend="eager")) == expected
+        found = train(model if in_place else torch.compile(model, backend="eager"))
+    assert found == pytest.approx(expected, rel=1e-6)  # compiled code may add up in another order
 
 
 @each_rank(2)
