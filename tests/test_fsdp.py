@@ -292,7 +292,7 @@ def wild(script: Any) -> Any:
     """Mark a script that needs the library of its name."""
     absent = find_spec(script.__name__) is None
     return pytest.param(
-        script, marks=[pytest.mark.long, pytest.mark.skipif(absent, reason='pip install -e ".[wild]"')]
+        script, marks=[pytest.mark.release, pytest.mark.skipif(absent, reason='pip install -e ".[wild]"')]
     )
 
 
@@ -435,6 +435,7 @@ def test_a_copy_is_refused_before_and_after_the_first_call() -> None:
         train(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.long)])
 @each_rank(2, transport="auto")
 def test_torch_compile_before_the_first_call(in_place: bool) -> None:

@@ -140,6 +140,7 @@ def test_blocks_compute_what_others_do(
     assert_same_parameters(model, replica, rounding)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_compiled_blocks_that_are_one_unit_compute_what_the_plain_model_does() -> None:
     """Neighbours are gathered once, at the first one's call, and each runs its own graph."""
@@ -231,6 +232,7 @@ def test_inductor_needs_triton_on_a_gpu() -> None:
         require_inductor(torch.device("cuda"))
 
 
+@pytest.mark.long
 @each_rank(3, transport="auto")
 def test_checkpointed_blocks_hold_less_and_move_the_same() -> None:
     """What a step moves, without and with."""
@@ -349,6 +351,7 @@ def trains_like_ddp(name: str) -> None:
         assert all(map(torch.equal, shards, of_other_replica))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name == "all" else ()) for name in CASES]
 )
@@ -370,6 +373,7 @@ class Smooth(nn.Sequential):
         super().__init__(nn.Linear(width, 7), nn.Tanh(), nn.LayerNorm(7))
 
 
+@pytest.mark.long
 @each_rank(1, 3)
 def test_dual_numbers() -> None:
     def net() -> nn.Module:
@@ -401,6 +405,7 @@ def train_in_micro_batches(model: nn.Module, after: Callable[[int], None] = lamb
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16, torch.float32, torch.float32)])
 @each_rank(1, 3, transport="auto")
 def test_offloading_changes_no_bit(tmp_path: Path, precision: Precision | None) -> None:
