@@ -559,7 +559,7 @@ def disturbed(command: list[str], folder: Path, event: str) -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("event", ["kill", "kill all"])
 def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
     """Of one rank, or of the launcher and all ranks, after which the same command continues."""

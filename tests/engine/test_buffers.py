@@ -441,7 +441,7 @@ def check_product(on_ranks: Any, cases: list[Case], steps: tuple[int, ...]) -> N
     assert not different
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_sample_of_the_product_has_the_same_bits_with_and_without_replays(on_ranks: Any) -> None:
     check_product(on_ranks, SAMPLE, (0,))
 

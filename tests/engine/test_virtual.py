@@ -222,7 +222,7 @@ def elsewhere(folder: str, *given: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.release)])
 def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, precision: str) -> None:
     given = (
         "parallel.virtual_ranks=4",

@@ -254,7 +254,7 @@ AGAIN = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in AGAIN else ()) for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.release if name in AGAIN else ()) for name in NAMES]
 )
 @each_rank(2, transport="auto")
 def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: Path) -> None:
