@@ -78,7 +78,7 @@ def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
 
 
 @pytest.mark.parametrize(
-    ("suffix", "weights"), [("safetensors", "raw"), pytest.param("pth", "ema", marks=pytest.mark.long)]
+    ("suffix", "weights"), [pytest.param("safetensors", "raw", marks=pytest.mark.long), ("pth", "ema")]
 )
 def test_the_stock_model_loads_an_export(
     tmp_path: Path, trained: Path, export: Any, capsys: Any, suffix: str, weights: str

@@ -264,8 +264,8 @@ def test_a_file_of_ones_own_builds_on_one_of_the_programs(own: Path) -> None:
         composed("optim=old", *folder)
 
 
-# A key, a choice of a group and a flag.
-GONE = ("optim.fused", "data=webdataset", "--config-name")
+# A flag, a choice of a group, a key, a file of a defaults list, a value.
+GONE = ("--config-name", "data=webdataset", "optim.fused", "photos", "train.loss=bce")
 
 
 @pytest.mark.parametrize(
