@@ -95,7 +95,7 @@ def test_what_is_not_run_is_known() -> None:
     assert re.findall(r"class (\w+)", "".join(others)) == ["Mine", "ShardedTrainer"]  # test_config.py, _wild
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", [file for file in DOCUMENTS if commands(file)], ids=lambda file: file.name)
 def test_the_commands_of_a_document_run_and_print_what_it_shows(
@@ -172,7 +172,17 @@ FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py")
 # seconds for their imports
 ON_FOUR = "hsdp"
 SLOW = (
-    *("accumulate", "dcp_to_fsdp2", "export", "hsdp", "hugging_face", "own_loop", "pretrained"),
+    *(
+        "accumulate",
+        "bf16",
+        "captured",
+        "dcp_to_fsdp2",
+        "export",
+        "hsdp",
+        "hugging_face",
+        "own_loop",
+        "pretrained",
+    ),
     *("with_accelerate", "with_fabric"),
 )
 RUN = [name for name in FILES if name not in ("resume", "writers")]
@@ -244,6 +254,7 @@ def test_the_examples_of_writers_write(tmp_path: Path, monkeypatch: pytest.Monke
         assert events[-2:] == [["facts", "finished", {}], ["finish", 0, {}]]
 
 
+@pytest.mark.long
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Jupyter: its cells, one after the other."""
     monkeypatch.setenv("MPLBACKEND", "Agg")

@@ -89,6 +89,7 @@ def found(store: Store) -> Any:
     return start.step, values(model)
 
 
+@pytest.mark.long
 @each_rank(2, 3, 4, transport="auto")
 def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
     """Each host in turn loses its memory, and then has what it had."""
@@ -108,6 +109,7 @@ def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
         comm.barrier()
 
 
+@pytest.mark.long
 @each_rank(4, transport="auto")
 def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path) -> None:
     """Two of four hosts have committed step 2, so no host has deleted step 1."""
@@ -171,6 +173,7 @@ def crashes(folder: str, steps: list[int], *arguments: str) -> list[str]:
     return [run_in(folder, *arguments, at=event) for event in [*({step: crash} for step in steps), {}]]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, undisturbed: Path) -> None:
     """The end has the same bits, and TensorBoard's curves, too."""
@@ -185,7 +188,7 @@ def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, u
     assert left_of(folder) == []
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for world, step in ((2, 4), (1, 7)):
@@ -196,7 +199,7 @@ def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path
     assert re.findall(r"continuing after step (\d+) of 10 ", log) == ["3", "6"]
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_damaged_memory_falls_back_to_the_disk(
     on_ranks: Ranks, tmp_path: Path, undisturbed: Path, damage: str
@@ -253,6 +256,7 @@ def ended(folder: str, how: str, keep: int) -> tuple[str, bool]:
 ENDINGS = [("finished", 2), ("SIGTERM", 2), ("finished", 0), ("mistake", 2), ("failure", 2), ("SIGTERM", 0)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "keep"), ENDINGS)
 def test_memory_is_freed_once_the_run_has_ended_or_is_on_disk(
     on_ranks: Ranks, tmp_path: Path, how: str, keep: int
@@ -289,6 +293,7 @@ def mistakes(folder: str) -> list[str]:
     return [*endings, run_in(folder, QUIET)]
 
 
+@pytest.mark.long
 def test_no_mistake_frees_the_memory_of_a_run(on_ranks: Ranks, tmp_path: Path) -> None:
     """A wrong setting, a folder that is away, Ctrl-C while it starts, an image that is damaged."""
     folder = tmp_path / "run"
@@ -312,6 +317,7 @@ def anew_to_four(folder: str) -> None:
     assert run_to_end(folder, QUIET, "resume=none", at={5: crash}) == "RuntimeError crash"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("abandoned_by", ["resume=none", pytest.param("rm", marks=pytest.mark.long)])
 def test_an_abandoned_run_is_not_continued(on_ranks: Ranks, tmp_path: Path, abandoned_by: str) -> None:
     folder = tmp_path / "run"
@@ -330,6 +336,7 @@ def test_an_abandoned_run_is_not_continued(on_ranks: Ranks, tmp_path: Path, aban
     assert left_of(folder) == []
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_memory_that_cannot_hold_three_copies_is_refused(tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -346,6 +353,7 @@ def test_memory_that_cannot_hold_three_copies_is_refused(tmp_path: Path) -> None
     assert re.match(r"UserError checkpoint.memory_every_steps=1: there is no .*/nowhere; ch.*=0 does", ending)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_copy_that_fails_later_is_a_warning(tmp_path: Path) -> None:
     """One for several; and one that fails at first is a mistake."""
@@ -551,7 +559,7 @@ def disturbed(command: list[str], folder: Path, event: str) -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("event", ["kill", "kill all"])
 def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
     """Of one rank, or of the launcher and all ranks, after which the same command continues."""

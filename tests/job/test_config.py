@@ -35,6 +35,7 @@ from shardtrain.train.sweep import Outcome
 from tiny import CPU, TINY, composed, result_of
 
 
+@pytest.mark.long
 @pytest.mark.smoke
 def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     """In a frozen, typed configuration. Augmentation follows the data set, unless it is chosen."""
@@ -57,6 +58,7 @@ def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
         assert composed("+recipe=resnet", other).reference is None
 
 
+@pytest.mark.long
 def test_debugging_has_the_last_word_over_the_recipe() -> None:
     config = composed("+recipe=resnet", "debug=fdr")
     assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 48, 0)
@@ -79,6 +81,7 @@ def require_told(line: str, start: Callable[[list[str]], object]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 6))])
 def test_mistakes_are_named(part: int) -> None:
     """What people type and what they are told before a first step: `ARGUMENTS | WORDS OF THE MESSAGE`."""
@@ -110,6 +113,7 @@ def test_batches_that_ranks_do_not_divide() -> None:
         require_equal_parts(composed("train.batch_size=100", "parallel.virtual_ranks=8"), 2)
 
 
+@pytest.mark.long
 def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> None:
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
@@ -234,11 +238,13 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
     assert compose(["data=mine", "data.root=here", "--config-dir", str(own)]).augment.pad == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["5e10234", "1_000", "1e3", "true", "007", "nan", "-1"])
 def test_a_name_that_looks_like_a_number_is_a_name(name: str) -> None:
     assert composed(f"run.name={name}").run.name == name
 
 
+@pytest.mark.long
 def test_a_file_of_ones_own_builds_on_one_of_the_programs(own: Path) -> None:
     (own / "optim").mkdir()
     for name, text in {
@@ -258,7 +264,14 @@ def test_a_file_of_ones_own_builds_on_one_of_the_programs(own: Path) -> None:
         composed("optim=old", *folder)
 
 
-@pytest.mark.parametrize("name", hydra_app.hints("gone"))
+# A flag, a choice of a group, a key, a file of a defaults list, a value.
+GONE = ("--config-name", "data=webdataset", "optim.fused", "photos", "train.loss=bce")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in GONE else pytest.mark.long) for n in hydra_app.hints("gone")],
+)
 def test_what_has_gone_says_what_to_use_instead(name: str, own: Path) -> None:
     """Each entry of `configs/hints.yaml`: a flag, a choice or a value, a key, a file of a defaults list."""
     instead = hydra_app.hints("gone")[name]
@@ -543,6 +556,7 @@ def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPat
         sweep.refuse_ranks(["-m", "+recipe=resnet", "seed=range(2)"], True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path", ["a b/it's", "a\\'b", "x,y", "{a}", "${b}", "\\${b}", "[c]", "1", "a\\b\\\\"]
 )

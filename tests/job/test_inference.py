@@ -34,6 +34,7 @@ def trained(config: Any, on: str = "cpu") -> tuple[Any, data.DataSet, torch.nn.M
     return config, images, model, inference_of(config, images.preprocessing, model)
 
 
+@pytest.mark.long
 def test_the_first_lines_say_what_the_keys_of_the_model_have_chosen() -> None:
     tuning = ("model.weights=x.pth", "model.reset_head=true", "model.freeze=[body]")
     config, _, model, _ = trained(composed("model=resnet18", *tuning), on="meta")
@@ -104,6 +105,7 @@ def test_the_program_answers_for_small_grey_images_resized(tmp_path: Path, name:
     assert name == "vit_cifar" or "shardtrain" not in json.dumps(asdict(inference))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["vit_b_32", "googlenet"])
 def test_a_model_of_torchvisions_is_called_as_torchvision_does(name: str) -> None:
     config = composed(f"model={name}", "data=fake", "data.image_size=64")

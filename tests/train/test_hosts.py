@@ -112,7 +112,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         pytest.skip(str(error))
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_train_as_one(run: Run, ranks: int) -> None:
     """With the same losses as two ranks of one host, and with one rank on each with the same files."""
@@ -124,7 +124,7 @@ def test_two_hosts_train_as_one(run: Run, ranks: int) -> None:
     assert (saved[0] == saved[1]) == (ranks == 1)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) -> None:
     run.start_both(2, "impatient.py", *ENDLESS)
     run.wait_for("^step +5/")
@@ -144,7 +144,7 @@ def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) 
     run.assert_learnt_as_one_host(*ENDLESS, tolerance=2e-3)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run: Run) -> None:
     run.start_both(1, "impatient.py", *ENDLESS)
     run.wait_for("^step +5/")
@@ -153,7 +153,7 @@ def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run:
     assert re.search("PeerLost: rank 0 (has ended|does not answer): rank 1 ", run.said(1))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
     """From 2 hosts to 1 and back, from checkpoints in a directory that both see, with the same losses."""
     endless = (*ENDLESS, "parallel.virtual_ranks=2")
@@ -185,7 +185,7 @@ def in_memory(run: Run, side: int) -> list[str]:
     return str(listing.communicate()[0]).split()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_lost_host_costs_the_step_under_way(run: Run) -> None:
     """The other host continues alone. Then both are killed, and one has its memory back from the other."""
     never = ("sched=constant", "train.epochs=4000", "checkpoint.every_steps=1000000")
@@ -213,7 +213,7 @@ def test_a_lost_host_costs_the_step_under_way(run: Run) -> None:
     run.assert_learnt_as_one_host(*endless)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_hosts_free_their_memory_at_the_end(run: Run) -> None:
     run.start_both(1, *PROGRAM, "+recipe=resnet", *TINY, "run.dir=run", EVERY_STEP)
     assert run.codes() == [0, 0], run.said()
