@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm, introspect, recording
-from shardtrain.checkpoint.store import Place
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job import data
 from shardtrain.job.build import Job, build, seed_process
@@ -241,7 +240,7 @@ def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Conf
         raise
 
 
-def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
+def _train(config: Config, context: Context, identity: Identity, memory: Path | None) -> float | None:
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
