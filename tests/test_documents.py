@@ -40,7 +40,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 ELSEWHERE = {  # what is not run here, by a part of it, and why
     "-m venv|pip install|.ci/check|-m pytest": ".ci/run does",
-    "GLOO_SOCKET_IFNAME|--nnodes": "tests/train/test_hosts.py does",
+    "GLOO_SOCKET_IFNAME|--nnodes": "needs two hosts",
     "sbatch": "tests/train/test_cli.py runs the script with commands that stand for Slurm's",
     "data=cifar10 data.root": "takes a network",
     "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
@@ -106,6 +106,7 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
     for folder in ("docs", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "images").symlink_to(tmp_path / "photos")
+    Image.new("RGB", (9, 12), "white").save(tmp_path / "image.png")
     for number in range(24):
         folder = tmp_path / "photos" / ("train", "val")[number % 2] / ("cat", "dog")[number // 12]
         folder.mkdir(parents=True, exist_ok=True)
