@@ -49,7 +49,6 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
-    "shardtrain.train.sweep": "train.max_steps=2",
     "tests/bench/steps.py": "rounds=1 warmup=0 image_size=32 batch_size=2",
     "tensorboard.main": "--inspect",
 }
@@ -62,7 +61,7 @@ def blocks(language: str, *files: Path) -> list[str]:
 
 
 def not_installed(text: str) -> list[str]:
-    packages = ("accelerate", "lightning_fabric", "timm", "transformers")
+    packages = ("accelerate", "lightning_fabric", "optuna", "timm", "transformers")
     return [name for name in packages if name in text and importlib.util.find_spec(name) is None]
 
 

@@ -311,8 +311,8 @@ def test_another_score_begins_anew() -> None:
 
 
 def test_a_sweep_ranks_by_it() -> None:
-    done = [Outcome(["seed=0"], 0.5, "", True), Outcome(["seed=1"], 0.25, "", True)]
-    done.append(Outcome(["seed=2"], None, "why"))
+    done = [Outcome(0, ["seed=0"], "", 0.5, 0.5), Outcome(1, ["seed=1"], "", 0.25, 0.25)]
+    done.append(Outcome(2, ["seed=2"], "why"))
     assert sweep.table(done, "val/loss").splitlines() == [
         "best val/loss   job  overrides",
         "       0.2500     1  seed=1",
