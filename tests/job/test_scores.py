@@ -196,7 +196,7 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
         assert train(composed("+recipe=resnet", *TINY, *words), context(tmp_path)) == 3.0
     result = result_of(tmp_path)
     assert (result["best_val/mine"], result["best_val/step"], result["step"]) == (3.0, 10, 20)
-    assert result["best_by"] == "val/mine"
+    assert (result["best_by"], result["best_is_lowest"]) == ("val/mine", True)
     log = (tmp_path / "log.txt").read_text()
     assert "stopped after step 20: no better val/mine in 2 evaluations" in log
     assert ", mine 6.0000" in log
