@@ -498,7 +498,7 @@ def test_a_rank_that_does_nothing_is_named_with_where_it_stands(
     Pool(fresh=True).run(transport, world, do_nothing_on_the_last_rank, tmp_path)
 
 
-@each_rank(2)
+@each_rank(2, transport="each")
 def test_a_rank_at_work_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """Ten times the time-out; here once."""
     model, optimizer = trained()

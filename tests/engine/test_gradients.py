@@ -992,7 +992,7 @@ def test_optimizers_of_whole_parameters_with_virtual_ranks(ranks: Ranks, name: s
         torch.testing.assert_close(other, alone, rtol=0, atol=0)
 
 
-@each_rank(2)
+@each_rank(2, transport="each")
 def test_compiled_functions_of_gradients_are_pieces_or_refused() -> None:
     """torch.compile breaks the graph at them."""
     model, _ = sharded_and_replica()
