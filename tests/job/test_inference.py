@@ -192,3 +192,7 @@ def test_a_folder_of_timm_has_the_model_and_its_images(tmp_path: Path) -> None:
     assert (how["input_size"], how["interpolation"], how["crop_mode"]) == ((1, 32, 32), "bilinear", "squash")
     assert tuple(how["mean"]) == inference.mean
     assert again.pretrained_cfg["label_names"] == [*inference.classes]
+    save_file(model.state_dict(), folder / "model.safetensors")
+    Path(f"{folder}.json").write_text(json.dumps(asdict(inference)))
+    loaded, _, _ = shardtrain.load_exported(folder, allow=["timm"])
+    assert torch.equal(loaded(images), model(images))
