@@ -10,10 +10,10 @@ those of the checkpoint, loaded as by a training run.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -51,46 +51,6 @@ class ExportSettings:
     weights: str = one_of("raw", "ema")
 
 
-class Files:
-    """Write the files of an export: all of them, or none if what follows in the ``with`` block fails."""
-
-    def __init__(self, out: Path, folder: bool) -> None:
-        """folder: ``out`` may be a folder, for timm. Raises UserError for a wrong name or one that exists."""
-        suffixes = ", ".join(SUFFIXES)
-        if out.suffix not in SUFFIXES and not (folder and not out.suffix):
-            also = ", or without an ending for timm's folder" if folder else ""
-            raise UserError(f"{out}: expected a name that ends in {suffixes}{also}")
-        self.out = out
-        self.card = Path(f"{out}.json")
-        self.weights = out if out.suffix else out / "model.safetensors"
-        self.config = None if out.suffix else out / "config.json"
-        for path in (out, self.card):
-            if path.exists():
-                raise UserError(f"{path} exists already; choose another name or remove it")
-        self.written: list[Path] = []
-
-    def write(self, path: Path, make: Callable[[Path], object]) -> None:
-        """Have ``make`` write a new file, complete or absent. Raises UserError if it cannot be written."""
-        with reading(f"out={self.out}", "cannot write there; choose another out", (OSError, RuntimeError)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as folder:
-                temporary = Path(folder, path.name)
-                make(temporary)
-                os.rename(temporary, path)
-        self.written.append(path)
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            return
-        for path in self.written:
-            path.unlink()
-        if not self.out.suffix and self.out.exists():
-            self.out.rmdir()
-
-
 def read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
     program_configs()  # makes the recipes of a checkout that is not installed importable
     raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
@@ -104,26 +64,56 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
     facts = opened.manifest.facts
     inference = typed(Inference, facts["inference"], "inference")
     model = plain_model(facts["config"]["model"], settings.allow)
-    files = Files(path_of("out", settings.out), folder=inference.model.target == TIMM)
+    out = new_path(path_of("out", settings.out), is_timms=inference.model.target == TIMM)
     shardtrain.shard(model.to(device))
-    with load_saved(opened, model, settings.weights, settings.run), files, torch.no_grad():
+    with load_saved(opened, model, settings.weights, settings.run), torch.no_grad():
         state = shardtrain.full_state_dict(model)
-        files.write(files.weights, partial(write_weights, state))
-        files.write(files.card, partial(write_json, asdict(inference)))
-        plain, _, _ = load_exported(files.out, settings.allow)
-        if files.config is not None:
-            files.write(files.config, partial(write_json, timm_config(inference, plain)))
         shape = (IMAGES, inference.channels, inference.image_size, inference.image_size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         expected = model.eval()(images.to(device)).cpu()
-        _require_equal(expected, plain(images), files.weights)
+        with draft_of(out) as draft:
+            write_weights(state, draft if out.suffix else draft / "model.safetensors")
+            write_json(asdict(inference), Path(f"{draft}.json"))
+            plain, _, _ = load_exported(draft, settings.allow)
+            if not out.suffix:
+                write_json(timm_config(inference, plain), draft / "config.json")
+            _require_equal(expected, plain(images), out)
     mib = sum(value.nbytes for value in state.values()) / MIB
-    print(f"{files.weights}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
-    print(f"{files.card}: the model's call, {len(inference.classes)} classes, mean, std, sizes")
+    print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
+    print(f"{out}.json: the model's call, {len(inference.classes)} classes, mean, std, sizes")
     print(f"checked: shardtrain.load_exported answers as the checkpoint does to {IMAGES} random images")
     data = facts["config"]["data"]
     if data["name"] == "own":
-        print(f"{data['_target_']} made the images; what it does to them is not in {files.card}")
+        print(f"{data['_target_']} made the images; what it does to them is not in {out}.json")
+
+
+def new_path(out: Path, is_timms: bool) -> Path:
+    """Return ``out``. Raises UserError for a wrong name, or one that exists. Timm's may be a folder."""
+    if out.suffix not in SUFFIXES and not (is_timms and not out.suffix):
+        also = ", or without an ending for timm's folder" if is_timms else ""
+        raise UserError(f"{out}: expected a name that ends in {', '.join(SUFFIXES)}{also}")
+    for path in (out, Path(f"{out}.json")):
+        if path.exists():
+            raise UserError(f"{path} exists already; choose another name or remove it")
+    return out
+
+
+@contextlib.contextmanager
+def draft_of(out: Path) -> Iterator[Path]:
+    """Give a path beside ``out``; what is written there is moved to ``out`` if the block succeeds.
+
+    Raises UserError if it cannot be written.
+    """
+    # torch.save raises RuntimeError for a full disk.
+    with reading(f"out={out}", "cannot write there; choose another out", (OSError, RuntimeError)):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out.parent) as folder:
+            draft = Path(folder, out.name)
+            if not out.suffix:
+                draft.mkdir()
+            yield draft
+            for path in [*Path(folder).iterdir()]:
+                path.rename(out.parent / path.name)
 
 
 def _require_equal(expected: Tensor, logits: Tensor, source: Path) -> None:

@@ -2,7 +2,7 @@
 
 An `Inference` is made once, when data and model are known. It goes into each checkpoint's manifest, into
 result.json and, by `shardtrain.export`, as JSON into a file beside the exported weights. It holds numbers and
-names, no program: docs/training.md has one of 25 lines that reads it without this package.
+names, no program: docs/example/classify.py is one that reads it without this package.
 """
 
 from __future__ import annotations
