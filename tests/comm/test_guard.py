@@ -747,7 +747,7 @@ def test_a_rank_that_is_late_hears_that_others_differ(tmp_path: Path) -> None:
     assert "rank 1 is gathering other" in text
 
 
-@each_rank(2)
+@each_rank(2, transport="each")
 def test_ranks_that_fail_together_receive_each_other_s_last_reports() -> None:
     """Neither waits until the time for that is over, which is longer than a test may take."""
     with patch.object(reports, "GRACE_S", 1000.0):

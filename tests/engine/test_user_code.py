@@ -445,7 +445,7 @@ def resized(model: Any, resize: Callable[[Any], object]) -> None:
     model(torch.ones(2, 8))
 
 
-@each_rank(2)
+@each_rank(2, transport="each")
 def test_memory_of_shards_that_is_resized_is_refused() -> None:
     """Ranks that share memory have none that torch resizes."""
     for resize in (
