@@ -6,7 +6,7 @@ while answers are awaited, such as that of a time-out or Ctrl-C: late answers mu
 
 Programs, too, are forked from a process that has imported torch already, which takes four seconds. Each is
 ``__main__`` of its own processes, with its arguments, environment, folder and outputs, and its ranks meet at
-a store as under torchrun. `test_cli.py` and `test_hosts.py` start torchrun itself.
+a store as under torchrun. `test_cli.py` starts torchrun itself.
 """
 
 import functools

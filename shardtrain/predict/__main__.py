@@ -2,7 +2,7 @@
 
     python -m shardtrain.predict run=outputs/NAME data.root=FOLDER out=classes.csv
 
-Each rank prepares its part of the images, by the transforms that an export prints for one image, and all
+Each rank prepares its part of the images, as its export says, and all
 compute with the model sharded over them. Rank 0 writes the table when all are done. An image that cannot be
 read has no class in it, and the exit code is 2.
 """

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm, introspect, recording
-from shardtrain.checkpoint.store import Place
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job import data
 from shardtrain.job.build import Job, build, seed_process
@@ -24,7 +23,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
 from shardtrain.job.data.check import require_readable
 from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
-from shardtrain.job.errors import Unreadable, UserError, WorkerError, reading
+from shardtrain.job.errors import Unreadable, UserError, WorkerError
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
@@ -48,8 +47,6 @@ from shardtrain.train.resume import (
     weighted_as_saved,
 )
 from shardtrain.train.saving import Saver, Training
-
-OUTCOME_FILE = "SHARDTRAIN_OUTCOME_FILE"  # in the environment of a sweep's job: where its best score goes
 
 
 def fit(training: Training, saver: Saver, watch: Watch) -> None:
@@ -214,19 +211,6 @@ def train(config: Config, context: Context) -> float | None:
             raise UserError(f"{error}; dry_run=true lists all images that cannot be read") from None
 
 
-def write_outcome(score: float | None, is_minimised: bool) -> None:
-    """Write the job's best score for the sweep that started it, if one did. Collective then."""
-    path = os.environ.get(OUTCOME_FILE)
-    if not path:
-        return
-
-    def write() -> None:
-        with reading(f"the score for the sweep, {path}", "expected a file that can be written", OSError):
-            Path(path).write_text(json.dumps({"objective": score, "is_minimised": is_minimised}))
-
-    on_rank_0(write)
-
-
 def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Config]:
     """Build the job. In a dry run, if an image cannot be read, list all such images before the error."""
     ranks = context.rank_info
@@ -241,7 +225,7 @@ def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Conf
         raise
 
 
-def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
+def _train(config: Config, context: Context, identity: Identity, memory: Path | None) -> float | None:
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
@@ -271,7 +255,6 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             monitor.say(score_table(scored, config.reference))
             monitor.say(scores_as_json(start.step, scored))
             score = saver.ranked(scored[0])
-            write_outcome(None if math.isnan(score) else score, job.scoring.is_minimised)
             return None if math.isnan(score) else score
         if config.dry_run:
             plan = plan_of(config, job)
@@ -283,6 +266,4 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             return saver.best.score if saver.best else None
         with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)
-        best = saver.best.score if saver.best else None
-        write_outcome(best, job.scoring.is_minimised)
-        return best
+        return saver.best.score if saver.best else None

@@ -37,7 +37,6 @@ from shardtrain.job.errors import UserError
 from shardtrain.job.format import write_any_text
 from shardtrain.job.launch import Context
 from shardtrain.job.record import record_of
-from shardtrain.train.loop import write_outcome
 from shardtrain.train.resume import Identity, find_start, free_space, identify, locked, run_directory
 
 from pool import each_rank, ended
@@ -436,16 +435,6 @@ def test_checkpoints_that_cannot_be_read_are_a_mistake(tmp_path: Path) -> None:
     assert own.startswith(f"the run {run}: [Errno 13] Permission denied: "), own
     assert own.endswith("; expected checkpoints that can be read")
     assert other.startswith(f"the run {run}: [Errno 13] Permission denied: "), other
-
-
-def test_a_score_that_the_sweep_cannot_get_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDTRAIN_OUTCOME_FILE", f"{tmp_path}/gone/outcome.json")
-    told = refused(write_outcome, 0.5, False)
-    assert told.startswith(
-        f"the score for the sweep, {tmp_path}/gone/outcome.json: [Errno 2] No such file"
-    ), told
 
 
 @pytest.mark.long

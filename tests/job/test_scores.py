@@ -198,7 +198,7 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
         assert train(composed("+recipe=resnet", *TINY, *words), context(tmp_path)) == 3.0
     result = result_of(tmp_path)
     assert (result["best_val/mine"], result["best_val/step"], result["step"]) == (3.0, 10, 20)
-    assert result["best_by"] == "val/mine"
+    assert (result["best_by"], result["best_is_lowest"]) == ("val/mine", True)
     log = (tmp_path / "log.txt").read_text()
     assert "stopped after step 20: no better val/mine in 2 evaluations" in log
     assert ", mine 6.0000" in log
@@ -313,8 +313,8 @@ def test_another_score_begins_anew() -> None:
 
 
 def test_a_sweep_ranks_by_it() -> None:
-    done = [Outcome(["seed=0"], 0.5, "", True), Outcome(["seed=1"], 0.25, "", True)]
-    done.append(Outcome(["seed=2"], None, "why"))
+    done = [Outcome(0, ["seed=0"], "", 0.5, 0.5), Outcome(1, ["seed=1"], "", 0.25, 0.25)]
+    done.append(Outcome(2, ["seed=2"], "why"))
     assert sweep.table(done, "val/loss").splitlines() == [
         "best val/loss   job  overrides",
         "       0.2500     1  seed=1",
