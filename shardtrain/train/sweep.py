@@ -151,8 +151,8 @@ def _hydra(config_dirs: Sequence[str], swept: Sequence[str] = ()) -> Iterator[An
         defaults += [{f"override hydra/{name}_logging": "none"} for name in ("hydra", "job")]
         own_keys = {**QUIET, "searchpath": [f"file://{folder}" for folder in folders[1:]]}
         node = OmegaConf.create({"defaults": defaults, "hydra": own_keys})
-        for key in {word.partition("=")[0] for word in swept} - groups:  # each job checks its own
-            OmegaConf.update(node, key, None)
+        for word in swept:  # each job checks its own
+            OmegaConf.update(node, word.partition("=")[0], None)
         ConfigStore.instance().store(name="sweep", node=node)
         with hydra.initialize_config_dir(str(own), version_base="1.3"):
             yield GlobalHydra.instance().hydra
