@@ -33,10 +33,10 @@ from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import MIB
-from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.inference import TIMM, Inference, call_of, program
 from shardtrain.job.model import load_weights, plain_model, read_weights
-from shardtrain.job.schema import at_least, checked, one_of, typed
+from shardtrain.job.read import read_keys
+from shardtrain.job.schema import MANDATORY, key, typed
 from shardtrain.job.target import RECIPES
 from shardtrain.train.resume import load_saved, open_saved
 
@@ -47,12 +47,23 @@ SUFFIXES = (".safetensors", ".pth", ".pt")
 
 @dataclass(frozen=True)
 class ExportSettings:
-    allow: tuple[str, ...]
-    run: str
-    out: str
-    device: str = one_of("auto", "cpu", ACCELERATOR)
-    threads: int | None = at_least(1)
-    weights: str = one_of("raw", "ema")
+    """The keys of an export."""
+
+    allow: tuple[str, ...] = key(
+        (), "packages of the run's model._target_, as the run's own command allowed them"
+    )
+    run: str = key(
+        MANDATORY,
+        "a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best",
+    )
+    out: str = key(
+        MANDATORY,
+        "FILE.safetensors or FILE.pth, or for a model of timm a FOLDER; must not exist. FILE.json gets what "
+        "answers need",
+    )
+    weights: str = key("raw", "raw | ema: the weights, or their moving average", choices=("raw", "ema"))
+    device: str = key("cpu", "cpu | cuda: where the check computes", choices=("auto", "cpu", ACCELERATOR))
+    threads: int | None = key(None, "CPU threads; null: all cores", at_least=1)
 
 
 class Files:
@@ -95,10 +106,7 @@ class Files:
             self.out.rmdir()
 
 
-def read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
-    program_configs()  # makes the recipes of a checkout that is not installed importable
-    raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
-    return None if raw is None else checked(raw, ExportSettings)
+read = partial(read_keys, ExportSettings)
 
 
 def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,26 +18,19 @@ from torch import Tensor
 from shardtrain import comm, introspect, recording
 from shardtrain.checkpoint.store import Place
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
-from shardtrain.job import data
-from shardtrain.job.build import Job, build, seed_process
+from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
-from shardtrain.job.data.check import require_readable
 from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
-from shardtrain.job.errors import Unreadable, UserError, WorkerError, reading
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.errors import Unreadable, UserError, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.losses import loss_notes, mix_notes
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import CapturedStep, Step
-from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
-from shardtrain.monitor.writers import json_of
-from shardtrain.plan.report import rank_table
-from shardtrain.plan.simulate import plan_of
+from shardtrain.monitor import StepMetrics, Watch, open_monitor, start_table
 from shardtrain.train.resume import (
     Identity,
-    disk_in_words,
     find_start,
     identify,
     memory_of,
@@ -45,7 +38,6 @@ from shardtrain.train.resume import (
     restore,
     run_directory,
     start_messages,
-    weighted_as_saved,
 )
 from shardtrain.train.saving import Saver, Training
 
@@ -132,13 +124,6 @@ def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
     return batch
 
 
-def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
-    """Return the scores of an `eval_only` run as one line of JSON, by their TensorBoard tags."""
-    val, *tests = scored
-    test = tests[0].ranking("test") if tests else {}
-    return json.dumps(json_of({"step": step, **val.scalars(), **test}))
-
-
 class Finiteness:
     """Check that gradients are finite. In fp16 they may not be because their scale was too high.
 
@@ -209,9 +194,9 @@ def train(config: Config, context: Context) -> float | None:
         try:
             return _train(config, context, identity, memory)
         except Unreadable as error:
-            if config.dry_run or config.eval_only:
-                raise
-            raise UserError(f"{error}; dry_run=true lists all images that cannot be read") from None
+            raise UserError(
+                f"{error}; python -m shardtrain.plan … check=true lists all images that cannot be read"
+            ) from None
 
 
 def write_outcome(score: float | None, is_minimised: bool) -> None:
@@ -227,30 +212,15 @@ def write_outcome(score: float | None, is_minimised: bool) -> None:
     on_rank_0(write)
 
 
-def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Config]:
-    """Build the job. In a dry run, if an image cannot be read, list all such images before the error."""
-    ranks = context.rank_info
-    place = (ranks.rank, ranks.world_size, context.device)
-    try:
-        return build(config, *place, first_step, all_held_out=context.all_held_out)
-    except WorkerError:
-        if config.dry_run:
-            images = data.load(config.data, config.allow, all_held_out=context.all_held_out)
-            parts = {"train": images.train_as_val or images.train, "val": images.val, "test": images.test}
-            require_readable(parts, config.data, print if ranks.rank == 0 else lambda text: None)
-        raise
-
-
 def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, identity, memory)
-    config = weighted_as_saved(config, start)
-    job, config = _built(config, context, start.step)
+    job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
-    state = restore(store, start, config, job, metrics)
+    state, changes = restore(store, start, config, context, job, metrics)
     with (
         run_directory(store, start, config, context, identity) as messages,
         open_monitor(config, context, job, metrics, state.best) as monitor,
@@ -261,26 +231,12 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
             *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
             *mix_notes(config.train.mixup, config.train.cutmix, job.train.share.micro_batch),
+            *changes,
             *start_messages(store, start, job, config),
         ]
         monitor.say("\n".join([start_table(config, context, job), *notes]))
         training = Training(config, job, metrics, monitor)
         saver = Saver(training, store, state, signals)
-        if config.eval_only:
-            scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
-            monitor.say(score_table(scored, config.reference))
-            monitor.say(scores_as_json(start.step, scored))
-            score = saver.ranked(scored[0])
-            write_outcome(None if math.isnan(score) else score, job.scoring.is_minimised)
-            return None if math.isnan(score) else score
-        if config.dry_run:
-            plan = plan_of(config, job)
-            saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
-            on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
-            test = None if job.test is None else job.test.images
-            parts = {"train": job.train.images, "val": job.val.images, "test": test}
-            require_readable(parts, config.data, monitor.say)
-            return saver.best.score if saver.best else None
         with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)
         best = saver.best.score if saver.best else None

@@ -32,6 +32,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
 
 from shardtrain.job import tags
 from shardtrain.job.config import Config
@@ -39,7 +40,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import program_configs, split, unreadable
 from shardtrain.job.launch import USER_ERROR, run_dir
-from shardtrain.job.read import read_config
+from shardtrain.job.read import read_command
 from shardtrain.job.signals import INTERRUPTED
 from shardtrain.train.loop import OUTCOME_FILE
 
@@ -118,8 +119,8 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     fixed, jobs = split_sweep([text for text in arguments if text not in FLAGS])
     if not jobs:
         raise UserError("a sweep without a job: a glob(…) matches no name")
-    first = read_config([*fixed, *jobs[0]], speak)
-    return None if first is None else Sweep(fixed, jobs, first)
+    first = read_command([*fixed, *jobs[0]], speak)
+    return None if first is None else Sweep(fixed, jobs, first.config)
 
 
 def refuse_ranks(arguments: Sequence[str], speak: bool) -> Any:
@@ -245,7 +246,11 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the arguments that all jobs share, and each job's own, whose last key changes fastest."""
     swept: dict[str, list[str]] = {}
     random.seed(0)  # for shuffle(…), the same if the command is repeated
-    with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
+    configs = program_configs()
+    with (
+        configs.registered(OmegaConf.create()),
+        hydra.initialize_config_dir(str(configs.FOLDER), version_base="1.3"),
+    ):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # for glob(…) over groups
         for text in split(arguments)[1]:
             try:

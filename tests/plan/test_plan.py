@@ -33,7 +33,7 @@ from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.transport import Simulated
 
 from small import Block, OddNet, Parts, sgd
-from tiny import ALONE, CPU, VIT, composed, configure
+from tiny import ALONE, CPU, VIT, composed, over_transport
 
 MIB = 2**20
 RESNET = ["model=resnet18", "data.image_size=16"]
@@ -46,7 +46,8 @@ def settings(*arguments: str) -> PlanSettings:
 
 
 def planned(*arguments: str) -> Plan:
-    found = settings(*arguments)
+    with over_transport(arguments) as words:
+        found = settings(*words)
     return simulate(found.config, found.question)
 
 
@@ -85,7 +86,8 @@ def measured(*arguments: str) -> dict[str, Any]:
 
     The allocator is read between operations: what kernels take for a moment depends on the processor.
     """
-    job, config = build(composed(*FAKE, *arguments), comm.rank(), comm.world_size(), CPU)
+    with over_transport(arguments) as words:
+        job, config = build(composed(*FAKE, *words), comm.rank(), comm.world_size(), CPU)
     step = Step.of(job, config.train.clip_grad_norm)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     step(batches)
@@ -113,7 +115,7 @@ def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
 
 
 AGAIN = "parallel.activation_checkpoint=true"
-MESSAGES = "parallel.transport=process_group"
+MESSAGES = "SHARDTRAIN_TRANSPORT=process_group"
 LOW_GRADIENTS = "parallel.reduce=bf16"
 
 
@@ -123,7 +125,7 @@ CHANGES = "train.accumulate=2 parallel.precision=bf16 optim=adamw parallel.resha
 @pytest.mark.parametrize(
     ("world", "arguments"),
     [
-        (2, [*VIT, "parallel.transport=shared_memory"]),
+        (2, [*VIT, "SHARDTRAIN_TRANSPORT=shared_memory"]),
         (2, [*VIT, MESSAGES, *CHANGES.split(), "ema.decay=0.9"]),
         pytest.param(1, [*DEEPER, MESSAGES, AGAIN], marks=pytest.mark.long),
         (2, [*VIT, MESSAGES, "optim=muon"]),
@@ -328,7 +330,6 @@ def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, repli
 
     opened = lambda opening: Mine(opening.shards.rank, opening.shards.world)  # noqa: E731
     monkeypatch.setitem(comm.TRANSPORTS, "mine", opened)
-    assert configure("parallel.transport=mine").parallel.transport == "mine"
     with simulated_group(8):
         mesh = init_device_mesh("cpu", (replicas, 8 // replicas))
         model = shardtrain.shard(OddNet(), units=[], mesh=mesh, transport="mine")
