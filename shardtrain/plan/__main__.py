@@ -72,7 +72,9 @@ class PlanSettings:
 
 def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     """Return the settings of ``arguments``; None if a flag asks for output."""
-    words = [word for text in arguments for word in _as_words(text, arguments)]
+    words = list[str]()
+    for text in arguments:
+        words += _as_words(text, arguments)
     command = read_command(words, speak, Program(PlanKeys))
     if command is None:
         return None

@@ -1,4 +1,7 @@
-"""Describe a plan in words and as a table."""
+"""Describe a plan in words and as a table.
+
+Its own file, since a plan is numbers, and this is how they are printed.
+"""
 
 from __future__ import annotations
 

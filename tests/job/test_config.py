@@ -422,7 +422,7 @@ def test_a_job_says_its_score_and_what_is_better() -> None:
     write = "json.dump(%s, open(os.environ['SHARDTRAIN_OUTCOME_FILE'], 'w'))"
     found = outcome_of(write % "{'objective': 0.5, 'is_minimised': True}")
     assert found == Outcome(["seed=1"], 0.5, "", True)
-    assert outcome_of("pass") == Outcome(["seed=1"])  # of `dry_run`
+    assert outcome_of("pass") == Outcome(["seed=1"])  # without an evaluation
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -468,11 +468,11 @@ def test_a_folder_of_any_name_reaches_the_job(path: str) -> None:
 
 def test_the_ranking() -> None:
     done = [Outcome(["seed=0"], 0.0), Outcome(["seed=1"], None, "why"), Outcome(["seed=2"], 99.5)]
-    ranked = sweep.table([*done, Outcome(["dry_run=true"])], "val/acc1")
+    ranked = sweep.table([*done, Outcome(["seed=3"])], "val/acc1")
     assert ranked.splitlines()[1:] == [
         "      99.50 %     2  seed=2",
         "       0.00 %     0  seed=0",
-        "            –     3  dry_run=true",
+        "            –     3  seed=3",
         "       failed     1  seed=1",
         "                     why",
     ]

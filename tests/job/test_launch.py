@@ -334,17 +334,6 @@ def taken(folder: Path, *arguments: str) -> list[str]:
         return news
 
 
-def test_a_scoring_leaves_a_live_runs_save_alone(tmp_path: Path) -> None:
-    half = tmp_path / "checkpoints/.tmp-step-00000004-abcd/rank-00000.safetensors"
-    half.parent.mkdir(parents=True)
-    half.write_text("half")
-    taken(tmp_path, "eval_only=true")
-    taken(tmp_path, "dry_run=true")
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [half]
-    taken(tmp_path)
-    assert not half.exists()
-
-
 def refused(body: Callable[..., Any], *arguments: Any) -> str:
     """What this rank is told."""
     try:
@@ -360,7 +349,6 @@ def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
     with locked(tmp_path) if comm.rank() == 1 else nullcontext():
         process = comm.broadcast(torch.tensor(os.getpid()), src=1)
         told = refused(find_start, configure(), context(tmp_path), Identity("", is_new=True))
-        assert taken(tmp_path, "eval_only=true") == []
     assert told.startswith(f"another job is writing into {tmp_path}: process {process} on ")
     assert told.endswith(f"remove {tmp_path}/.lock")
     comm.barrier()
@@ -477,8 +465,8 @@ def test_hosts_that_are_started_with_different_settings_are_named() -> None:
         number = (lambda rank: 1.0 + rank) if key == "optim.lr" else lambda rank: 1 + rank
         expected = f"rank 1 has {key}={number(1)} where rank 0 has {key}={number(0)}"
         assert told == f"the command differs between ranks: {expected}"
-    told = refused(launch.require_same_command, configure(*["eval_only=true"] * comm.rank()))
-    assert told.endswith("rank 1 has eval_only=True where rank 0 has eval_only=False")
+    told = refused(launch.require_same_command, configure(*["train.capture=true"] * comm.rank()))
+    assert told.endswith("rank 1 has train.capture=True where rank 0 has train.capture=False")
 
 
 @each_rank(2, transport="auto")

@@ -106,7 +106,7 @@ def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
     pipe = "photos/train/class1/0.png"
     assert done.errors == (
         f"error: cannot read the image {pipe}: {pipe} is not a regular file; "
-        "dry_run=true lists all images that cannot be read\n"
+        "python -m shardtrain.plan … check=true lists all images that cannot be read\n"
     )
     assert done.codes == [2, 2]
     assert result_of(tmp_path / "outputs/here")["status"] == "failed"

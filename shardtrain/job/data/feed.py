@@ -352,12 +352,12 @@ class EvalFeed:
         share: Share,
         prepare: Prepare | ToDevice,
         workers: int,
-        batch_size: int = EVAL_BATCH,
+        batch_size: int | None = None,
     ) -> None:
-        """batch_size: images per rank in one forward, at most."""
+        """batch_size: images per rank in one forward, at most; None: `EVAL_BATCH`."""
         self.images = images
         self.prepare = prepare
-        self.sampler = EvalSampler(len(images), batch_size, share)
+        self.sampler = EvalSampler(len(images), batch_size or EVAL_BATCH, share)
         self.loader = loader_of(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:
