@@ -35,8 +35,8 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
 from shardtrain.job.errors import UserError
 from shardtrain.job.format import write_any_text
+from shardtrain.job.hydra_app import require_run
 from shardtrain.job.launch import Context
-from shardtrain.job.record import record_of
 from shardtrain.train.loop import write_outcome
 from shardtrain.train.resume import Identity, find_start, free_space, identify, locked, run_directory
 
@@ -404,7 +404,7 @@ def test_a_run_directory_out_of_reach_is_a_mistake(tmp_path: Path) -> None:
     assert told.endswith("; cannot write there; choose another run.dir")
 
 
-def test_checkpoints_that_cannot_be_read_are_a_mistake(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     user = os.geteuid()
@@ -412,14 +412,11 @@ def test_checkpoints_that_cannot_be_read_are_a_mistake(tmp_path: Path) -> None:
     if user == 0:  # who may read anything
         os.seteuid(65534)
     try:
-        own = refused(record_of, [f"run.dir={run}"])
-        other = refused(record_of, [f"resume={run}"])
+        told = refused(require_run, run)
     finally:
         os.seteuid(user)
         tmp_path.chmod(0o700)
-    assert own.startswith(f"the run {run}: [Errno 13] Permission denied: "), own
-    assert own.endswith("; expected checkpoints that can be read")
-    assert other.startswith(f"the run {run}: [Errno 13] Permission denied: "), other
+    assert told.startswith(f"run={run}: [Errno 13] Permission denied: "), told
 
 
 def test_a_score_that_the_sweep_cannot_get_is_a_mistake(
