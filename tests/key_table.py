@@ -67,7 +67,6 @@ lr       sched=step sched.epochs=[1] & sched.epochs=[]
 lr       sched=step sched.epochs=[1] & sched.factor=0.5
 traffic  SHARDTRAIN_TRANSPORT=process_group & train.accumulate=2
 traffic  SHARDTRAIN_TRANSPORT=process_group & parallel.replicate=2
-held     SHARDTRAIN_TRANSPORT=process_group {units} & parallel.activation_checkpoint=true
 held     SHARDTRAIN_TRANSPORT=process_group parallel.activation_checkpoint=true & parallel.layout=whole
 held     SHARDTRAIN_TRANSPORT=process_group parallel.activation_checkpoint=true & parallel.reshard_after_forward=false
 files    checkpoint.keep=9 & checkpoint.every_steps=1

@@ -21,7 +21,7 @@ from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.hydra_app import CONFIG, OF_THE_COMMAND, program_configs, require_version
-from shardtrain.job.saved import Change, changed_keys
+from shardtrain.job.saved import MARKS, Change, changed_keys
 from shardtrain.job.schema import Mark, typed
 
 RATE_TOLERANCE = 0.1  # relative difference of learning rates that needs no warning
@@ -57,7 +57,6 @@ def _compared(
     with reading("resume: no run has saved this", "resume=none starts anew"):
         images = facts["position"]["images"]
         saved = facts["config"]
-    require_version(saved.get("version"), f"resume: {opened.path}")
     if step > job.steps:
         raise UserError(
             f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
@@ -71,11 +70,36 @@ def _compared(
     strict = step == job.steps or not is_path(config.resume)
     if decisive := refused([*named, *other_images], strict=strict):
         raise _decided(decisive, opened.path, is_over=step == job.steps)
+    _require_named(changes, words, opened, run)
+    width = max((len(each.key) for each in named), default=0)
+    return [f"changed   {each.key:<{width}}  {each.before} → {each.now}" for each in named]
+
+
+def require_known_keys_named(
+    opened: Opened, config: Config, words: Mapping[str, str], run: Path | None
+) -> None:
+    """Do what `require_same_run` does of keys left out, before the data are opened. Collective.
+
+    Keys that the data resolve have no value yet.
+    """
+
+    def look() -> None:
+        saved = opened.manifest.facts.get("config", {})
+        if saved:
+            require_version(saved.get("version"), f"resume: {opened.path}")
+        changes = [each for each in changed_keys(saved, asdict(config)) if each.key in MARKS and each.now]
+        _require_named(changes, words, opened, run)
+
+    on_rank_0(look)
+
+
+def _require_named(
+    changes: Sequence[Change], words: Mapping[str, str], opened: Opened, run: Path | None
+) -> None:
+    named = named_of(changes, words)
     if left_out := [each for each in changes if each not in named]:
         base = (run or opened.path.parents[1]) / CONFIG
         raise forgotten(left_out, named, words, base if base.is_file() else opened.path / NAME)
-    width = max((len(each.key) for each in named), default=0)
-    return [f"changed   {each.key:<{width}}  {each.before} → {each.now}" for each in named]
 
 
 def refused(changes: Sequence[Change], *, strict: bool) -> list[Change]:

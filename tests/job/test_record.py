@@ -374,6 +374,10 @@ def test_the_same_command_resumes_silently_and_another_says_what_changes(tmp_pat
         UserError, match=r"run has data.mean=\[0.3\], .* name; this continues it: config=\S+ run.dir=\S+$"
     ):
         ran(tmp_path, *words, "seed=7")
+    with pytest.raises(
+        UserError, match=r"the run has data.limit=24, this one has 1280; .* name; this contin"
+    ):
+        ran(tmp_path, "data=fake", "seed=7")
     with pytest.raises(UserError, match=r"saved by a run with seed=7, this one has 8, so its place among "):
         ran(tmp_path, *words, "data.mean=[0.3]", "seed=8")
     ran(tmp_path, f"config={tmp_path}/config.yaml", "train.max_steps=2", "train.log_every=2")

@@ -141,6 +141,57 @@ def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None
     assert plan.peak == pytest.approx(found["allocated"], rel=0.1)
 
 
+def test_activations_are_computed_again() -> None:
+    kept, again = (planned(*DEEPER, "world_size=1", *words).timeline for words in ((), (AGAIN,)))
+    assert again.most("activations") < kept.most("activations")
+
+
+class Words(nn.Module):
+    """A language model of one block: indices in, a dictionary out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True)
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        return {"logits": self.block(self.embedding(words) * mask[..., None]), "text": "nothing"}
+
+
+def with_inputs(width: int = 8) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    return Words(width), torch.zeros(3, 7, dtype=torch.int64), torch.ones(3, 7)
+
+
+def on_images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten())
+
+
+def not_a_module() -> tuple[int, int]:
+    return 1, 2
+
+
+def of_function(name: str, *words: str) -> Plan:
+    found = read([f"test_plan.{name}", "optim=adamw", *words], speak=False)
+    assert found is not None
+    return simulate(found.config, found.question)
+
+
+def test_any_module_that_a_function_returns_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    small = of_function("with_inputs", "world_size=4")
+    large = of_function("with_inputs", "world_size=4", "model.width=16")
+    whole = sum(param.numel() for param in Words(8).parameters())
+    assert small.parameters == pytest.approx(4 * whole / 4, rel=0.05)
+    assert small.optimizer == pytest.approx(2 * small.parameters, rel=0.05)
+    assert large.parameters > 2 * small.parameters
+    assert small.sent["all_gather"] > 0
+    images = of_function("on_images", "world_size=2", "data.image_size=16", "train.batch_size=6")
+    assert images.timeline.most("activations") >= 3 * 5 * 14 * 14 * 4
+    with pytest.raises(UserError, match=r"returned \(int, int\), expected a module, or a module and tensors"):
+        of_function("not_a_module")
+    plan(read(["test_plan.with_inputs", "world_size=64"], speak=False), ALONE, CPU)
+    assert "64 ranks" in capsys.readouterr().out
+
+
 def test_the_batch_is_a_whole_one() -> None:
     """96 images leave 1.5 for each of 64 ranks: planned with 2."""
     for argument, images in {"96": 2, "36": 2, "64": 1}.items():

@@ -163,6 +163,7 @@ OTHER_VALUES = """
 & monitor.scores=[]
 & parallel.compile=true
 & parallel.offload=true
+& parallel.activation_checkpoint=true
 & parallel.virtual_ranks=2
 parallel.virtual_ranks=2 & train.replay_every=2
 & checkpoint.memory_every_steps=1

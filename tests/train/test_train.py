@@ -13,6 +13,7 @@ from torch._inductor import config as inductor
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
+from shardtrain.evaluate.__main__ import scores_as_json
 from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
@@ -21,7 +22,6 @@ from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, evaluate
 from shardtrain.job.model import parameter_groups, plain_model
 from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.train.loop import scores_as_json
 
 import tiny
 from small import Parts
