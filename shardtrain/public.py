@@ -3,6 +3,10 @@
 It has its own file, since `__init__` loads it at the first use of a name, and torch with it.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from shardtrain import checkpoint, comm
 from shardtrain.engine.api import forward_method, no_sync, shard
 from shardtrain.engine.capture import capture
@@ -24,6 +28,13 @@ from shardtrain.engine.virtual import virtual_rank
 from shardtrain.errors import ShardtrainError
 from shardtrain.optim import GradScaler, clip_grad_norm_
 
+if TYPE_CHECKING:  # what is imported here alone is no public name
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from PIL import Image
+    from torch import Tensor, nn
+
 _REMOVED = {
     "compile_units": "call, before shard(): for block in shardtrain.blocks(model).values(): block.compile()",
     "checkpoint_activations": "call, before shard(), torch's apply_activation_checkpointing or "
@@ -33,6 +44,27 @@ _REMOVED = {
     "load_weights": "use torch.distributed.checkpoint.load(model.state_dict(), "
     "storage_reader=HuggingFaceStorageReader(directory)), which reads .safetensors",
 }
+
+
+def load_exported(
+    file: str | Path, allow: Sequence[str] = ()
+) -> tuple[nn.Module, Callable[[Image.Image], Tensor], tuple[str, ...]]:
+    """Return the model in ``file``, which `shardtrain.export` wrote, ``prepare`` for images, and the classes.
+
+    ``classes[int(model(prepare(image)).argmax())]`` is the name of an image's class. The model is on the CPU,
+    in evaluation mode; ``prepare`` turns an image of Pillow into a batch of one. No code in the files runs.
+
+    Args:
+        file: the weights, or timm's folder. ``FILE.json`` beside it says the rest.
+        allow: packages whose model may be built, besides those of torchvision and `shardtrain.recipes`.
+
+    Raises:
+        ValueError: a file is missing, cannot be read or does not fit the other; a package is not allowed.
+    """
+    from importlib import import_module
+
+    # The program is above the public names, and is imported by this call alone.
+    return import_module("shardtrain.job.inference").load_exported(file, allow)  # type: ignore[no-any-return]
 
 
 def __getattr__(name: str) -> object:

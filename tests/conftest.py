@@ -1,5 +1,6 @@
 import functools
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,14 +15,15 @@ settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
+    parser.addoption("--long", action="store_true", help="run the tests marked `long` or `release` too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``long``, unless it is asked for."""
+    """Leave out what is marked ``long`` or ``release``, unless it is asked for."""
     if not config.getoption("--long"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        later = {item for item in items if any(map(item.get_closest_marker, ("long", "release")))}
+        config.hook.pytest_deselected(items=[*later])
+        items[:] = [item for item in items if item not in later]
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -42,6 +44,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # a collection took 0.2 s to look through torch's modules
 
 
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Begin each test with the same random numbers, whatever ran before it; ranks of the pool do so, too."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def _pool() -> Iterator[Pool]:
     pool = Pool()
@@ -49,15 +60,15 @@ def _pool() -> Iterator[Pool]:
     pool.stop()
 
 
-@pytest.fixture(params=["process_group", "shared_memory"])
+@pytest.fixture(params=["shared_memory", pytest.param("process_group", marks=pytest.mark.long)])
 def ranks(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """``ranks(world, body, *args)`` runs ``body`` on that many ranks, once over each transport."""
+    """``ranks(world, body, *args)`` runs ``body`` on that many ranks; over messages only with ``--long``."""
     return functools.partial(_pool.run, request.param)
 
 
-@pytest.fixture(params=["shared_memory", pytest.param("process_group", marks=pytest.mark.long)])
-def ranks_that_share(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """``ranks``, over messages only with ``--long``: for what does not depend on the transport."""
+@pytest.fixture(params=["process_group", "shared_memory"])
+def ranks_over_each(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``ranks``, over messages by default, too: for what depends on the transport."""
     return functools.partial(_pool.run, request.param)
 
 

@@ -4,8 +4,9 @@
     python tests/mutants.py 20 40      those numbered from 20 to 40
 
 `mutants.txt` has arguments of pytest on lines of their own, and below them, indented, the faults that these
-tests must find: `FILE: WHAT STANDS THERE => WHAT IT BECOMES`. It is run by hand, in a copy of the checkout. A
-fault whose text does not stand in its file exactly once ends the run before it begins.
+tests must find: `FILE: WHAT STANDS THERE => WHAT IT BECOMES`. Arguments with `--long` are of faults that no
+default test finds; all others are found by default. It is run by hand, in a copy of the checkout. A fault
+whose text does not stand in its file exactly once ends the run before it begins.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ def main() -> None:
             survived = passes(tests, folder)
             path.write_text(text)
             survivors += [number] if survived else []
-            print(f"{number:>3} {'SURVIVED' if survived else 'found   '} {file}: {after}", flush=True)
+            tier = "long" if "--long" in tests else "default"
+            print(
+                f"{number:>3} {'SURVIVED' if survived else 'found   '} {tier:7} {file}: {after}", flush=True
+            )
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} found; survivors: {survivors or 'none'}")
 
 

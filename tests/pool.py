@@ -6,7 +6,7 @@ while answers are awaited, such as that of a time-out or Ctrl-C: late answers mu
 
 Programs, too, are forked from a process that has imported torch already, which takes four seconds. Each is
 ``__main__`` of its own processes, with its arguments, environment, folder and outputs, and its ranks meet at
-a store as under torchrun. `test_cli.py` and `test_hosts.py` start torchrun itself.
+a store as under torchrun. `test_cli.py` starts torchrun itself.
 """
 
 import functools
@@ -14,6 +14,7 @@ import gc
 import inspect
 import multiprocessing
 import os
+import random
 import runpy
 import sys
 import tempfile
@@ -128,17 +129,19 @@ class Pool:
         self._ranks = []
 
 
-def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each_rank(
+    *worlds: int, transport: str = "shared"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a function into a test that runs it on every rank: ``@each_rank(2, 3)`` on two, then on three.
 
     Where 3 is among the worlds (it divides no width of the tests' models), 2 and 4 show the same again and
-    are long. ``transport``: ``each`` is once over messages and once over shared memory, ``auto`` once;
-    ``shared`` is over shared memory, and over messages with ``--long``, for what is the same over both. The
-    function's parameters are those of ``pytest.mark.parametrize``, or fixtures whose values can be pickled.
+    are for releases. ``transport``: ``shared`` is over shared memory, and over messages with ``--long``;
+    ``each`` is over both by default, for what depends on it; ``auto`` is once. The function's parameters are
+    those of ``pytest.mark.parametrize``, or fixtures whose values can be pickled.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        fixture = {"each": "ranks", "shared": "ranks_that_share"}.get(transport, "on_ranks")
+        fixture = {"each": "ranks_over_each", "shared": "ranks"}.get(transport, "on_ranks")
 
         @functools.wraps(body)
         def test(world: int, **given: Any) -> None:
@@ -150,7 +153,7 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
         test.__signature__ = inspect.Signature(parameters)
         test.on_rank = body
         again = [world for world in worlds if world in (2, 4) and 3 in worlds]
-        each = [pytest.param(w, marks=pytest.mark.long if w in again else ()) for w in worlds]
+        each = [pytest.param(w, marks=pytest.mark.release if w in again else ()) for w in worlds]
         return pytest.mark.parametrize("world", each)(test)
 
     return decorate
@@ -199,6 +202,7 @@ def _call(body: Callable[..., Any], rank: int, world: int, store: str) -> tuple[
 
     environment = dict(os.environ)
     torch.set_num_threads(1)  # accelerate takes all cores, which made every later test ten times as slow
+    random.seed(0)
     torch.manual_seed(0)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)

@@ -1,17 +1,14 @@
-"""Kill ranks or hosts at random moments, and measure how a run with checkpoints in memory goes on.
+"""Kill ranks at random moments, and measure how a run with checkpoints in memory goes on.
 
     python tests/restarts.py ranks COUNT [SEED]
-    python tests/restarts.py hosts COUNT [SEED]
     python tests/restarts.py signals COUNT [SEED]
 
-The first kills a rank of two on one host; the second all processes of one of two hosts (`two_hosts.py`,
-needs root) with its memory, which joins again, and in one of four cases is killed again meanwhile. Both
-print the finished steps that were lost, and the seconds from the kill to the next finished step: until
-the other rank has noticed, until the new ranks look for a checkpoint, until they have loaded it, and
-until a step is finished. With the third torchrun or a rank gets SIGKILL, SIGTERM or Ctrl-C, and the same
-command is started again, from checkpoints on the disk; it fails at the first hang or orphan. The end
-must be the bits of an undisturbed run: weights, optimizer and TensorBoard's curves. Nothing may stay in
-memory.
+The first kills a rank of two, and prints the finished steps that were lost, and the seconds from the kill
+to the next finished step: until the other rank has noticed, until the new ranks look for a checkpoint,
+until they have loaded it, and until a step is finished. With the second torchrun or a rank gets SIGKILL,
+SIGTERM or Ctrl-C, and the same command is started again, from checkpoints on the disk; it fails at the
+first hang or orphan. The end must be the bits of an undisturbed run: weights, optimizer and TensorBoard's
+curves. Nothing may stay in memory.
 """
 
 import contextlib
@@ -29,8 +26,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from two_hosts import MEET, TwoHosts, two_hosts
 
 from shardtrain.checkpoint import memory
 from shardtrain.checkpoint.store import steps_in
@@ -85,13 +80,6 @@ MEMORY = ("checkpoint.memory_every_steps=1", "checkpoint.every_steps=1000000")
 DISK = ("checkpoint.every_steps=7", "data.workers=1", "ema.decay=0.9", "ema.every_steps=2")
 # Of torchrun and its two ranks the number of one, and what it gets.
 SIGNALS = [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGTERM"), (0, "SIGTERM"), (0, "SIGINT"), (2, "SIGKILL")]
-STORE = """
-import time
-from torch.distributed import TCPStore
-store = TCPStore("0.0.0.0", 29400, is_master=True, wait_for_workers=False)
-print("ready", flush=True)
-time.sleep(100_000)
-"""
 
 
 class Restart(NamedTuple):
@@ -233,74 +221,12 @@ def ranks(folder: Path, count: int, choice: random.Random) -> list[Restart]:
     return restarts
 
 
-def hosts(folder: Path, count: int, choice: random.Random) -> list[Restart]:
-    """The launchers meet at a store on a third host, so that either may be lost."""
-    with two_hosts() as two:
-        two.switch.network("ip address add 10.0.0.3/24 dev bridge")
-        store = two.switch.start(sys.executable, "-c", STORE, stdout=subprocess.PIPE)
-        assert store.stdout.readline() == "ready\n"
-        return _hosts(two, folder, count, choice)
-
-
-def _hosts(two: TwoHosts, folder: Path, count: int, choice: random.Random) -> list[Restart]:
-    times = Times(folder)
-    own = {"TIMES": str(times.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    meet = MEET.replace("host0:29500", "10.0.0.3:29400").replace("timeout=2", "timeout=2,is_host=false")
-    meet = meet.replace("--max-restarts 3", "--max-restarts 1000")
-    running: dict[int, subprocess.Popen[str]] = {}
-
-    def start(side: int, steps: int = MOST) -> None:
-        with (folder / f"said-{side}").open("a") as said:
-            program = [*meet.split(), f"{folder}/timed.py", *command(folder, steps, "run"), *MEMORY]
-            options = {"stdout": said, "stderr": subprocess.STDOUT, "env": own}
-            running[side] = two.torchrun(side, 1, *program, **options)
-
-    def alive(side: int) -> Callable[[], bool]:
-        return lambda: running[side].poll() is None
-
-    for side in (0, 1):
-        start(side)
-    restarts: list[Restart] = []
-    times.wait_for(alive(0), 0.0, world=2)
-    while len(restarts) < count:
-        side = choice.choice((0, 1))
-        time.sleep(choice.uniform(0, 1.5))
-        since = time.time()
-        two.hosts[side].end_all()
-        two.hosts[side].start("sh", "-c", "rm -rf /dev/shm/shardtrain-*").wait()
-        times.wait_for(alive(1 - side), since + 0.5, world=1)
-        restarts.append(times.restart(since))
-        print(len(restarts), f"host {side}", restarts[-1], flush=True)
-        start(side)
-        if choice.random() < 0.25:
-            time.sleep(choice.uniform(0, 12))
-            two.hosts[side].end_all()
-            print("killed again while it joined", flush=True)
-            start(side)
-        times.wait_for(alive(side), time.time(), world=2)
-    for host in two.hosts:
-        host.start("sh", "-c", "kill -TERM -1").wait()
-    for each in running.values():
-        each.wait(60)
-    last = end_of(folder)
-    for side in (0, 1):
-        start(side, last)
-    assert [running[side].wait(300) for side in (0, 1)] == [0, 0]
-    for host in two.hosts:
-        left = host.start("sh", "-c", "ls /dev/shm", stdout=subprocess.PIPE).communicate()[0]
-        assert left == "hosts\n", left
-    undisturbed(folder, last)
-    return restarts
-
-
 def main(kind: str, count: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "timed.py").write_text(TIMED)
         try:
-            restarts = {"ranks": ranks, "hosts": hosts, "signals": signals}[kind](
-                folder, count, random.Random(seed)
-            )
+            restarts = {"ranks": ranks, "signals": signals}[kind](folder, count, random.Random(seed))
         except BaseException:
             for said in folder.glob("said*"):
                 print(said.name, said.read_text()[-2500:])

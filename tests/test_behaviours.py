@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs/behaviours.md").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.parametrize("name", FAULTS)
 @each_rank(2, transport="auto")
@@ -42,6 +43,7 @@ def test_rows_notice_a_planted_fault(name: str) -> None:
 ABSENT = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="not installed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "ddp", pytest.param("accelerate", marks=ABSENT)])
 def test_peers_train_as_a_replica_does(wrapper: str, on_ranks: Ranks) -> None:
     for name in ("Training equals a replica's", "Two micro-batches, the first in `no_sync`"):

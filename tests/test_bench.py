@@ -164,6 +164,7 @@ def test_the_bound_moves_what_ranks_cannot_avoid(on_ranks: Any) -> None:
     assert received == 4  # of two other ranks, for two parameters
 
 
+@pytest.mark.long
 def test_steps_of_every_contender(tmp_path: Path) -> None:
     short = "model=tiny", "rounds=2", "warmup=1", "accumulate=2", "device=cpu"
     program = str(BENCH / "steps.py"), *short, "out=some/bench.json"

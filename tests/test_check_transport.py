@@ -106,7 +106,7 @@ def shared_memory(rank: int, world: int, folder: Path) -> Transport:
     return comm.open_transport("shared_memory").transport
 
 
-@pytest.mark.parametrize("make", [messages, shared_memory, Sockets])
+@pytest.mark.parametrize("make", [pytest.param(messages, marks=pytest.mark.long), shared_memory, Sockets])
 @each_rank(2, 3, transport="auto")
 def test_transports_pass(make: Any, tmp_path: Path) -> None:
     run_checks(make(comm.rank(), comm.world_size(), tmp_path))

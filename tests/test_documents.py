@@ -40,7 +40,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 ELSEWHERE = {  # what is not run here, by a part of it, and why
     "-m venv|pip install|.ci/check|-m pytest": ".ci/run does",
-    "GLOO_SOCKET_IFNAME|--nnodes": "tests/train/test_hosts.py does",
+    "GLOO_SOCKET_IFNAME|--nnodes": "needs two hosts",
     "sbatch": "tests/train/test_cli.py runs the script with commands that stand for Slurm's",
     "data=cifar10 data.root": "takes a network",
     "bench/steps.py device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
@@ -49,7 +49,6 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
 PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
-    "shardtrain.train.sweep": "train.max_steps=2",
     "tests/bench/steps.py": "rounds=1 warmup=0 image_size=32 batch_size=2",
     "tensorboard.main": "--inspect",
 }
@@ -62,7 +61,7 @@ def blocks(language: str, *files: Path) -> list[str]:
 
 
 def not_installed(text: str) -> list[str]:
-    packages = ("accelerate", "lightning_fabric", "timm", "transformers")
+    packages = ("accelerate", "lightning_fabric", "optuna", "timm", "transformers")
     return [name for name in packages if name in text and importlib.util.find_spec(name) is None]
 
 
@@ -77,7 +76,7 @@ def parsed(command: str) -> tuple[int, str, list[str]]:
     if words[0] == "tensorboard":
         return 1, "tensorboard.main", words[1:]
     ranks = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
-    files = [number for number, word in enumerate(words) if word.startswith("tests/bench/")]
+    files = [number for number, word in enumerate(words) if word.endswith(".py")]
     at = files[0] if files else words.index("-m") + 1
     return ranks, words[at], words[at + 1 :]
 
@@ -95,7 +94,7 @@ def test_what_is_not_run_is_known() -> None:
     assert re.findall(r"class (\w+)", "".join(others)) == ["Mine", "ShardedTrainer"]  # test_config.py, _wild
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", [file for file in DOCUMENTS if commands(file)], ids=lambda file: file.name)
 def test_the_commands_of_a_document_run_and_print_what_it_shows(
@@ -106,6 +105,7 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
     for folder in ("docs", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "images").symlink_to(tmp_path / "photos")
+    Image.new("RGB", (9, 12), "white").save(tmp_path / "image.png")
     for number in range(24):
         folder = tmp_path / "photos" / ("train", "val")[number % 2] / ("cat", "dog")[number // 12]
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,10 +172,20 @@ FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py")
 # seconds for their imports
 ON_FOUR = "hsdp"
 SLOW = (
-    *("accumulate", "dcp_to_fsdp2", "export", "hsdp", "hugging_face", "own_loop", "pretrained"),
+    *(
+        "accumulate",
+        "bf16",
+        "captured",
+        "dcp_to_fsdp2",
+        "export",
+        "hsdp",
+        "hugging_face",
+        "own_loop",
+        "pretrained",
+    ),
     *("with_accelerate", "with_fabric"),
 )
-RUN = [name for name in FILES if name not in ("resume", "writers")]
+RUN = [name for name in FILES if name not in ("classify", "resume", "writers")]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else ()) for n in RUN])
@@ -244,6 +254,7 @@ def test_the_examples_of_writers_write(tmp_path: Path, monkeypatch: pytest.Monke
         assert events[-2:] == [["facts", "finished", {}], ["finish", 0, {}]]
 
 
+@pytest.mark.long
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Jupyter: its cells, one after the other."""
     monkeypatch.setenv("MPLBACKEND", "Agg")

@@ -292,7 +292,7 @@ def wild(script: Any) -> Any:
     """Mark a script that needs the library of its name."""
     absent = find_spec(script.__name__) is None
     return pytest.param(
-        script, marks=[pytest.mark.long, pytest.mark.skipif(absent, reason='pip install -e ".[wild]"')]
+        script, marks=[pytest.mark.release, pytest.mark.skipif(absent, reason='pip install -e ".[wild]"')]
     )
 
 
@@ -435,6 +435,7 @@ def test_a_copy_is_refused_before_and_after_the_first_call() -> None:
         train(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.long)])
 @each_rank(2, transport="auto")
 def test_torch_compile_before_the_first_call(in_place: bool) -> None:
@@ -446,7 +447,8 @@ def test_torch_compile_before_the_first_call(in_place: bool) -> None:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
         if in_place:
             model.compile(backend="eager")
-        assert train(model if in_place else torch.compile(model, backend="eager")) == expected
+        found = train(model if in_place else torch.compile(model, backend="eager"))
+    assert found == pytest.approx(expected, rel=1e-6)  # compiled code may add up in another order
 
 
 @each_rank(2)

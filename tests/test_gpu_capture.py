@@ -52,6 +52,7 @@ def whats(found: Sequence[dict[str, Any]]) -> list[str]:
     return [finding["what"] for finding in found]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [["first"], ["second", "third"], ["fourth"], NAMES])
 @pytest.mark.parametrize("action", ["error", "abort"])
 def test_a_failing_scene_stops_no_other(
@@ -75,6 +76,7 @@ def test_a_profiler_that_ends_the_process_costs_the_launches_only(
     assert "error" not in found[2]
 
 
+@pytest.mark.long
 def test_a_scene_that_hangs_is_stopped(
     all_findings: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +178,7 @@ def test_ranks_that_end_or_do_not_are_found(
     assert two_ranks("exit('lost')") == {"what": RANKS, "error": "exit code 1: lost\n"}
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(800)
 def test_steps_captured_on_a_card_run_dry(tmp_path: Path) -> None:
     found = [*gpu_capture.findings(tmp_path, True, lambda: 7000.0)]

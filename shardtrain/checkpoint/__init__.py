@@ -2,7 +2,7 @@
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
 ``content.py`` (what each rank writes), ``loading.py``, and ``store.py`` (how a save is committed, and the
-checkpoints of a run). ``memory.py``, ``hosts.py`` and ``cleanup.py`` keep some in memory.
+checkpoints of a run). ``memory.py`` and ``cleanup.py`` keep some in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from shardtrain.checkpoint.content import Averages, collect
-from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import problem_with_nul
 from shardtrain.checkpoint.store import Draft, writer_of
@@ -64,7 +63,7 @@ def save(
             problem = f"{error.filename}: {error.strerror}"
     with engine.driver.hooked.plain():  # a user's hook of a step may save
         content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
-    Draft(path, content, all_ranks, Hosts.one(all_ranks)).save(writer_of(content))
+    Draft(path, content, all_ranks).save(writer_of(content))
 
 
 def load(

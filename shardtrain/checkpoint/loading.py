@@ -50,11 +50,10 @@ class Opened(NamedTuple):
     manifest: Manifest
 
 
-def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None = None) -> Opened:
+def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
     """Verify every file of the checkpoint ``path``, each on one rank. Collective.
 
-    ``readers``: the ranks that see this rank's ``path``, if not all do. Each directory is verified, against
-    rank 0's manifest. Raises Damaged on every rank, naming ranks and files.
+    Raises Damaged on every rank, naming ranks and files.
     """
 
     def damaged(problems: str) -> Damaged:
@@ -69,9 +68,7 @@ def open_checkpoint(path: Path, all_ranks: Ranks, readers: Sequence[int] | None 
         except (ValueError, OSError) as error:
             problems.append(str(error))
     manifest = parse(exchange(damaged, all_ranks, "; ".join(problems), text=text)[0]["text"])
-    readers = range(all_ranks.world) if readers is None else readers
-    first = readers.index(all_ranks.rank)
-    names = sorted(manifest.files)[first :: len(readers)]
+    names = sorted(manifest.files)[all_ranks.rank :: all_ranks.world]
     for name, tensors in _expected_tensors(manifest, names).items():
         try:
             verify(path / name, manifest.files[name])

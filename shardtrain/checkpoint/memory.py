@@ -1,4 +1,4 @@
-"""Keep a run's newest checkpoint in memory of each host that outlives the ranks.
+"""Keep the newest checkpoint of a run on one host in memory that outlives the ranks.
 
 It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`, where HASH stands for the run's directory and IDENTITY is
 the run's own, made at its start: a directory like that on disk, with the same files, which only its owner may
@@ -13,21 +13,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain import comm
 from shardtrain.checkpoint import cleanup
-from shardtrain.checkpoint.manifest import parse, read_manifest, write_manifest
-from shardtrain.checkpoint.store import Place, step_name, steps_in
-from shardtrain.comm.channel import Ranks
+from shardtrain.checkpoint.store import step_name, steps_in
 
 MEMORY = Path("/dev/shm")
 KEPT_S = 600.0  # seconds for which memory that no rank holds waits for the run to be started again
@@ -75,7 +70,7 @@ def _open_lock(directory: Path) -> int:
 def watch(directory: Path) -> None:
     """Start the process that removes ``directory`` if ranks cannot, and remove what earlier runs left.
 
-    Called on one rank of each host, which holds the lock.
+    Called on one rank, which holds the lock.
     """
     program = [sys.executable, "-I", "-S", cleanup.__file__, str(directory), str(KEPT_S)]
     nothing = subprocess.DEVNULL
@@ -102,53 +97,11 @@ def is_on_disk(directory: Path, disk: Path) -> bool:
     return newest <= max(steps_in(disk), default=0)
 
 
-def keep_only(place: Place, step: int) -> None:
-    """Remove other runs' memory, and all in ``place`` but ``step``. Called on each host's leading rank."""
-    for run in place.directory.parent.iterdir():
-        if run.is_dir() and run != place.directory:
+def keep_only(directory: Path, step: int) -> None:
+    """Remove other runs' memory, and all in ``directory`` but ``step``. Called on one rank."""
+    for run in directory.parent.iterdir():
+        if run.is_dir() and run != directory:
             shutil.rmtree(run, ignore_errors=True)
-    for path in place.directory.glob("*"):  # what killed saves left, too
+    for path in directory.glob("*"):  # what killed saves left, too
         if path.name != step_name(step):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def complete(place: Place, all_ranks: Ranks) -> None:
-    """Give each host what it lacks of the newest step of which all hosts together have all files. Collective.
-
-    If a copy fails, verifying the checkpoint will tell what is missing.
-    """
-    hosts = place.hosts
-    if len(hosts.ranks) == 1:
-        return
-    own_steps = [*_files_by_step(place.directory)] if hosts.leads else []
-    texts = comm.gather_texts(json.dumps(own_steps), all_ranks)
-    by_host = []
-    for ranks in hosts.ranks:
-        listed = json.loads(texts[ranks[0]])
-        by_host.append({(step, text): set(files) for step, text, files in listed})
-    for step, text in sorted(set().union(*by_host), reverse=True):
-        present = [steps.get((step, text), set()) for steps in by_host]
-        files = parse(text).files
-        if set().union(*present) == files.keys():
-            break
-    else:
-        return
-    path = place.directory / step_name(step)
-    if hosts.leads and (step, text) not in by_host[hosts.ranks.index(hosts.own)]:
-        shutil.rmtree(path, ignore_errors=True)  # the same step with another manifest
-        with contextlib.suppress(OSError):
-            path.mkdir(parents=True)
-            write_manifest(path, text)
-    comm.gather_texts("", all_ranks)  # now the directory is there
-    hosts.send(path, hosts.missing(present, files))
-
-
-def _files_by_step(directory: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the steps in ``directory`` with their manifests and the files that have the size given there."""
-    for step in steps_in(directory):
-        path = directory / step_name(step)
-        with contextlib.suppress(ValueError, OSError):  # a damaged manifest
-            text = read_manifest(path)
-            records = parse(text).files.items()
-            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-            yield step, text, [name for name, record in records if sizes.get(name) == record.bytes]

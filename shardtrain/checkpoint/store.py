@@ -11,9 +11,8 @@ In a save every rank writes its file, rank 0 the manifest, and one rename commit
 Training waits for the copy alone. `write` and `commit` communicate nothing, so one thread runs them while
 ranks train; between them, in the main thread, ranks exchange their results. With a place in memory
 (`memory.py`) the copy is a committed directory there, by the same steps at once, and the disk gets a copy of
-its files. Without one, or if there is no room in it, the copy lies in the process. Where hosts do not see one
-another's directories (`hosts.py`), the first rank of each does what rank 0 does here, and files are copied
-between hosts before the commit. All hosts hold the new checkpoint before one deletes the old.
+its files. Without one, or if there is no room in it, the copy lies in the process. A new checkpoint is
+committed before the old one is deleted.
 
 A kill at any moment leaves either the state before and a `.tmp-` directory that nobody reads, or the new
 checkpoint, complete. A save that fails on one rank raises the same `SaveFailed` on all ranks, in the next
@@ -38,7 +37,6 @@ from torch import nn
 
 from shardtrain.checkpoint.content import Averages, Content, Named, agree, collect, exchange
 from shardtrain.checkpoint.files import Record, copy_file, open_plain, sync_directory, write_tensors
-from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import dump, file_name, write_manifest
 from shardtrain.comm.channel import Ranks
@@ -52,13 +50,6 @@ ASIDE = "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
 
 Writer = Callable[[Path], Record]  # writes this rank's file as a new one
-
-
-class Place(NamedTuple):
-    """Name a directory of checkpoints, and which ranks see the same one."""
-
-    directory: Path
-    hosts: Hosts
 
 
 class Snapshot:
@@ -88,7 +79,7 @@ class Draft:
     nothing.
     """
 
-    def __init__(self, path: Path, content: Content, all_ranks: Ranks, hosts: Hosts) -> None:
+    def __init__(self, path: Path, content: Content, all_ranks: Ranks) -> None:
         self.path = path
         self.has_all_files = False
         self.syncs = True  # whether the file system can sync directories
@@ -97,7 +88,6 @@ class Draft:
         self._manifest = content.manifest
         self.record: Record | None = None  # of this rank's file
         self._all_ranks = all_ranks
-        self._hosts = hosts
 
     def write(self, write_file: Writer) -> None:
         """Write this rank's file."""
@@ -105,17 +95,15 @@ class Draft:
         self.record = write_file(self._temporary / self.file)
 
     def gather(self, problem: str) -> None:
-        """Let every host have what all ranks wrote. ``problem``: why this rank has not."""
+        """Let rank 0 know what all ranks wrote. ``problem``: why this rank has not."""
         by_rank = self.agree(problem, record=self.record)
         files = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(by_rank)}
-        if len(self._hosts.ranks) > 1:
-            self.agree(self._hosts.send(self._temporary, self._hosts.copies(files)))
         self._manifest = self._manifest._replace(files=files)
         self.has_all_files = True
 
     def commit(self) -> None:
         """Complete the directory with the manifest, and rename it."""
-        if self._hosts.leads:
+        if self._all_ranks.rank == 0:
             write_manifest(self._temporary, dump(self._manifest))
             self.syncs = sync_directory(self._temporary)
             os.rename(self._temporary, self.path)
@@ -126,7 +114,7 @@ class Draft:
         return exchange(self._failed, self._all_ranks, problem, **facts)
 
     def _failed(self, problems: str) -> SaveFailed:
-        if self._hosts.leads:
+        if self._all_ranks.rank == 0:
             shutil.rmtree(self._temporary, ignore_errors=True)
         return SaveFailed(f"{self.path} was not saved: {problems}")
 
@@ -177,34 +165,34 @@ def steps_in(directory: Path, links: bool = False) -> list[int]:
     return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
-def newest(directory: Path, all_ranks: Ranks, memory: Place | None = None) -> Newest:
+def newest(directory: Path, all_ranks: Ranks, memory: Path | None = None) -> Newest:
     """Find the newest complete checkpoint in ``directory`` or ``memory``, and verify its files. Collective.
 
     If both have that step, it is the one in ``directory``. Raises Damaged if there are checkpoints, but none
     is complete.
     """
     candidates: list[tuple[int, bool, bool]] = []  # step, whether on disk, whether a link
+    places = [directory] if memory is None else [memory, directory]
     problem = ""
     if all_ranks.rank == 0:
         try:
             for is_link in (False, True):
-                candidates += [(step, True, is_link) for step in steps_in(directory, is_link)]
-                if memory is not None:
-                    candidates += [(step, False, is_link) for step in steps_in(memory.directory, is_link)]
+                for place in places:
+                    is_on_disk = place == directory
+                    candidates += [(step, is_on_disk, is_link) for step in steps_in(place, is_link)]
         except OSError as error:
             problem = str(error)
     listed = exchange(Damaged, all_ranks, problem, candidates=sorted(candidates, reverse=True))
     damaged: list[tuple[Path, str]] = []
     for step, is_on_disk, is_link in listed[0]["candidates"]:
-        in_memory = None if is_on_disk else memory
-        path = (in_memory.directory if in_memory else directory) / step_name(step)
+        path = (directory if is_on_disk else places[0]) / step_name(step)
         try:
             if is_link:
                 raise Damaged(
                     f"{path} is a symbolic link, which is not followed: pass its target as resume=PATH, or "
                     "replace the link by a copy"
                 )
-            opened = open_checkpoint(path, all_ranks, in_memory and in_memory.hosts.own)
+            opened = open_checkpoint(path, all_ranks)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
             return Newest(opened, step, damaged)
@@ -229,8 +217,8 @@ def retain(directory: Path, keep: int, best: int | None = None) -> None:
                 shutil.rmtree(deleted)
 
 
-def rehearse(place: Place, all_ranks: Ranks) -> bool:
-    """Try in ``place`` what a checkpoint needs: save a small one, read, verify and delete it. Collective.
+def rehearse(directory: Path, all_ranks: Ranks) -> bool:
+    """Try in ``directory`` what a checkpoint needs: save a small one, read, verify and delete it. Collective.
 
     Returns whether the file system can sync directories. Raises SaveFailed or Damaged on every rank if it
     cannot do the rest.
@@ -238,14 +226,14 @@ def rehearse(place: Place, all_ranks: Ranks) -> bool:
     rank = all_ranks.rank
     part = Part("rehearsal", shape=(all_ranks.world,), stride=(1,), start=rank, stop=rank + 1)
     named: Named = {"rehearsal": (part, torch.tensor([rank]))}
-    content = agree(place.directory, all_ranks, named, {"optimizer": None, "facts": {}})
-    path = place.directory / f"{TEMPORARY}rehearsal-{content.token}"
-    draft = Draft(path, content, all_ranks, place.hosts)
+    content = agree(directory, all_ranks, named, {"optimizer": None, "facts": {}})
+    path = directory / f"{TEMPORARY}rehearsal-{content.token}"
+    draft = Draft(path, content, all_ranks)
     try:
         draft.save(writer_of(content))
-        open_checkpoint(path, all_ranks, place.hosts.own)
+        open_checkpoint(path, all_ranks)
     finally:
-        if place.hosts.leads:
+        if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
     return draft.syncs
 
@@ -253,8 +241,8 @@ def rehearse(place: Place, all_ranks: Ranks) -> bool:
 class Store:
     """Save and keep the checkpoints of the current run. ``keep``: how many remain beside the best one.
 
-    ``memory``: where the newest step is kept, too. At most one save to disk is under way. All methods but
-    `clear` and `busy` are collective.
+    ``memory``: a directory where the newest step is kept, too. At most one save to disk is under way. All
+    methods but `clear` and `busy` are collective.
     """
 
     def __init__(
@@ -263,7 +251,7 @@ class Store:
         all_ranks: Ranks,
         *,
         keep: int,
-        memory: Place | None = None,
+        memory: Path | None = None,
     ) -> None:
         self.directory = directory
         self.memory = memory
@@ -272,7 +260,6 @@ class Store:
         self.writer: Thread | None = None  # writes to the disk, or did so last
         self._problem = ""  # why it failed
         self._all_ranks = all_ranks
-        self._hosts = Hosts.one(all_ranks)
         self._keep = keep
         self._snapshot = Snapshot()
         self._draft: Draft | None = None  # of the save under way, of the step `_step`
@@ -336,15 +323,15 @@ class Store:
         if to_disk:
             self._step = step
             self._retain = partial(retain, self.directory, self._keep, best)
-            draft = Draft(path, content, self._all_ranks, self._hosts)
+            draft = Draft(path, content, self._all_ranks)
             self._start(draft, partial(draft.write, self._writer_of_copy(content, in_memory)))
         return problem
 
-    def _save_in_memory(self, memory: Place, step: int, content: Content) -> Draft:
-        draft = Draft(memory.directory / step_name(step), content, self._all_ranks, memory.hosts)
+    def _save_in_memory(self, memory: Path, step: int, content: Content) -> Draft:
+        draft = Draft(memory / step_name(step), content, self._all_ranks)
         draft.save(writer_of(content))
-        if memory.hosts.leads:
-            retain(memory.directory, keep=1)
+        if self._all_ranks.rank == 0:
+            retain(memory, keep=1)
         self.latest_in_memory = step
         return draft
 
@@ -373,7 +360,7 @@ class Store:
 
     def _commit(self, draft: Draft) -> None:
         draft.commit()
-        if self._hosts.leads:
+        if self._all_ranks.rank == 0:
             self._retain()
 
     def _start(self, draft: Draft, action: Callable[[], object]) -> None:

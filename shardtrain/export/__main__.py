@@ -4,26 +4,23 @@
 
 One process reads the newest complete checkpoint, written by any number of ranks. It writes every full
 parameter, or its moving average, with the mean of the ranks' buffers, and an `Inference` as JSON beside them.
-Then it loads the file into the plain model, and compares its outputs for random images with those of the
-checkpoint, loaded as by a training run. Last it runs the six lines that it prints.
+Then it reads both by `shardtrain.load_exported`, and compares the model's outputs for random images with
+those of the checkpoint, loaded as by a training run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardtrain
 from shardtrain.checkpoint.files import write_tensors
@@ -33,11 +30,10 @@ from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import MIB
-from shardtrain.job.inference import TIMM, Inference, call_of, program
-from shardtrain.job.model import load_weights, plain_model, read_weights
+from shardtrain.job.inference import TIMM, Inference, load_exported
+from shardtrain.job.model import plain_model
 from shardtrain.job.read import read_keys
 from shardtrain.job.schema import MANDATORY, key, typed
-from shardtrain.job.target import RECIPES
 from shardtrain.train.resume import load_saved, open_saved
 
 IMAGES = 32  # random images in the comparison
@@ -66,46 +62,6 @@ class ExportSettings:
     threads: int | None = key(None, "CPU threads; null: all cores", at_least=1)
 
 
-class Files:
-    """Write the files of an export: all of them, or none if what follows in the ``with`` block fails."""
-
-    def __init__(self, out: Path, folder: bool) -> None:
-        """folder: ``out`` may be a folder, for timm. Raises UserError for a wrong name or one that exists."""
-        suffixes = ", ".join(SUFFIXES)
-        if out.suffix not in SUFFIXES and not (folder and not out.suffix):
-            also = ", or without an ending for timm's folder" if folder else ""
-            raise UserError(f"{out}: expected a name that ends in {suffixes}{also}")
-        self.out = out
-        self.card = Path(f"{out}.json")
-        self.weights = out if out.suffix else out / "model.safetensors"
-        self.config = None if out.suffix else out / "config.json"
-        for path in (out, self.card):
-            if path.exists():
-                raise UserError(f"{path} exists already; choose another name or remove it")
-        self.written: list[Path] = []
-
-    def write(self, path: Path, make: Callable[[Path], object]) -> None:
-        """Have ``make`` write a new file, complete or absent. Raises UserError if it cannot be written."""
-        with reading(f"out={self.out}", "cannot write there; choose another out", (OSError, RuntimeError)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as folder:
-                temporary = Path(folder, path.name)
-                make(temporary)
-                os.rename(temporary, path)
-        self.written.append(path)
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            return
-        for path in self.written:
-            path.unlink()
-        if not self.out.suffix and self.out.exists():
-            self.out.rmdir()
-
-
 read = partial(read_keys, ExportSettings)
 
 
@@ -114,35 +70,58 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
         raise UserError("export is one process: start it with python -m shardtrain.export")
     opened = open_saved(settings.run, settings.weights)
     facts = opened.manifest.facts
-    keys = facts["config"]["model"]
-    side = facts["config"]["data"]["image_size"]
-    model, plain = (plain_model(keys, settings.allow) for _ in range(2))
-    inference = None
-    if "inference" in facts:  # older checkpoints do not have it
-        inference = typed(Inference, facts["inference"], "inference")
-        inference = replace(inference, model=call_of(keys, plain, settings.allow))
-    files = Files(path_of("out", settings.out), inference is not None and inference.model.target == TIMM)
+    inference = typed(Inference, facts["inference"], "inference")
+    model = plain_model(facts["config"]["model"], settings.allow)
+    out = new_path(path_of("out", settings.out), is_timms=inference.model.target == TIMM)
     shardtrain.shard(model.to(device))
-    with load_saved(opened, model, settings.weights, settings.run), files, torch.no_grad():
+    with load_saved(opened, model, settings.weights, settings.run), torch.no_grad():
         state = shardtrain.full_state_dict(model)
-        files.write(files.weights, partial(write_weights, state))
-        load_weights(plain, read_weights(files.weights), files.weights)
-        channels = facts.get("channels", keys.get("in_channels", 3))  # of checkpoints without `inference`
-        if inference is not None:
-            channels = inference.channels
-        images = torch.randn(IMAGES, channels, side, side, generator=torch.Generator().manual_seed(0))
+        shape = (IMAGES, inference.channels, inference.image_size, inference.image_size)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         expected = model.eval()(images.to(device)).cpu()
-        _require_equal(expected, plain.eval()(images), files.weights)
-        mib = sum(value.nbytes for value in state.values()) / MIB
-        print(f"{files.weights}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
-        print(f"checked: the plain model answers as the checkpoint does to {IMAGES} random images")
-        if inference is not None:
-            _write_inference(files, inference, plain)
-            data = facts["config"]["data"]
-            if data["name"] == "own":
-                print(f"\n{data['_target_']} made the images; what it does to them comes before these lines")
-            if inference.model.target.startswith(f"{RECIPES}."):
-                print(f"\n{inference.model.target} is this package's, so these lines need it")
+        with draft_of(out) as draft:
+            write_weights(state, draft if out.suffix else draft / "model.safetensors")
+            write_json(asdict(inference), Path(f"{draft}.json"))
+            plain, _, _ = load_exported(draft, settings.allow)
+            if not out.suffix:
+                write_json(timm_config(inference, plain), draft / "config.json")
+            _require_equal(expected, plain(images), out)
+    mib = sum(value.nbytes for value in state.values()) / MIB
+    print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
+    print(f"{out}.json: the model's call, {len(inference.classes)} classes, mean, std, sizes")
+    print(f"checked: shardtrain.load_exported answers as the checkpoint does to {IMAGES} random images")
+    data = facts["config"]["data"]
+    if data["name"] == "own":
+        print(f"{data['_target_']} made the images; what it does to them is not in {out}.json")
+
+
+def new_path(out: Path, is_timms: bool) -> Path:
+    """Return ``out``. Raises UserError for a wrong name, or one that exists. Timm's may be a folder."""
+    if out.suffix not in SUFFIXES and not (is_timms and not out.suffix):
+        also = ", or without an ending for timm's folder" if is_timms else ""
+        raise UserError(f"{out}: expected a name that ends in {', '.join(SUFFIXES)}{also}")
+    for path in (out, Path(f"{out}.json")):
+        if path.exists():
+            raise UserError(f"{path} exists already; choose another name or remove it")
+    return out
+
+
+@contextlib.contextmanager
+def draft_of(out: Path) -> Iterator[Path]:
+    """Give a path beside ``out``; what is written there is moved to ``out`` if the block succeeds.
+
+    Raises UserError if it cannot be written.
+    """
+    # torch.save raises RuntimeError for a full disk.
+    with reading(f"out={out}", "cannot write there; choose another out", (OSError, RuntimeError)):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out.parent) as folder:
+            draft = Path(folder, out.name)
+            if not out.suffix:
+                draft.mkdir()
+            yield draft
+            for path in [*Path(folder).iterdir()]:
+                path.rename(out.parent / path.name)
 
 
 def _require_equal(expected: Tensor, logits: Tensor, source: Path) -> None:
@@ -158,41 +137,8 @@ def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
         torch.save(dict(state), path)
 
 
-def _write_inference(files: Files, inference: Inference, plain: nn.Module) -> None:
-    """Write what an answer needs beside the weights; print the lines that classify an image, and run them."""
-    text = json.dumps(asdict(inference), indent=2, ensure_ascii=False)
-    files.write(files.card, lambda path: path.write_text(text + "\n", encoding="utf-8"))
-    print(f"{files.card}: the model's call, {len(inference.classes)} classes, mean, std, sizes")
-    if files.config is not None:
-        text = json.dumps(timm_config(inference, plain), indent=2, ensure_ascii=False)
-        files.write(files.config, lambda path: path.write_text(text + "\n", encoding="utf-8"))
-    lines = program(inference, files.out, files.card)
-    if not lines:
-        print(f"no lines that classify an image: Pillow has none of {inference.channels} channels")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        noise = Path(folder, "noise.png")
-        _write_noise(noise, inference)
-        with contextlib.redirect_stdout(io.StringIO()) as answer:
-            scope = _run(program(inference, files.out, files.card, str(noise)))
-    _require_equal(plain(scope["pixels"]), scope["model"](scope["pixels"]), files.out)
-    print(f"checked: these lines classify an image of noise, as {answer.getvalue().strip()}\n")
-    print("\n".join(lines))
-
-
-def _write_noise(path: Path, inference: Inference) -> None:
-    """Write an image of random pixels, wider than high, of the mode that the program expects."""
-    height = inference.image_size
-    shape = (height, 2 * height, inference.channels)
-    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    Image.fromarray(pixels.squeeze(2).numpy()).save(path)
-
-
-def _run(lines: Sequence[str]) -> dict[str, Any]:
-    """Run a program that this package has written, and return its variables."""
-    scope: dict[str, Any] = {}
-    exec("\n".join(lines), scope)
-    return scope
+def write_json(values: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 main = partial(launch.start, read, export)

@@ -99,7 +99,7 @@ def _composed(words: Sequence[str], program: Program, folders: Sequence[Path]) -
     """Let Hydra compose the program's configuration, and check what no key may say."""
     groups = program_configs().groups_in(folders) if program.with_training_keys else set()
     known = [*map(str, defaults_of(program.keys))]
-    with _explained(groups, known):
+    with explained(groups, known):
         overrides = OverridesParser.create().parse_overrides([*words])
         named = {each.key_or_group: str(each.input_line) for each in overrides}
         for override in overrides:
@@ -266,7 +266,7 @@ def program_configs() -> Any:
 
 
 @contextlib.contextmanager
-def _explained(groups: set[str], known: Sequence[str]) -> Iterator[None]:
+def explained(groups: set[str], known: Sequence[str] = ()) -> Iterator[None]:
     """Turn what Hydra and the parsers raise inside into a UserError; nothing else runs there.
 
     ``known``: the keys at the top, as far as they are known.

@@ -1,11 +1,13 @@
-"""Say what an answer needs beside the weights, and write it as a program without this package.
+"""Say what an answer needs beside the weights, and read that again.
 
 An `Inference` is made once, when data and model are known. It goes into each checkpoint's manifest, into
-result.json and, by `shardtrain.export`, into a file beside the exported weights.
+result.json and, by `shardtrain.export`, as JSON into a file beside the exported weights. It holds numbers and
+names, no program: docs/example/classify.py is one that reads it without this package.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +19,17 @@ from torch import Tensor, nn
 from torchvision import models
 
 from shardtrain.job.config import Config
-from shardtrain.job.errors import UserError
-from shardtrain.job.model import target_node
+from shardtrain.job.errors import UserError, plain_file, reading
+from shardtrain.job.model import load_weights, read_weights, target_node
 from shardtrain.job.preprocessing import Preprocessing
-from shardtrain.job.target import RECIPES, find_target, keywords_of
+from shardtrain.job.schema import typed
+from shardtrain.job.target import RECIPES, find_target, instantiate, keywords_of
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
 TIMM = "timm.create_model"
+# Of a convolution's keywords those that are its attributes.
+CONVOLUTION = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+LAYERS = {"Conv2d": nn.Conv2d, "Identity": nn.Identity}  # that recipes put into a model of torchvision's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,7 @@ class ModelCall:
 
     target: str
     keywords: dict[str, Any]
-    changes: dict[str, str]  # submodules that are replaced afterwards, by name: calls as Python writes them
+    changes: dict[str, Any]  # layers that are replaced afterwards, by place: {"layer": "Conv2d", keywords}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +68,17 @@ def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> 
     target = str(keys["_target_"])
     name = str(keys.get("name"))
     is_recipe = target.startswith(f"{RECIPES}.")
-    if (
-        is_recipe
-        and type(model).__module__.startswith(f"{models.__name__}.")
-        and name in models.list_models()
-    ):
+    if is_recipe and type(model).__module__.startswith(f"{models.__name__}.") and _is_torchvisions(name):
         return _torchvision_call(name, model, int(keys["num_classes"]))
     function = find_target(target, "model", nn.Module, allow)
     keywords = keywords_of(target_node(keys), "model", function)
     if target == TIMM:  # weights of others are not needed under those of the run
         keywords.pop("pretrained", None)
     return ModelCall(target=target, keywords=keywords, changes={})
+
+
+def _is_torchvisions(name: str) -> bool:
+    return name in models.list_models()
 
 
 def _torchvision_call(name: str, model: nn.Module, classes: int) -> ModelCall:
@@ -88,42 +94,52 @@ def _torchvision_call(name: str, model: nn.Module, classes: int) -> ModelCall:
     for place, part in model.named_modules():
         is_layer = type(part).__module__.startswith("torch.nn.modules.") and not [*part.children()]
         if is_layer and repr(part) != repr(usual.get(place)):
-            changes[place] = f"torch.nn.{part!r}"
-    return ModelCall(target=f"torchvision.models.{name}", keywords=keywords, changes=changes)
+            changes[place] = _keywords_of_layer(part)
+    return ModelCall(target=f"{models.__name__}.{name}", keywords=keywords, changes=changes)
 
 
-def program(inference: Inference, weights: Path, card: Path, image: str = "image.png") -> list[str]:
-    """Return six lines of Python that print the class of ``image``, without this package.
+def _keywords_of_layer(part: nn.Module) -> dict[str, Any]:
+    """Return the class of a layer and the keywords that build it."""
+    name = type(part).__name__
+    assert name in LAYERS, f"recipes put no {name} into a model of torchvision's"
+    if not isinstance(part, nn.Conv2d):
+        return {"layer": name}
+    keywords: dict[str, Any] = {"bias": part.bias is not None}
+    for key in CONVOLUTION:
+        value = getattr(part, key)
+        keywords[key] = [*value] if isinstance(value, tuple) else value  # as JSON has it
+    return {"layer": name, **keywords}
 
-    weights: a file of an export, or a folder that timm loads. card: this `Inference` as JSON. Without lines
-    if Pillow has no images of that number of channels.
-    """
-    mode = MODES.get(inference.channels)
-    if mode is None:
-        return []
-    call = inference.model
-    packages = ["json", "pathlib", "torch", "PIL.Image", "torchvision.transforms.v2 as v2"]
-    packages.append(call.target.rpartition(".")[0])
-    keywords = ", ".join(f"{key}={value!r}" for key, value in call.keywords.items())
-    model = f"model = {call.target}({keywords})"
+
+def built(call: ModelCall, allow: Sequence[str] = ()) -> nn.Module:
+    """Build a model by its ``call``. Raises UserError unless an allowed package defines what is called."""
+    package, _, name = call.target.rpartition(".")
+    if package != models.__name__ or not _is_torchvisions(name):
+        made: nn.Module = instantiate({"_target_": call.target, **call.keywords}, "model", nn.Module, allow)
+        return made
+    model: nn.Module = models.get_model(name, weights=None, **call.keywords)
     for place, layer in call.changes.items():
-        model += f"; model.set_submodule({place!r}, {layer})"
-    state = f"torch.load({str(weights)!r}, weights_only=True)"
-    if weights.suffix == ".safetensors":
-        packages.append("safetensors.torch")
-        state = f"safetensors.torch.load_file({str(weights)!r})"
-    load = f"model.eval().load_state_dict({state})"
-    if weights.is_dir():
-        model = f"model = {TIMM}({f'local-dir:{weights}'!r}, pretrained=True)"
-        load = "model.eval()"
-    return [
-        f"import {', '.join(packages)}",
-        model,
-        load,
-        f"prepare = v2.Compose([{', '.join(_transforms(inference))}])",
-        f"pixels = prepare(PIL.Image.open({image!r}).convert({mode!r}))[None]",
-        f'print(json.loads(pathlib.Path({str(card)!r}).read_text())["classes"][int(model(pixels).argmax())])',
-    ]
+        keywords = dict(layer)
+        model.set_submodule(place, LAYERS[keywords.pop("layer")](**keywords))
+    return model
+
+
+def load_exported(
+    file: str | Path, allow: Sequence[str] = ()
+) -> tuple[nn.Module, Callable[[Image.Image], Tensor], tuple[str, ...]]:
+    """Return what `shardtrain.load_exported` does."""
+    path = Path(file)
+    weights = path / "model.safetensors" if path.is_dir() else path
+    with reading(f"{path}.json", "expected what shardtrain.export writes beside weights"):
+        card = typed(Inference, json.loads(plain_file(Path(f"{path}.json")).read_text(encoding="utf-8")), "")
+        model = built(card.model, allow)
+    load_weights(model, read_weights(weights), weights)
+    transform = transform_of(card)
+
+    def prepare(image: Image.Image) -> Tensor:
+        return transform(image.convert(mode_of(card)))[None]
+
+    return model.eval(), prepare, card.classes
 
 
 def mode_of(inference: Inference) -> str:
@@ -136,20 +152,18 @@ def mode_of(inference: Inference) -> str:
 
 
 def transform_of(inference: Inference) -> Callable[[Image.Image], Tensor]:
-    """Return the transforms that `program` has, from an image of Pillow to the model's input."""
+    """Return torchvision's transforms that turn an image of Pillow into the model's input."""
     from torchvision.transforms import v2  # here, since it takes a second to import
 
-    # The lines that a user gets are what runs here, so both give the same numbers.
-    names = {"torch": torch, "v2": v2}
-    return v2.Compose([eval(text, names) for text in _transforms(inference)])  # type: ignore[no-any-return]
-
-
-def _transforms(inference: Inference) -> list[str]:
-    """Write the calls of torchvision's transforms, which turn an image of Pillow into the model's input."""
-    side = inference.image_size
-    how = f"interpolation=v2.InterpolationMode.{inference.interpolation.upper()}"
-    pixels = ["v2.PILToTensor()", "v2.ToDtype(torch.float32, scale=True)"]
-    normal = f"v2.Normalize({[*inference.mean]}, {[*inference.std]})"
+    how = v2.InterpolationMode(inference.interpolation)
+    pixels = [
+        v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize([*inference.mean], [*inference.std]),
+    ]
     if inference.resize is None:
-        return [*pixels, normal, f"v2.Resize([{side}, {side}], {how})"]
-    return [f"v2.Resize({inference.resize}, {how})", f"v2.CenterCrop({inference.crop})", *pixels, normal]
+        side = inference.image_size
+        steps = [*pixels, v2.Resize([side, side], how)]
+    else:
+        steps = [v2.Resize(inference.resize, how), v2.CenterCrop(inference.crop), *pixels]
+    return v2.Compose(steps)  # type: ignore[no-any-return]

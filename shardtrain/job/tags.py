@@ -27,6 +27,7 @@ TEST_ACC5 = "test/acc5"
 TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5)
 # The best evaluation so far; the best score itself has the tag ``best(tag)``.
 BEST_BY = "best_by"  # the tag by which the best step is chosen; in result.json only
+BEST_IS_LOWEST = "best_is_lowest"  # whether the smallest value of that tag is the best; in result.json only
 BEST_STEP = "best_val/step"  # in result.json only
 
 IMG_PER_S = "perf/img_per_s"

@@ -188,6 +188,7 @@ def facts_of(
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         tags.BEST_BY: config.train.best,
+        tags.BEST_IS_LOWEST: job.scoring.is_minimised,
         **({} if best is None else {tags.BEST_STEP: best[0], tags.best(best[2]): best[1]}),
     }
 

@@ -1,4 +1,4 @@
-"""Run one training job, or several with `--multirun`: ``python -m shardtrain.train``."""
+"""Run one training job, or a sweep of several with `-m`: ``python -m shardtrain.train``."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def main() -> None:
     elif "WORLD_SIZE" in os.environ:
         launch.start(sweep.refuse_ranks, lambda *_: None)
     else:
-        sweep.run([], sys.argv[1:])
+        sweep.run(sys.argv[1:])
 
 
 if __name__ == "__main__":

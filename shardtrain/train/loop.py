@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm, introspect, recording
-from shardtrain.checkpoint.store import Place
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
-from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
-from shardtrain.job.errors import Unreadable, UserError, reading
+from shardtrain.job.dist_env import AFTERWARDS, virtual_threads
+from shardtrain.job.errors import Unreadable, UserError
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.losses import loss_notes, mix_notes
@@ -42,8 +40,6 @@ from shardtrain.train.resume import (
     start_messages,
 )
 from shardtrain.train.saving import Saver, Training
-
-OUTCOME_FILE = "SHARDTRAIN_OUTCOME_FILE"  # in the environment of a sweep's job: where its best score goes
 
 
 def fit(training: Training, saver: Saver, watch: Watch) -> None:
@@ -201,20 +197,7 @@ def train(config: Config, context: Context) -> float | None:
             ) from None
 
 
-def write_outcome(score: float | None, is_minimised: bool) -> None:
-    """Write the job's best score for the sweep that started it, if one did. Collective then."""
-    path = os.environ.get(OUTCOME_FILE)
-    if not path:
-        return
-
-    def write() -> None:
-        with reading(f"the score for the sweep, {path}", "expected a file that can be written", OSError):
-            Path(path).write_text(json.dumps({"objective": score, "is_minimised": is_minimised}))
-
-    on_rank_0(write)
-
-
-def _train(config: Config, context: Context, identity: Identity, memory: Place | None) -> float | None:
+def _train(config: Config, context: Context, identity: Identity, memory: Path | None) -> float | None:
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
@@ -244,6 +227,4 @@ def _train(config: Config, context: Context, identity: Identity, memory: Place |
         saver = Saver(training, store, state, signals)
         with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)
-        best = saver.best.score if saver.best else None
-        write_outcome(best, job.scoring.is_minimised)
-        return best
+        return saver.best.score if saver.best else None

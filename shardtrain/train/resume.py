@@ -13,18 +13,16 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint import Damaged, SaveFailed, memory
 from shardtrain.checkpoint.files import read_text, write_text
-from shardtrain.checkpoint.hosts import Hosts
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
-from shardtrain.checkpoint.store import TEMPORARY, Newest, Place, Store, newest, rehearse, step_name, steps_in
-from shardtrain.device import is_accelerator
+from shardtrain.checkpoint.store import TEMPORARY, Newest, Store, newest, rehearse, step_name, steps_in
 from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0, together
@@ -108,7 +106,7 @@ def _messages_of_checkpoint(
 
 def is_elsewhere(store: Store, start: Newest) -> bool:
     """Return whether a run starts from the checkpoint of another one, named by `resume=PATH`."""
-    own = [store.directory] if store.memory is None else [store.directory, store.memory.directory]
+    own = [store.directory] if store.memory is None else [store.directory, store.memory]
     return start.opened is not None and not any(start.opened.path.is_relative_to(place) for place in own)
 
 
@@ -157,24 +155,24 @@ def require_own_rights() -> None:
 
 
 @contextlib.contextmanager
-def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[Place | None]:
-    """Yield the run's place in memory of this host, if it has one. Collective.
+def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[Path | None]:
+    """Yield the run's directory in this host's memory, if it has one. Collective.
 
-    When the last rank of this host leaves, that place is removed if the run has ended, or if its newest step
+    When the last rank leaves, it is removed if the run has ended, or if its newest step
     is on disk. Otherwise a restart may continue from it. Raises UserError on every rank if there is no such
-    memory.
+    memory, or if the ranks are on several hosts.
     """
     every = config.checkpoint.memory_every_steps
     if not every:
         yield None
         return
-    all_ranks = comm.plain_transport()
     key = f"checkpoint.memory_every_steps={every}"
-    ranks = [*comm.ranks_by_host(all_ranks).values()]
-    # Files are in the hosts' memory, also where the ranks' tensors are not.
-    needs_group = is_accelerator(context.device) and len(ranks) > 1
-    group: Any = comm.new_group(backend="gloo") if needs_group else None
-    hosts = Hosts(ranks, context.rank_info.rank, group)
+    hosts = len(comm.ranks_by_host(comm.plain_transport()))
+    if hosts > 1:
+        raise UserError(
+            f"{key}: checkpoints in memory are for ranks of one host, and these are on {hosts}; use "
+            "checkpoint.every_steps=N on a disk that all see"
+        )
 
     def claim() -> tuple[Path, int]:
         with reading(key, "checkpoint.memory_every_steps=0 does without", OSError):
@@ -183,9 +181,9 @@ def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[
     directory, lock = together(claim)
     has_ended = False
     try:
-        if hosts.leads:
+        if context.rank_info.rank == 0:
             memory.watch(directory)
-        yield Place(directory / identity.name, hosts)
+        yield directory / identity.name
         has_ended = True
     finally:
         disk = context.run_dir / CHECKPOINTS
@@ -193,7 +191,7 @@ def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[
 
 
 def find_start(
-    config: Config, context: Context, identity: Identity, in_memory: Place | None = None
+    config: Config, context: Context, identity: Identity, in_memory: Path | None = None
 ) -> tuple[Store, Newest]:
     """Return where the run saves, and what it starts from as `resume` says. Collective.
 
@@ -218,8 +216,6 @@ def find_start(
     if config.resume == "none" and identity.is_new:
         return store, Newest(None, 0, [])
     with reading(f"resume={config.resume}", "resume=none starts anew", (Damaged, OSError)):
-        if in_memory is not None:
-            memory.complete(in_memory, comm.plain_transport())
         start = store.newest()
         if start.opened is None and is_path(config.resume):
             start = open_named(path_of("resume", config.resume))
@@ -309,7 +305,7 @@ def run_directory(
                 free_space(store.directory)
 
         on_rank_0(prepare)
-        if store.memory is not None and store.memory.hosts.leads:
+        if store.memory is not None and context.rank_info.rank == 0:
             memory.keep_only(store.memory, start.step)
         messages += _rehearse(store, config, context)
         yield messages
@@ -327,13 +323,12 @@ def _rehearse(store: Store, config: Config, context: Context) -> list[str]:
             rehearse(store.memory, all_ranks)
     if not config.checkpoint.keep:
         return []
-    place = Place(store.directory, Hosts.one(all_ranks))
     with reading(
         f"run.dir={context.run_dir}",
         "a save was rehearsed there; make room, or choose another run.dir",
         problems,
     ):
-        syncs = rehearse(place, all_ranks)
+        syncs = rehearse(store.directory, all_ranks)
     if syncs:
         return []
     return [

@@ -250,11 +250,11 @@ class Saver:
             checkpoint = self._config.checkpoint
             # The copy that replaces it, and one of which the disk's is being written.
             more = 2 if checkpoint.keep else 1
-            copy = memory.directory / step_name(step)
+            copy = memory / step_name(step)
             try:
                 together(lambda: require_room(copy, checkpoint.memory_every_steps, more))
             except UserError:
-                if memory.hosts.leads:
+                if comm.rank() == 0:
                     keep_only(memory, 0)
                 raise
 

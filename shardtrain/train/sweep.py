@@ -1,18 +1,16 @@
-"""Run every combination of the given values, each as a job of its own.
+"""Run a sweep by Hydra's sweeper: each job is a process of its own, or a torchrun of several ranks.
 
-    python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 "seed=range(3)"
-    python -m shardtrain.train.sweep --nproc-per-node 2 -- +recipe=resnet optim.lr=0.02,0.04 "seed=range(3)"
+    python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 "seed=range(3)" ranks=2
+    python -m shardtrain.train -m "optim.lr=interval(0.01,0.1)" hydra/sweeper=optuna hydra.sweeper.n_trials=20
 
-Arguments before ``--`` are torchrun's. Without them each job is one process. Each job has a folder in one
-directory, named by its number and its values. A job's objective is its best score of `train.best`. A job that
-fails, or that is killed, is reported, and the next one starts.
+Hydra sees the words in which jobs differ, and its own; each job composes its configuration by itself. A job
+has a folder in the sweep's directory, named by its number and its values, so the same command again continues
+what has not finished. A job that fails, or that is killed, is reported, and the next one starts.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -23,31 +21,36 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
 
 from shardtrain.job import tags
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import program_configs, split, unreadable
+from shardtrain.job.errors import UserError, path_of, writing
+from shardtrain.job.hydra_app import explained, program_configs, split
 from shardtrain.job.launch import USER_ERROR, run_dir
 from shardtrain.job.read import read_command
+from shardtrain.job.schema import typed
 from shardtrain.job.signals import INTERRUPTED
-from shardtrain.train.loop import OUTCOME_FILE
 
 FLAGS = ("-m", "--multirun")
+RANKS = "ranks"  # the key of a sweep alone: how many ranks a job has
 LONGEST_NAME = 100  # characters of the name of a job's folder
-# Keys that decide where jobs are and how they are ranked.
-SHARED = ("run.name", "run.dir", "train.best")
+SHARED = ("run.name", "run.dir", "train.best")  # keys that decide where jobs are and how they are ranked
+# Hydra makes no folders but the sweep's own, and no logs.
+QUIET = {"output_subdir": None, "sweep": {"subdir": "."}, "job": {"name": "shardtrain", "chdir": False}}
+OUTCOME = "outcome.json"  # in a job's folder
 LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun copies the first failing rank's there
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  # with their exit codes
 
@@ -55,104 +58,160 @@ STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  #
 class Outcome(NamedTuple):
     """Hold the result of a job."""
 
-    overrides: list[str]  # the overrides in which jobs differ
-    objective: float | None = None
+    number: int
+    overrides: Sequence[str]  # in which jobs differ
     problem: str = ""  # "" for none
-    is_minimised: bool = False
+    score: float | None = None
+    rank: float = math.inf  # the least is the best
 
 
 class Sweep(NamedTuple):
-    """Hold the settings of a sweep's command line."""
+    """Hold what the command line of a sweep says."""
 
-    fixed: list[str]  # overrides and flags of every job
-    jobs: list[list[str]]  # the overrides in which they differ
-    first: Config
-
-
-def main() -> None:
-    """Run the sweep of the command line; exit with 2 if a job failed."""
-    arguments = sys.argv[1:]
-    at = arguments.index("--") if "--" in arguments else -1
-    run(arguments[: max(at, 0)], arguments[at + 1 :])
+    fixed: list[str]  # words and flags of every job
+    swept: list[str]  # words in which jobs differ
+    hydra_words: list[str]
+    ranks: int
+    first: Config  # of a job with the first value of each word
 
 
-def run(launch: Sequence[str], arguments: Sequence[str]) -> None:
-    """Run a job for each combination in ``arguments``, one after the other; exit unless all succeed.
-
-    launch: torchrun's own arguments; without any each job is one process.
-    """
-    launcher = [sys.executable, *(["-m", "torch.distributed.run", *launch] if launch else [])]
+def run(arguments: Sequence[str]) -> None:
+    """Run the jobs of the sweep in ``arguments``, one after the other; exit unless all succeed."""
     try:
-        require_one_host(launch)
         sweep = read(arguments, speak=True)
         if sweep is None:
             return
-        directory = run_dir(sweep.first, RankInfo(0, 1, 0, 1))
+        directory = run_dir(sweep.first, RankInfo(0, 1, 0, 1)).absolute()
+        for file in directory.glob(f"*/{OUTCOME}"):  # of an earlier sweep
+            file.unlink()
+        let_hydra_sweep(sweep, directory)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    done: list[Outcome] = []
-    for number, overrides in enumerate(sweep.jobs):
-        print(f"job {number}: {' '.join(overrides)}", flush=True)
-        folder = directory / job_name(number, overrides)
-        command = [*launcher, "-m", "shardtrain.train", *sweep.fixed, *overrides]
-        command.append(f"run.dir={quoted(folder)}")
-        outcome = outcome_of(command, overrides)
-        done.append(outcome)
-        if outcome.problem:
-            print(f"job {number} has failed: {outcome.problem}", flush=True)
-        with contextlib.suppress(OSError):  # written after each job, so there may be room next time
-            directory.mkdir(parents=True, exist_ok=True)
-            facts = [each._asdict() for each in done]
-            (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
+    done = [Outcome(**json.loads(file.read_text())) for file in directory.glob(f"*/{OUTCOME}")]
     print(table(done, sweep.first.train.best), flush=True)
-    failed = [number for number, outcome in enumerate(done) if outcome.problem]
+    failed = sorted((outcome.number, outcome.problem) for outcome in done if outcome.problem)
     if failed:
-        count = f"{len(failed)} of {len(done)} jobs have failed"
-        reason = done[failed[0]].problem
-        print(f"error: {count}, the first, job {failed[0]}, with: {reason}", file=sys.stderr)
+        first = "the first, job {}, with: {}".format(*failed[0])
+        print(f"error: {len(failed)} of {len(done)} jobs have failed, {first}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
 
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     """Return the sweep of ``arguments``; None if a flag asks for output. Raises UserError for mistakes."""
-    fixed, jobs = split_sweep([text for text in arguments if text not in FLAGS])
-    if not jobs:
-        raise UserError("a sweep without a job: a glob(…) matches no name")
-    first = read_command([*fixed, *jobs[0]], speak)
-    return None if first is None else Sweep(fixed, jobs, first.config)
+    fixed = [text for text in arguments if text not in FLAGS]
+    flags, words = split(fixed)
+    swept = []
+    hydra_words = []
+    first_values = []
+    ranks = 1
+    with _hydra(flags.config_dir) as app:
+        for override in OverridesParser.create(app.config_loader).parse_overrides(words):
+            text = str(override.input_line)
+            if override.is_sweep_override():
+                swept.append(text.lstrip("+"))
+                first_values.append(_with_first_value(override))
+            elif override.is_hydra_override():
+                hydra_words.append(text)
+            elif override.key_or_group == RANKS:
+                ranks = typed(int, override.value(), RANKS, {"at_least": 1})
+            else:
+                continue
+            fixed.remove(text)
+    first = read_command([*fixed, *first_values], speak)
+    return None if first is None else Sweep(fixed, swept, hydra_words, ranks, first.config)
+
+
+def _with_first_value(override: Override) -> str:
+    """Return a word of several values with the first of them. Raises UserError if it has none."""
+    if override.key_or_group in SHARED:
+        raise UserError(f"{override.input_line}: all jobs of a sweep have one {override.key_or_group}")
+    value: Any = override.value()
+    values = [value.start] if override.is_interval_sweep() else [*override.sweep_string_iterator()]
+    if not values:
+        raise UserError(f"{override.input_line}: a sweep without a job: a glob(…) matches no name")
+    return f"{override.get_key_element()}={values[0]}"
+
+
+@contextlib.contextmanager
+def _hydra(config_dirs: Sequence[str], swept: Sequence[str] = ()) -> Iterator[Any]:
+    """Give a Hydra that has the keys of the ``swept`` words, and all groups, of which it has chosen nothing.
+
+    What it and its parser raise becomes a UserError.
+    """
+    random.seed(0)  # for shuffle(…), the same whenever the words are read
+    configs = program_configs()
+    folders = [configs.FOLDER, *(path_of("--config-dir", text).absolute() for text in config_dirs)]
+    groups = configs.groups_in(folders)
+    with explained(groups):
+        defaults: list[Any] = ["_self_"]
+        defaults += [{group: None} for group in sorted(groups, key="recipe".__eq__)]  # it changes the others
+        defaults += [{f"override hydra/{name}_logging": "none"} for name in ("hydra", "job")]
+        own_keys = {**QUIET, "searchpath": [f"file://{folder}" for folder in folders[1:]]}
+        node = OmegaConf.create({"defaults": defaults, "hydra": own_keys})
+        for key in {word.partition("=")[0] for word in swept} - groups:  # each job checks its own
+            OmegaConf.update(node, key, None)
+        with (
+            configs.registered(node),
+            hydra.initialize_config_dir(str(configs.FOLDER), version_base="1.3"),
+        ):
+            yield GlobalHydra.instance().hydra
+
+
+def let_hydra_sweep(sweep: Sweep, directory: Path) -> None:
+    """Run the jobs by Hydra's sweeper, in folders of ``directory``, each of which gets an `Outcome`."""
+    words = [*sweep.swept, *sweep.hydra_words, f"hydra.sweep.dir={quoted(directory)}"]
+    if "hydra/sweeper=optuna" in words:  # what `run_job` returns is so, whatever `train.best` is
+        words.append("hydra.sweeper.direction=minimize")
+    task = partial(run_job, sweep.fixed, sweep.ranks, directory)
+    with _hydra(split(sweep.fixed)[0].config_dir, sweep.swept) as app:
+        app.multirun(program_configs().PRIMARY, task, words, with_log_configuration=False)
+
+
+def run_job(fixed: Sequence[str], ranks: int, directory: Path, _: DictConfig) -> float:
+    """Run the job whose words Hydra has chosen; return its rank. Exits after a signal to this process."""
+    settings = HydraConfig.get()
+    number = settings.job.num
+    overrides = [*settings.overrides.task]
+    print(f"job {number}: {' '.join(overrides)}", flush=True)
+    folder = directory / job_name(number, overrides)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "shardtrain.train"]
+    outcome = Outcome(
+        number, overrides, problem_of([*command, *fixed, *overrides, f"run.dir={quoted(folder)}"])
+    )
+    result = json_in(folder / "result.json")
+    score = result.get(tags.best(result.get(tags.BEST_BY)))
+    if outcome.problem:
+        print(f"job {number} has failed: {outcome.problem}", flush=True)
+    elif score is not None:
+        outcome = outcome._replace(score=score, rank=score if result[tags.BEST_IS_LOWEST] else -score)
+    with writing("run.dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OUTCOME).write_text(json.dumps(outcome._asdict()))
+    return outcome.rank
 
 
 def refuse_ranks(arguments: Sequence[str], speak: bool) -> Any:
     """Raise UserError with the command for several ranks: a sweep starts the ranks of each job itself."""
     words = [text for text in arguments if text not in FLAGS]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "N")
-    command = f"python -m shardtrain.train.sweep --nproc-per-node {ranks} -- {shlex.join(words)}"
+    command = f"python -m shardtrain.train -m {RANKS}={ranks} {shlex.join(words)}"
     raise UserError(f"-m: a sweep starts torchrun itself, once per job; use {command}")
 
 
-def require_one_host(launch: Sequence[str]) -> None:
-    """Raise UserError if torchrun is to start ranks on several hosts, each of which would need this sweep."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nnodes", default="1")
-    nodes = parser.parse_known_args(launch)[0].nnodes
-    if nodes not in ("1", "1:1"):
-        raise UserError(
-            f"--nnodes {nodes}: a sweep starts the ranks of this host alone; on several hosts start each "
-            "combination by a torchrun on every host"
-        )
-
-
-def outcome_of(command: Sequence[str], overrides: list[str]) -> Outcome:
-    """Run one job, and return how it ended. Exits as the job does after a signal to this process."""
+def problem_of(command: Sequence[str]) -> str:
+    """Run one job; return why it failed, in one line, or an empty text."""
     with tempfile.TemporaryDirectory() as name:
-        outcome_file = Path(name) / "outcome.json"
         error_file = Path(name) / "error.json"
-        files = {OUTCOME_FILE: str(outcome_file), LAUNCHER_ERROR_FILE: str(error_file)}
-        code = exit_code_of(command, {**os.environ, **files})
-        if code != 0:
-            return Outcome(overrides, problem=reason_of(code, json_in(error_file)))
-        return Outcome(overrides, **(json_in(outcome_file) or {}))
+        code = exit_code_of(command, {**os.environ, LAUNCHER_ERROR_FILE: str(error_file)})
+        message = json_in(error_file).get("message", "")
+    if not code:
+        return ""
+    text = str(message["message"] if isinstance(message, Mapping) else message)
+    if text:
+        return text.removeprefix("error: ").partition("\n")[0]
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -183,24 +242,12 @@ def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return code
 
 
-def json_in(file: Path) -> dict[str, Any] | None:
-    """Return the content of ``file``; None if there is none."""
-    try:
+def json_in(file: Path) -> dict[str, Any]:
+    """Return the content of ``file``; nothing if there is none."""
+    with contextlib.suppress(OSError, ValueError):
         content: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return content
-
-
-def reason_of(code: int, report: Mapping[str, Any] | None) -> str:
-    """Return why a job failed with exit ``code``, in one line, from the ``report`` of the launcher."""
-    message = report["message"] if report else ""
-    if isinstance(message, Mapping):
-        message = message["message"]
-    first_line = next(iter(str(message).removeprefix("error: ").splitlines()), "")
-    if first_line:
-        return first_line
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return content
+    return {}
 
 
 def quoted(path: Path) -> str:
@@ -225,49 +272,17 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
 
 def table(done: Sequence[Outcome], tag: str) -> str:
     """Return a table of the jobs, best first; failed ones come last, with their reasons."""
-    sign = 1.0 if any(each.is_minimised for each in done) else -1.0
-    ranks = []
-    for each in done:
-        last = math.inf if each.objective is None else sign * each.objective
-        ranks.append((bool(each.problem), last))
     title = f"best {tag}"
     lines = [f"{title}   job  overrides"]
-    for number in sorted(range(len(done)), key=ranks.__getitem__):
-        outcome = done[number]
+    for outcome in sorted(done, key=lambda each: (bool(each.problem), each.rank, each.number)):
         score = "failed" if outcome.problem else "–"
-        if outcome.objective is not None:
-            score = tags.in_words(tag, outcome.objective)
-        lines.append(f"{score:>{len(title)}}  {number:>4}  {' '.join(outcome.overrides)}")
+        if outcome.score is not None:
+            score = tags.in_words(tag, outcome.score)
+        lines.append(f"{score:>{len(title)}}  {outcome.number:>4}  {' '.join(outcome.overrides)}")
         lines += [f"{'':>{len(title) + 8}}{outcome.problem}"] if outcome.problem else []
     return "\n".join(lines)
 
 
-def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the arguments that all jobs share, and each job's own, whose last key changes fastest."""
-    swept: dict[str, list[str]] = {}
-    random.seed(0)  # for shuffle(…), the same if the command is repeated
-    configs = program_configs()
-    with (
-        configs.registered(OmegaConf.create()),
-        hydra.initialize_config_dir(str(configs.FOLDER), version_base="1.3"),
-    ):
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # for glob(…) over groups
-        for text in split(arguments)[1]:
-            try:
-                (override,) = parser.parse_overrides([text])
-            except (HydraException, OverrideParseException):
-                raise unreadable(text) from None
-            if not override.is_sweep_override():
-                continue
-            if override.key_or_group in SHARED:
-                raise UserError(f"{text}: all jobs of a sweep have one {override.key_or_group}")
-            if override.is_interval_sweep():
-                raise UserError(f"{text}: an interval has infinitely many values; list some")
-            key = override.get_key_element()
-            swept[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    fixed = [text for text in arguments if text not in swept]
-    return fixed, [list(job) for job in itertools.product(*swept.values())]
-
-
 if __name__ == "__main__":
-    main()
+    print(f"error: use python -m shardtrain.train -m {RANKS}=N WORD …", file=sys.stderr)
+    sys.exit(USER_ERROR)

@@ -12,7 +12,8 @@ from pool import PRELOADED, Pool
 
 LIMIT_S = 30.0  # after which a row hangs
 TRANSPORTS = ("process_group", "shared_memory")
-SLOW = ("Unequal numbers", "A rank that is")  # `test_guard.py` has them for shardtrain
+# Rows that find a fault of `tests/mutants.txt`. What others find, the rooms' tests find, too.
+FINDERS = ("A module attached", "A penalty", "Models that differ", "Training equals")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,8 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Try each row with the wrapper that is asked for, or with shardtrain's.
 
-    If none is asked for, every second row is tried over one transport, the others over the other one; the
-    other halves are long.
+    If none is asked for, a few rows are tried. With ``--long`` every second row is tried over one transport,
+    the others over the other one; the other halves, and other wrappers of ours, are for releases.
     """
     if "wrapper" not in metafunc.fixturenames:
         return
@@ -54,9 +55,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for each in (transport,) if transport else transports:
             for number, name in enumerate(ROWS):
                 is_second = transport is None and each == TRANSPORTS[number % 2]
-                is_slow = wrapper != "shardtrain.shard" or name.startswith(SLOW)
-                is_long = asked is None and (is_second or is_slow)
-                trials.append(pytest.param(wrapper, each, name, marks=pytest.mark.long if is_long else ()))
+                for_release = is_second or wrapper != "shardtrain.shard"
+                later = pytest.mark.release if for_release else pytest.mark.long
+                is_default = asked or (name.startswith(FINDERS) and not for_release)
+                trials.append(pytest.param(wrapper, each, name, marks=() if is_default else later))
     metafunc.parametrize(("wrapper", "transport", "name"), trials)
 
 

@@ -103,6 +103,7 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
         assert torch.equal(ours, theirs)  # each rank's own running statistics
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_an_ignored_head_is_loaded_and_saved(tmp_path: Path) -> None:
     expected = saves(str(tmp_path / "one"))
@@ -325,7 +326,10 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, reason: str)
             "rank 1: extra has the key 1.5, expected integers, and texts other than '__tensor__', '__",
         ),
         ("piece", "one", "rank 1: extra[0] is a rank's piece of fc.bias, which only its model can load"),
-        ("long", "one", "rank 1: rank-00001.safetensors: ValueError names and texts take 1000"),
+        pytest.param(
+            *("long", "one", "rank 1: rank-00001.safetensors: ValueError names and texts take 1000"),
+            marks=pytest.mark.long,
+        ),
         ("deep", "one", "rank 1: maximum recursion depth exceeded"),
         ("group", "one", "rank 1 holds another model, optimizer or facts than rank 0"),
         ("stranger", "one", "optimizer group 14 holds 1 parameters that are not the module's; pass the opt"),
@@ -364,6 +368,7 @@ def test_a_save_fails_everywhere_with_its_reason(tmp_path: Path, how: str, path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "old"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spoiled", "text"),
     [
@@ -495,6 +500,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
 
 
+@pytest.mark.long
 @each_rank(1, 2)
 def test_training_goes_on_during_a_save_of_a_consistent_snapshot(tmp_path: Path) -> None:
     """It goes on while nothing can be written yet; the next save waits for the first."""
@@ -529,6 +535,7 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(tmp_path: Path)
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "error", "reason"),
     [
@@ -650,7 +657,7 @@ SELDOM = [(name, bool(i % 2)) for i, name in enumerate(POINTS) if name not in BR
 
 
 @pytest.mark.parametrize(
-    ("name", "wait"), [*OFTEN, *(pytest.param(*each, marks=pytest.mark.long) for each in SELDOM)]
+    ("name", "wait"), [*OFTEN, *(pytest.param(*each, marks=pytest.mark.release) for each in SELDOM)]
 )
 def test_a_kill_in_a_save_leaves_a_complete_checkpoint(
     on_ranks: Ranks, four_steps: Path, two_steps: Path, name: str, wait: bool

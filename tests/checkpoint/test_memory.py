@@ -10,137 +10,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from torch import nn
 
 from shardtrain import comm
-from shardtrain.checkpoint import SaveFailed, cleanup, memory
+from shardtrain.checkpoint import cleanup, memory
 from shardtrain.checkpoint import store as store_module
-from shardtrain.checkpoint.hosts import Hosts
-from shardtrain.checkpoint.loading import load_into
 from shardtrain.checkpoint.manifest import file_name
-from shardtrain.checkpoint.store import Place, Store, step_name, steps_in
+from shardtrain.checkpoint.store import step_name
 from shardtrain.job.errors import UserError
 from shardtrain.train import loop, saving
 
 import pool
 from pool import Ranks, each_rank, once
-from small import Block, OddNet, shard, train, until
+from small import until
 from tiny import QUIET, TINY, at_once, crash, curves, files_of, final, run_to_end
 
 undisturbed = once(run_to_end)
 EVERY_STEP = "checkpoint.memory_every_steps=1"
-
-
-# directories of several hosts
-
-HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0], [1], [2], [3]]}
-
-
-def on_hosts(folder: Path) -> Store:
-    """A store with a directory in memory for each host."""
-    hosts = Hosts(HOSTS[comm.world_size()], comm.rank())
-    place = Place(folder / f"host{hosts.own[0]}" / "run", hosts)
-    return Store(folder / "disk", comm.plain_transport(), keep=1, memory=place)
-
-
-def place_of(store: Store) -> Place:
-    assert store.memory is not None
-    return store.memory
-
-
-def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = shard(OddNet(), units=[Block])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
-
-
-def save(store: Store, steps: range) -> Any:
-    model, optimizer = fresh()
-    for step in steps:
-        train(model, optimizer, 1, start=step)
-        problem = store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, to_disk=False)
-        if problem:
-            raise SaveFailed(problem)
-    comm.barrier()
-    return values(model)
-
-
-def found(store: Store) -> Any:
-    """Complete the hosts' directories, and load."""
-    comm.barrier()
-    memory.complete(place_of(store), comm.plain_transport())
-    start = store.newest()
-    if start.opened is None:
-        return 0, []
-    model, optimizer = fresh()
-    assert load_into(start.opened, model, optimizer) == {"rank": comm.rank()}
-    return start.step, values(model)
-
-
-@each_rank(2, 3, 4, transport="auto")
-def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
-    """Each host in turn loses its memory, and then has what it had."""
-    store = on_hosts(tmp_path)
-    wanted = save(store, range(1, 4))
-    directory = place_of(store).directory
-    before = files_of(directory / step_name(3))
-    comm.barrier()
-    for lost in place_of(store).hosts.ranks:
-        if comm.rank() == lost[0]:
-            shutil.rmtree(directory)
-        step, loaded = found(store)
-        assert step == 3
-        assert all(map(torch.equal, loaded, wanted))
-        assert files_of(directory / step_name(3)) == before
-        assert steps_in(directory) == [3]
-        comm.barrier()
-
-
-@each_rank(4, transport="auto")
-def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path) -> None:
-    """Two of four hosts have committed step 2, so no host has deleted step 1."""
-    store = on_hosts(tmp_path)
-    directory = place_of(store).directory
-    save(store, range(1, 2))
-    late = OSError(28, "late")
-    fails = (
-        patch.object(store_module, "write_manifest", side_effect=late) if comm.rank() > 1 else nullcontext()
-    )
-    with fails, pytest.raises(SaveFailed, match=r"rank 2: .*late; rank 3"):
-        save(store, range(2, 3))
-    assert found(store)[0] == 1
-    if comm.rank() == 0:
-        assert steps_in(directory) == [1, 2]
-    if place_of(store).hosts.leads:
-        memory.keep_only(place_of(store), 1)
-    assert steps_in(directory) == [1]
-
-
-@each_rank(2, transport="auto")
-def test_a_copy_that_does_not_fit_is_no_checkpoint(tmp_path: Path) -> None:
-    store = on_hosts(tmp_path)
-    directory = place_of(store).directory
-    save(store, range(1, 2))
-    if comm.rank() == 1:
-        (directory / step_name(1) / file_name(0)).unlink()
-        (directory / step_name(1) / file_name(0)).mkdir()
-    comm.barrier()
-    with pytest.raises(
-        Exception, match=r"no checkpoint is complete: .*rank 1: rank-00000.safetensors is not a"
-    ):
-        found(store)
 
 
 # runs, with some directory for /dev/shm
@@ -171,6 +62,7 @@ def crashes(folder: str, steps: list[int], *arguments: str) -> list[str]:
     return [run_in(folder, *arguments, at=event) for event in [*({step: crash} for step in steps), {}]]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, undisturbed: Path) -> None:
     """The end has the same bits, and TensorBoard's curves, too."""
@@ -185,7 +77,7 @@ def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, u
     assert left_of(folder) == []
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for world, step in ((2, 4), (1, 7)):
@@ -196,7 +88,7 @@ def test_another_number_of_ranks_continues_from_memory(on_ranks: Ranks, tmp_path
     assert re.findall(r"continuing after step (\d+) of 10 ", log) == ["3", "6"]
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_damaged_memory_falls_back_to_the_disk(
     on_ranks: Ranks, tmp_path: Path, undisturbed: Path, damage: str
@@ -253,6 +145,7 @@ def ended(folder: str, how: str, keep: int) -> tuple[str, bool]:
 ENDINGS = [("finished", 2), ("SIGTERM", 2), ("finished", 0), ("mistake", 2), ("failure", 2), ("SIGTERM", 0)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "keep"), ENDINGS)
 def test_memory_is_freed_once_the_run_has_ended_or_is_on_disk(
     on_ranks: Ranks, tmp_path: Path, how: str, keep: int
@@ -289,6 +182,7 @@ def mistakes(folder: str) -> list[str]:
     return [*endings, run_in(folder, QUIET)]
 
 
+@pytest.mark.long
 def test_no_mistake_frees_the_memory_of_a_run(on_ranks: Ranks, tmp_path: Path) -> None:
     """A wrong setting, a folder that is away, Ctrl-C while it starts, an image that is damaged."""
     folder = tmp_path / "run"
@@ -312,6 +206,7 @@ def anew_to_four(folder: str) -> None:
     assert run_to_end(folder, QUIET, "resume=none", at={5: crash}) == "RuntimeError crash"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("abandoned_by", ["resume=none", pytest.param("rm", marks=pytest.mark.long)])
 def test_an_abandoned_run_is_not_continued(on_ranks: Ranks, tmp_path: Path, abandoned_by: str) -> None:
     folder = tmp_path / "run"
@@ -330,6 +225,7 @@ def test_an_abandoned_run_is_not_continued(on_ranks: Ranks, tmp_path: Path, aban
     assert left_of(folder) == []
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_memory_that_cannot_hold_three_copies_is_refused(tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -344,6 +240,18 @@ def test_memory_that_cannot_hold_three_copies_is_refused(tmp_path: Path) -> None
     with patch.object(memory, "MEMORY", tmp_path / "nowhere"):
         ending = run_to_end(folder, EVERY_STEP)
     assert re.match(r"UserError checkpoint.memory_every_steps=1: there is no .*/nowhere; ch.*=0 does", ending)
+
+
+@pytest.mark.long
+@each_rank(2, transport="auto")
+def test_ranks_of_several_hosts_are_refused(tmp_path: Path) -> None:
+    with patch.dict(os.environ, SHARDTRAIN_HOST_KEY=f"host {comm.rank()}"):
+        ending = run_in(str(tmp_path / "run"), QUIET)
+    pattern = (
+        r"UserError ch.*every_steps=1: .* ranks of one host, and these are on 2; use ch.*every_steps=N on"
+    )
+    assert re.match(pattern, ending), ending
+    assert left_of(tmp_path / "run") == []
 
 
 @each_rank(2, transport="auto")
@@ -551,7 +459,7 @@ def disturbed(command: list[str], folder: Path, event: str) -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("event", ["kill", "kill all"])
 def test_a_kill_costs_the_step_under_way(tmp_path: Path, event: str) -> None:
     """Of one rank, or of the launcher and all ranks, after which the same command continues."""

@@ -193,6 +193,7 @@ def test_several_hosts_exchange_messages_and_one_line_says_so(of_ranks: list[int
     assert refusal == f"transport='shared_memory' is not possible: {why}"
 
 
+@pytest.mark.long
 @each_rank(3, transport="auto")
 def test_gradients_that_wait_together_share_the_arena() -> None:
     """Ten units whose gradients all wait under `no_sync`."""
@@ -208,6 +209,7 @@ def test_gradients_that_wait_together_share_the_arena() -> None:
     assert_same_parameters(model, replica)
 
 
+@pytest.mark.long
 @each_rank(3, transport="auto")
 def test_memory_of_a_dropped_model_is_free_again() -> None:
     blocks = []
@@ -291,7 +293,7 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
         (OddNet, (4, 1), sgd),  # DDP
     ],
 )
-@each_rank(4)
+@each_rank(4, transport="each")
 def test_training_equals_ddp_bit_for_bit(make: Any, sizes: tuple[int, int], optimizer: Any) -> None:
     model, replica = hybrid_and_replica(make, sizes, units=None)
     train_alike(model, replica, tolerance=0, optimizer=optimizer)
@@ -310,7 +312,7 @@ def sometimes() -> nn.Module:
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["layers of the root", "outputs of nested units"])
-@each_rank(4)
+@each_rank(4, transport="each")
 def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
     """Weight decay would move what has a gradient of zeros; what has none must stay as it is."""
     for users, layout in (([3], "even"), ([1, 2], "even"), ([], "even"), ([1, 2], "whole")):
@@ -328,7 +330,7 @@ def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1)], ids=str)
-@each_rank(4)
+@each_rank(4, transport="each")
 def test_a_gradient_of_minus_zeros_is_none_that_is_absent(sizes: tuple[int, int]) -> None:
     """Where the weight is used at all, its gradient is -0.0."""
 
@@ -344,7 +346,7 @@ def test_a_gradient_of_minus_zeros_is_none_that_is_absent(sizes: tuple[int, int]
 
 
 @pytest.mark.parametrize("sizes", [HYBRID, (4, 1)], ids=str)
-@each_rank(4)
+@each_rank(4, transport="each")
 def test_traffic_is_as_theory_says(sizes: tuple[int, int]) -> None:
     """Inside as in a shard group alone, across 2 (R-1)/R of the interval; nothing under no_sync."""
     replicate, group = sizes
@@ -398,6 +400,7 @@ def test_the_meter_counts_waits_for_averages_across_replicas() -> None:
     assert "blocks.0" in waited["all_reduce"]
 
 
+@pytest.mark.long
 @each_rank(4, transport="auto")
 def test_the_backends_own_collectives_serve_as_well() -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
@@ -512,6 +515,7 @@ def loaded(path: str, setup: Setup, expected: State) -> tuple[int, list[float]]:
     return int(extra["rank"]), losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -544,6 +548,7 @@ def test_a_checkpoint_goes_from_any_mesh_and_layout_to_any_other(
             assert kinds - {"averaged"} == {"buffers"} | pieces
 
 
+@pytest.mark.long
 @each_rank(4)
 def test_whole_parameters_and_buffers_are_everyones() -> None:
     net = OddNet()
@@ -568,6 +573,7 @@ def test_whole_parameters_and_buffers_are_everyones() -> None:
     assert_replicas_are_equal(model)
 
 
+@pytest.mark.long
 @each_rank(4, transport="auto")
 def test_memory_is_shared_where_every_shard_group_is_on_one_host() -> None:
     for of_ranks, shared in ((BLOCKS, True), (INTERLEAVED, False)):

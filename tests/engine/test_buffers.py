@@ -441,17 +441,17 @@ def check_product(on_ranks: Any, cases: list[Case], steps: tuple[int, ...]) -> N
     assert not different
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_sample_of_the_product_has_the_same_bits_with_and_without_replays(on_ranks: Any) -> None:
     check_product(on_ranks, SAMPLE, (0,))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_muon_has_the_same_bits(on_ranks: Any) -> None:
     check_product(on_ranks, MUON, (0, 3))
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("first", range(0, len(CASES), 64))
 def test_an_eighth_of_the_product_has_the_same_bits_with_and_without_replays(
     on_ranks: Any, first: int
@@ -508,7 +508,7 @@ def test_a_lie_is_found_in_a_sample_of_the_product(on_ranks: Any) -> None:
     check_lies(on_ranks, SAMPLE[::2], ("shared_memory", 2))
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("place", [place for world, *place in PLACES if world == 4])
 @pytest.mark.parametrize("first", range(0, len(CASES), 256))
 def test_a_lie_is_found_over_the_product(on_ranks: Any, first: int, place: tuple[str, int]) -> None:

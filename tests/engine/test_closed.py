@@ -32,7 +32,7 @@ USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("use", USES)
-@each_rank(2, transport="shared")
+@each_rank(2)
 def test_a_parent_that_computes_with_a_closed_unit_s_parameter_is_refused(use: str, frozen: bool) -> None:
     """In training and evaluation, before and after the unit's own call; then a step is right."""
 

@@ -78,7 +78,7 @@ def skips(steps: int, replicate: int = 0) -> None:
     ("world", "replicate", "steps"),
     [
         (2, 0, 20),
-        *(pytest.param(*n, 60, marks=pytest.mark.long) for n in ((2, 0), (4, 0), (4, 2))),
+        *(pytest.param(*n, 60, marks=pytest.mark.release) for n in ((2, 0), (4, 0), (4, 2))),
     ],
 )
 def test_ranks_skip_modules_at_random(ranks: Any, world: int, replicate: int, steps: int) -> None:

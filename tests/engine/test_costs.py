@@ -86,6 +86,7 @@ def lines_of_steps(*models: nn.Module) -> list[int]:
     return [lines(lambda model=model: step(model)) for model in models]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
     ("forward", "frozen"), [(units, False), (recomputed, False), (root_layers, False), (root_layers, True)]
@@ -106,6 +107,7 @@ def test_a_step_costs_as_much_per_unit_or_layer_in_a_larger_model(
     assert many <= 4.1 * few
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forward", [units, recomputed])
 def test_a_step_costs_as_much_per_module_in_a_larger_unit(forward: Forward) -> None:
     models = [
@@ -122,6 +124,7 @@ def test_a_step_costs_as_much_per_module_in_a_larger_unit(forward: Forward) -> N
     assert many <= 4.1 * few
 
 
+@pytest.mark.long
 @each_rank(2)
 def test_a_transport_costs_as_much_per_unit_in_a_larger_model() -> None:
     """The bound is wide: waits take lines, and a gradient that others still read takes another search."""
@@ -129,6 +132,7 @@ def test_a_transport_costs_as_much_per_unit_in_a_larger_model() -> None:
     assert many <= 6 * few
 
 
+@pytest.mark.long
 @each_rank(2)
 def test_a_step_leaves_no_cycles_and_nothing_else() -> None:
     model = shard(stack(units, 6), units=[Layer])

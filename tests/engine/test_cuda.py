@@ -290,9 +290,9 @@ def problems_of(backend: str, world: int, kind: str, folder: Path, make: MakeRow
 @pytest.mark.parametrize(
     ("backend", "world", "kind"),
     [
-        pytest.param("gloo", 1, "cpu", marks=pytest.mark.long),
-        pytest.param("gloo", 2, "cpu", marks=pytest.mark.long),
-        pytest.param("gloo", 4, "cpu", marks=pytest.mark.long),
+        pytest.param("gloo", 1, "cpu", marks=pytest.mark.release),
+        pytest.param("gloo", 2, "cpu", marks=pytest.mark.release),
+        pytest.param("gloo", 4, "cpu", marks=pytest.mark.release),
         pytest.param("nccl", 1, "cuda", marks=one_gpu),
         pytest.param("gloo", 2, "cuda", marks=one_gpu),
         pytest.param("nccl", 2, "cuda", marks=nccl_ranks(2)),
@@ -328,7 +328,7 @@ def planted(kind: str) -> dict[str, Row]:
     return {"first": even, **rows, "last": even}
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(LIMIT_S + 60, method="thread")
 def test_rows_after_one_that_fails_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is wrong, raises, hangs or ends its process."""

@@ -147,7 +147,7 @@ SHORT = {
 }
 # Ranks that do not exist cannot agree on what is in a checkpoint; `play` copies it.
 ROWS = [
-    pytest.param(name, world, id=f"{name}, {at}", marks=() if name in SHORT[world] else pytest.mark.long)
+    pytest.param(name, world, id=f"{name}, {at}", marks=() if name in SHORT[world] else pytest.mark.release)
     for at, world in {"silent": SILENT, "one": ONE, "eight": EIGHT}.items()
     for name, way in WAYS.items()
     if not (way.replicas and world == SILENT) and not (way.saves and world == EIGHT)
@@ -176,12 +176,12 @@ def test_every_way_over_nccl(name: str, world: World, tmp_path: Path) -> None:
 
 # Gloo moves tensors of a device in equal intervals.
 REFUSED = [name for name, way in WAYS.items() if way.virtual or "layout" in way.options]
-SHORT_OVER_GLOO = "even", "whole", "offload, no_sync, clip", "replicas"
+SHORT_OVER_GLOO = "even", "whole"
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in SHORT_OVER_GLOO else pytest.mark.long) for name in WAYS],
+    [pytest.param(name, marks=() if name in SHORT_OVER_GLOO else pytest.mark.release) for name in WAYS],
 )
 @each_rank(2, transport="auto")
 def test_every_way_over_gloo(name: str, tmp_path: Path) -> None:
@@ -395,6 +395,7 @@ def test_cudnn_moves_weights_and_changes_none(layers: int, both: bool, projected
             assert param._version == version
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [
@@ -456,6 +457,7 @@ def test_virtual_ranks_need_deterministic_kernels(device: SimulatedDevice) -> No
         shardtrain.shard(model, units=[Block], virtual_ranks=8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "count"), [("compiled", 0), ("unused", 1)])
 def test_units_that_compute_otherwise(device: SimulatedDevice, how: str, count: int) -> None:
     """Other ranks may have gradients of unused parameters, and the host must know which to show."""
@@ -472,6 +474,7 @@ def test_units_that_compute_otherwise(device: SimulatedDevice, how: str, count: 
     assert list(device.findings) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("virtual", [0, 1])
 def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, virtual: int) -> None:
     """One rank's loop with its data, metrics, signals and the check of the norm, between two reports.
@@ -548,6 +551,7 @@ def test_launches_beyond_the_plain_model_keep_their_budget(
     assert sharded - alone <= budget
 
 
+@pytest.mark.long
 def test_what_a_step_frees_is_kept_for_the_next_one() -> None:
     code = """
 import ctypes, resource
@@ -586,7 +590,7 @@ def test_unexpected_findings_of_the_first_minutes_are_problems(
     assert gpu_first.is_problem(finding) == is_problem
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(800)
 def test_the_first_minutes_on_a_gpu_run_dry(tmp_path: Path) -> None:
     command = [sys.executable, gpu_first.__file__, "--dry", "--out", str(tmp_path)]

@@ -54,6 +54,7 @@ from small import (
 )
 
 
+@pytest.mark.long
 @each_rank(2)
 def test_whole_parameters_leave_no_memory_behind() -> None:
     """Counted in pages that are this process's alone, which no other process changes."""
@@ -71,7 +72,7 @@ def test_whole_parameters_leave_no_memory_behind() -> None:
 
 
 @pytest.mark.smoke
-@each_rank(2, 3)
+@each_rank(2, 3, transport="each")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
     """One reduction per unit; one gather forward, and one backward, but not of the root and the last two."""
@@ -361,6 +362,7 @@ def test_a_norm_counts_the_gradients_of_replicas_once() -> None:
     torch.testing.assert_close(shardtrain.clip_grad_norm_(model, 0.1), theirs, rtol=1e-5, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["even", "whole"])
 @each_rank(3)
 def test_the_norm_of_double_gradients_is_double(layout: str) -> None:
@@ -371,6 +373,7 @@ def test_the_norm_of_double_gradients_is_double(layout: str) -> None:
     torch.testing.assert_close(shardtrain.clip_grad_norm_(model, 1.0), theirs, rtol=1e-13, atol=0)
 
 
+@pytest.mark.long
 @each_rank(3, 4, transport="auto")
 def test_a_rank_holds_four_shards_and_little_else() -> None:
     """Counts all new live tensors, so also what messages, guard and reductions hold between steps."""
@@ -462,6 +465,7 @@ class Checkpointed(OddNet):
         return checkpoint(self.fc, x, use_reentrant=self.reentrant) if self.together else self.fc(x)
 
 
+@pytest.mark.long
 @each_rank(3, transport="auto")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("together", [False, True])
@@ -494,6 +498,7 @@ def test_frozen_parameters_are_neither_reduced_nor_given_gradients() -> None:
     assert all(p.grad is None for p in (model.blocks[0].conv.weight, *model.blocks[1].parameters()))
 
 
+@pytest.mark.long
 @each_rank(1, 3)
 def test_edits_and_conversions_after_sharding_take_effect() -> None:
     def wide(net: nn.Module, number: int) -> None:
@@ -508,6 +513,7 @@ def test_edits_and_conversions_after_sharding_take_effect() -> None:
     like_a_replica(step=wide, tolerance=1e-9)
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_a_model_on_the_meta_device_materialises_its_pieces() -> None:
     expected = OddNet()
@@ -541,7 +547,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.smoke
-@each_rank(1, 3)
+@each_rank(1, 3, transport="each")
 def test_the_engine_does_what_the_naive_twin_does() -> None:
     model = OddNet()
     twin = NaiveTwin(copy.deepcopy(model), lr=0.05, momentum=0.9)
@@ -611,9 +617,10 @@ QUICK = ["mobilenet_v3_small"]
 SLOW = ["densenet121", "efficientnet_v2_s", "mnasnet1_0", "mobilenet_v2", "regnet_x_400mf", "resnet50"]
 SLOW += ["regnet_y_400mf", "efficientnet_b0", "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_0"]
 SLOW += ["resnet18", "swin_t", "swin_v2_t"]
-FAMILIES = [convnext, vit, *QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in SLOW)]
+FAMILIES = [convnext, vit, *QUICK, *(pytest.param(name, marks=pytest.mark.release) for name in SLOW)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @each_rank(2)
 def test_losses_and_gradients_of_three_steps_equal_ddp_s(family: Any) -> None:
@@ -741,6 +748,7 @@ def test_gradients_of_empty_pieces_are_those_of_the_parameters_that_are_there_no
             model.zero_grad()
 
 
+@pytest.mark.long
 def test_automatic_units_are_blocks() -> None:
     """Named after the modules that repeat, and none of them large."""
 

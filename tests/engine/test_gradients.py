@@ -992,7 +992,7 @@ def test_optimizers_of_whole_parameters_with_virtual_ranks(ranks: Ranks, name: s
         torch.testing.assert_close(other, alone, rtol=0, atol=0)
 
 
-@each_rank(2)
+@each_rank(2, transport="each")
 def test_compiled_functions_of_gradients_are_pieces_or_refused() -> None:
     """torch.compile breaks the graph at them."""
     model, _ = sharded_and_replica()
@@ -1035,7 +1035,8 @@ def test_the_norm_of_gradients_that_wait_is_refused_at_the_call() -> None:
                 norm(what, torch.inf)
         classify(model, 2).backward()
         grads[number] = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
-        assert grads[number] == shardtrain.clip_grad_norm_(model, torch.inf)
+        # Two sums of squares in orders of their own.
+        torch.testing.assert_close(grads[number], shardtrain.clip_grad_norm_(model, torch.inf))
         with shardtrain.no_sync(model):
             classify(model, 1).backward()
         model.zero_grad(set_to_none=exists)

@@ -326,11 +326,12 @@ def cases(first: int, short: list[tuple[str, str]]) -> list[Any]:
     """Return the ``short`` pairs, and long ones: each move in a place, beginning with number ``first``."""
     places = itertools.islice(itertools.cycle(PLACES), first, None)
     turns = [pair for pair in zip(MOVES, places, strict=False) if pair not in short]
-    return [*short, *[pytest.param(*pair, marks=pytest.mark.long) for pair in turns]]
+    return [*short, *[pytest.param(*pair, marks=pytest.mark.release) for pair in turns]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("move", "place"), cases(0, SHORT))
-@each_rank(2, transport="shared")
+@each_rank(2)
 def test_forwards_that_move_weights(move: str, place: str) -> None:
     assert off_by_much(move, place, CPU, 2, **transport()) == []
 
@@ -352,7 +353,7 @@ def test_forwards_that_move_weights_alone(move: str, place: str, deterministic: 
 
 
 @pytest.mark.parametrize("name", [pytest.param("LSTM", marks=pytest.mark.long), "copied", "channels_last"])
-@each_rank(2, transport="shared")
+@each_rank(2)
 def test_one_rank_alone_may_move_weights(name: str) -> None:
     rank = dist.get_rank()
     move = MOVES[name] if rank == 1 else MOVES[name]._replace(does=stay)
@@ -396,9 +397,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("place", [pytest.param("root", marks=pytest.mark.long), "unit", "joined", "nested"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("root", marks=pytest.mark.release), "unit", "joined", "nested"]
+)
 @pytest.mark.parametrize("change", CHANGES)
-@each_rank(1, 2, transport="shared")
+@each_rank(1, 2)
 def test_weights_that_move_and_change_are_refused(change: str, place: str) -> None:
     move, names = CHANGES[change]
     model = shardtrain.shard(build(move, place, "even"), **{"unit_bytes": 0, **transport(), **PLACES[place]})

@@ -243,6 +243,7 @@ def update(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fused", "clip"), [(False, False), (True, False), (False, True)])
 @each_rank(3)
 def test_scaling_changes_no_update(fused: bool, clip: bool) -> None:
@@ -296,6 +297,7 @@ def scales(folder: Path) -> list[float]:
     return [json.loads(extra)["scaler"]["scale"] for extra in extras]
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_run_in_fp16_scales_its_loss(tmp_path: Path) -> None:
     whole = tmp_path / "whole"

@@ -139,7 +139,11 @@ def check_found(told: list[list[str]], faults: range, world: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "faults"),
-    [(2, range(5)), (4, range(5)), *(pytest.param(n, range(25), marks=pytest.mark.long) for n in (2, 4))],
+    [
+        pytest.param(2, range(5), marks=pytest.mark.long),
+        (4, range(5)),
+        *(pytest.param(n, range(25), marks=pytest.mark.release) for n in (2, 4)),
+    ],
 )
 def test_a_lasting_fault_is_found_and_named(ranks: Any, world: int, faults: range) -> None:
     check_found(ranks(world, found, faults), faults, world)
@@ -159,7 +163,7 @@ def not_found_alone(faults: range) -> int:
     return number
 
 
-@pytest.mark.parametrize("faults", [range(5), pytest.param(range(100), marks=pytest.mark.long)])
+@pytest.mark.parametrize("faults", [range(5), pytest.param(range(100), marks=pytest.mark.release)])
 def test_a_rank_that_replays_itself_finds_no_lasting_fault(on_ranks: Any, faults: range) -> None:
     assert on_ranks(1, not_found_alone, faults) == [0]
 
@@ -440,7 +444,7 @@ def test_a_replay_changes_no_bit_of_a_run(ranks: Any, world: int) -> None:
     assert ranks(world, trained, 2) == ranks(world, trained, 0)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("reshards", [False, True])
 def test_honest_replays_raise_no_alarm(ranks: Any, bf16: bool, reshards: bool) -> None:

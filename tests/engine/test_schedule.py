@@ -1059,14 +1059,14 @@ def test_a_backward_inside_a_forward_that_has_gathered_in_advance() -> None:
     backward_inside(NESTED)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("check", [check for check in PROPERTIES if check not in OF_FOUR])
 def test_other_programs_of_four_calls(check: Callable[[Program], None]) -> None:
     for program in programs(4):
         check(program)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("check", [check for check in PROPERTIES if check not in OF_SUBSETS])
 def test_programs_of_five_calls(check: Callable[[Program], None]) -> None:
@@ -1074,7 +1074,7 @@ def test_programs_of_five_calls(check: Callable[[Program], None]) -> None:
         check(program)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("check", [steps])
 def test_programs_of_six_calls(check: Callable[[Program], None]) -> None:
@@ -1098,7 +1098,7 @@ def larger_programs(draw: st.DrawFn) -> Program:
     return program_of(forest(calls), labels)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @settings(max_examples=10, deadline=None)
 @given(larger_programs())
 def test_larger_programs(program: Program) -> None:

@@ -113,6 +113,7 @@ def test_whole_gradients_of_any_dtype() -> None:
         assert [param.grad.tolist() for param in params] == [[1.0] * 7] * 2
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_an_optimizer_of_parameters_of_any_dtype_is_saved_and_loaded(tmp_path: Path) -> None:
     saved, loaded = (of_dtypes(v, i=torch.int64, b=torch.bool, f=torch.float32) for v in (1.0, 0.0))
@@ -126,6 +127,7 @@ def test_an_optimizer_of_parameters_of_any_dtype_is_saved_and_loaded(tmp_path: P
         assert shardtrain.full_state_dict(loaded)[name].tolist() == value.tolist()
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_a_state_that_does_not_fit_is_refused_everywhere_and_nothing_is_loaded() -> None:
     torch.manual_seed(7)
@@ -152,6 +154,7 @@ class Further(nn.Linear):
         return "further"
 
 
+@pytest.mark.long
 @each_rank(2, 3)
 def test_what_ranks_hold_alike_stays_as_it_is() -> None:
     """Means of equal values are these, bit for bit. Gloo itself moves neither int16 nor fp8."""
@@ -211,6 +214,7 @@ def test_rank_0_s_state_is_loaded_everywhere_into_ignored_parameters_too() -> No
     torch.testing.assert_close(whole, dict(source), rtol=0, atol=0)
 
 
+@pytest.mark.long
 @each_rank(1, 2)
 def test_unsharded_that_cannot_open_leaves_all_as_it_was() -> None:
     """A gather fails at the second unit, as it does where memory ends."""
@@ -304,6 +308,7 @@ def on_every_rank(make: Callable[[], nn.Module], without_values: bool) -> Any:
     return model
 
 
+@pytest.mark.long
 @each_rank(1, 3)
 def test_values_are_those_of_the_constructor_on_rank_0() -> None:
     model = on_every_rank(Usual, without_values=True)
@@ -393,6 +398,7 @@ def test_every_interval_is_cut_into_few_boxes(shape: tuple[int, ...], channels_l
         assert torch.equal(found, torch.where((whole >= 0) & torch.isin(whole, flat[start:stop]), whole, -1))
 
 
+@pytest.mark.long
 @loads_pieces
 @pytest.mark.parametrize("layout", ["even", "whole"])
 @each_rank(1, 2, 3, 4)
@@ -434,6 +440,7 @@ def save_trained(path: Path) -> dict[str, torch.Tensor]:
     return whole_state(model, optimizer)
 
 
+@pytest.mark.long
 @loads_pieces
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"), [(3, 2), (1, 3), pytest.param(2, 4, marks=pytest.mark.long)]
@@ -466,6 +473,7 @@ def ours(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+@pytest.mark.long
 @loads_pieces
 @pytest.mark.parametrize("makers", [(fsdp2, ours), (ours, fsdp2), (ours, ours)])
 @each_rank(2, 3)
@@ -485,6 +493,7 @@ def test_torch_s_state_dict_functions_store_what_fsdp2_stores(makers: Any, tmp_p
     assert all(not isinstance(v, LocalPiece) for s in its_optimizer.state.values() for v in s.values())
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> None:
     model, plain = various(1)
@@ -528,6 +537,7 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
     model, plain = various(1)
@@ -551,6 +561,7 @@ def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
         other.load_state_dict(copied)
 
 
+@pytest.mark.long
 @loads_pieces
 @each_rank(4)
 def test_replicas_store_each_part_once(tmp_path: Path) -> None:
@@ -668,6 +679,7 @@ def test_optimizer_state_dict_of_an_optimizer_without_state_between_forward_and_
     shardtrain.optimizer_state_dict(model, optimizer)
 
 
+@pytest.mark.long
 @loads_pieces
 @each_rank(1, 3)
 def test_weights_are_read_from_files_into_shards(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def is_unit(_: str, module: nn.Module) -> bool:
     return isinstance(module, Unit | Outer | Block)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 @each_rank(3, transport="auto")
 def test_what_is_gathered_at_once(name: str) -> None:
@@ -77,6 +78,7 @@ def test_what_is_gathered_at_once(name: str) -> None:
     assert peak.units <= (5 if "again" in name or "two others" in name else 3)  # with the root
 
 
+@pytest.mark.long
 @each_rank(2)  # of more, gloo adds up gradients of the replica in an order of its own
 def test_several_forwards_of_one_backward_are_reduced_once_and_bit_equal() -> None:
     with comm.meter() as meter:
@@ -369,6 +371,7 @@ def test_nothing_is_left_of_a_method_called_as_forward_or_of_an_optimizer_s_tria
     assert steps == [1]
 
 
+@pytest.mark.long
 @each_rank(2)
 def test_uses_of_a_sharded_model_are_refused() -> None:
     model = sharded()
@@ -442,7 +445,7 @@ def resized(model: Any, resize: Callable[[Any], object]) -> None:
     model(torch.ones(2, 8))
 
 
-@each_rank(2)
+@each_rank(2, transport="each")
 def test_memory_of_shards_that_is_resized_is_refused() -> None:
     """Ranks that share memory have none that torch resizes."""
     for resize in (
@@ -457,7 +460,10 @@ def test_memory_of_shards_that_is_resized_is_refused() -> None:
             resized(model, resize)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, eps=0.1)])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.SGD, pytest.param(functools.partial(torch.optim.AdamW, eps=0.1), marks=pytest.mark.long)],
+)
 @each_rank(2, transport="auto")
 def test_a_compiled_step_of_an_optimizer_is_an_optimizer_s_step(kind: Any) -> None:
     model, replica = sharded_and_replica(two_layers, units=[nn.Linear])
@@ -533,6 +539,7 @@ def edit(model: nn.Module) -> None:
             param.mul_(2)
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_edits_of_whole_parameters_between_forward_and_backward_are_refused() -> None:
     """After a forward with gradients the root is whole, as for CLIP's temperature."""
@@ -558,6 +565,7 @@ def test_edits_of_whole_parameters_between_forward_and_backward_are_refused() ->
     assert all(torch.equal(after[name], 2 * value) for name, value in before.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replaced", [False, True])
 @each_rank(2)
 def test_edits_inside_forward_are_refused(replaced: bool) -> None:
@@ -703,6 +711,7 @@ def test_a_tie_that_is_undone_is_refused(name: str) -> None:
         assert model[0].weight.grad is not None
 
 
+@pytest.mark.long
 @each_rank(2)
 def test_reset_parameters_draws_what_it_draws_for_the_whole_model() -> None:
     def make() -> nn.Module:
@@ -937,6 +946,7 @@ def test_optimizers_in_backward_where_a_rank_owns_nothing() -> None:
     assert seen == [model.weight.numel() > 0] * 2
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     model, replica = sharded_and_replica()
@@ -962,6 +972,7 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     train_alike(model, replica)
 
 
+@pytest.mark.long
 @each_rank(1, 3)
 def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece() -> None:
     plain = OddNet()
@@ -992,6 +1003,7 @@ def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece() -> None:
     assert [w for w, *_ in seen["fc.weight"]] == ["before"]
 
 
+@pytest.mark.long
 @each_rank(1, 3)
 def test_a_copy_from_before_shard_is_sharded_too() -> None:
     plain = OddNet()
@@ -1019,6 +1031,7 @@ def test_a_copy_from_before_shard_is_sharded_too() -> None:
     assert_same_parameters(model, replica)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -1039,6 +1052,7 @@ def test_element_wise_optimizers_equal_ddp_s(name: str, options: dict[str, Any])
     like_a_replica(optimizer=make, early=bool(options), tolerance=1e-4)
 
 
+@pytest.mark.long
 @each_rank(1, 3)
 def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> None:
     model, replica = sharded_and_replica()
@@ -1209,6 +1223,7 @@ def _linear_and_stage(name: str, module: nn.Module) -> bool:
     return name == "0" or isinstance(module, nn.Linear)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("units", "home", "layout"),
     [([nn.Linear], "the root", "even"), ([nn.Linear], "the root", "whole"), (_linear_and_stage, "0", "even")],
@@ -1229,6 +1244,7 @@ def test_tied_weights_belong_to_the_common_ancestor(units: Any, home: str, layou
     assert unit_of["1.weight"] == "1"
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_a_users_own_group_is_the_one_used() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
@@ -1241,6 +1257,7 @@ def test_a_users_own_group_is_the_one_used() -> None:
     train_alike(model, replica)
 
 
+@pytest.mark.long
 @each_rank(2, 3)
 def test_an_account_of_what_is_gathered() -> None:
     """One unit at first, when nothing is known of the order; then two, the next one on its way."""

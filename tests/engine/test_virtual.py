@@ -98,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(each, id=name, marks=() if name == "fp32" else pytest.mark.long)
+        pytest.param(each, id=name, marks=() if name == "fp32" else pytest.mark.release)
         for name, each in OPTIONS.items()
     ],
 )
@@ -220,8 +220,9 @@ def elsewhere(folder: str, *given: str) -> str:
     return run_to_end(folder, *given)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.release)])
 def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, precision: str) -> None:
     given = (
         "parallel.virtual_ranks=4",
@@ -240,6 +241,7 @@ def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, pre
     assert "results may differ in the last bits" not in log.read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_another_machine_saved_says_so(on_ranks: Any, tmp_path: Path) -> None:
     given = ("parallel.virtual_ranks=2", "checkpoint.every_steps=1", QUIET)
     assert on_ranks(1, elsewhere, str(tmp_path), *given) == ["finished"]

@@ -32,7 +32,7 @@ from small import Parts, average_gradients, shard
 WILD = ["transformers", "accelerate", "timm", "peft", "torchmetrics"]
 MISSING = [name for name in WILD if find_spec(name) is None]
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.release,
     pytest.mark.timeout(120),
     pytest.mark.skipif(bool(MISSING), reason=f'pip install -e ".[wild]": {", ".join(MISSING)} missing'),
 ]

@@ -25,6 +25,7 @@ from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.evaluate.__main__ import read as read_evaluation
 from shardtrain.evaluate.__main__ import score
 from shardtrain.export import __main__ as program
+from shardtrain.job import inference as reader
 from shardtrain.job import launch
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation
@@ -83,14 +84,16 @@ def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
     return exported
 
 
-@pytest.mark.parametrize(("suffix", "weights"), [("safetensors", "raw"), ("pth", "ema")])
+@pytest.mark.parametrize(
+    ("suffix", "weights"), [pytest.param("safetensors", "raw", marks=pytest.mark.long), ("pth", "ema")]
+)
 def test_the_stock_model_loads_an_export(
     tmp_path: Path, trained: Path, export: Any, capsys: Any, suffix: str, weights: str
 ) -> None:
     out = tmp_path / f"new/weights.{suffix}"
     assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0
     said = capsys.readouterr().out
-    assert "the plain model answers as the checkpoint does to 32 random images" in said
+    assert "shardtrain.load_exported answers as the checkpoint does to 32 random images" in said
     assert "step-00000005" in said
     state = load_file(out) if suffix == "safetensors" else torch.load(out, weights_only=True)
     mobilenet_v3_small(num_classes=10).load_state_dict(state)
@@ -103,19 +106,17 @@ def test_the_stock_model_loads_an_export(
     assert (inference["classes"], inference["image_size"]) == ([*"0123456789"], 8)
     resolved = OmegaConf.load(trained / "config.yaml").data
     assert (inference["classes"], inference["mean"]) == (resolved.classes, resolved.mean)
-    assert "these lines classify an image of noise, as " in said
-    assert said.splitlines()[-6].startswith("import json, pathlib, torch, PIL.Image, ")
 
 
 def test_a_file_that_answers_otherwise_is_not_left(
     tmp_path: Path, trained: Path, export: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = program.load_weights
+    load = reader.load_weights
 
     def loading(model: torch.nn.Module, state: dict[str, torch.Tensor], source: Path) -> None:
         load(model, state | {"classifier.3.bias": state["classifier.3.bias"] + 0.01}, source)
 
-    monkeypatch.setattr(program, "load_weights", loading)
+    monkeypatch.setattr(reader, "load_weights", loading)
     assert export(f"run={trained}", f"out={tmp_path / 'weights.pth'}") == 2
     assert (
         "weights.pth answers otherwise than the checkpoint: logits differ by 0.01" in capsys.readouterr().err
@@ -225,6 +226,7 @@ def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {"run": trained, "broken": broken, "raw": raw}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -249,12 +251,13 @@ def test_mistakes_are_named(
     assert [path.name for path in tmp_path.iterdir()] == ["file.pth"]
 
 
+@pytest.mark.long
 def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, export: Any) -> None:
     """Keys that an export has no use for may be missing or unknown."""
 
     def of_another_version(manifest: dict[str, Any]) -> None:
         facts = manifest["facts"]
-        del facts["inference"], facts["config"]["train"]
+        del facts["config"]["train"]
         facts["config"]["later"] = {"key": 1}
 
     run_dir = shutil.copytree(trained, tmp_path / "run")
@@ -279,6 +282,7 @@ def test_weights_never_run_code(tmp_path: Path) -> None:
         read_weights(tmp_path / "list.pth")
 
 
+@pytest.mark.long
 def test_torchvisions_weights_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetched once; older files of theirs lack BatchNorm's counts."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -321,6 +325,7 @@ def started(out: str) -> list[bool]:
     return [has_values, all(torch.equal(found[name], value) for name, value in held.items())]
 
 
+@pytest.mark.long
 def test_rank_0_alone_reads_weights(on_ranks: Any, tmp_path: Path) -> None:
     config = configure(
         "model=vit_cifar", "model.num_classes=10", "model.in_channels=3", "model.image_size=32"

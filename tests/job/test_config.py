@@ -1,11 +1,7 @@
-"""From the command line to the typed configuration, and every complaint on the way; sweeps."""
+"""From the command line to the typed configuration, and every complaint on the way."""
 
-import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
@@ -31,12 +27,11 @@ from shardtrain.job.read import read_command
 from shardtrain.job.schema import chosen, typed
 from shardtrain.plan.__main__ import PlanKeys
 from shardtrain.predict.__main__ import PredictKeys
-from shardtrain.train import sweep
-from shardtrain.train.sweep import Outcome
 
-from tiny import CPU, TINY, composed, result_of
+from tiny import CPU, composed
 
 
+@pytest.mark.long
 @pytest.mark.smoke
 def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     """In a frozen, typed configuration. Augmentation follows the data set, unless it is chosen."""
@@ -55,6 +50,7 @@ def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     assert composed("+recipe=resnet", "augment=none").augment["_target_"] is None
 
 
+@pytest.mark.long
 def test_debugging_has_the_last_word_over_the_recipe() -> None:
     config = composed("+recipe=resnet", "debug=fdr")
     assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 48, 0)
@@ -77,11 +73,12 @@ def require_told(line: str, start: Callable[[list[str]], object]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 6))])
 def test_mistakes_are_named(part: int) -> None:
     """What people type and what they are told before a first step: `ARGUMENTS | WORDS OF THE MESSAGE`."""
     assert len(MISTAKES) >= 200
-    for line in MISTAKES[5 + part :: 6]:
+    for line in MISTAKES[part::6]:
         require_told(line, lambda words: build(composed(*words), 0, 1, CPU))
 
 
@@ -89,11 +86,6 @@ def test_a_choice_with_a_dot_is_taken_for_a_target() -> None:
     for group, path in (("model", "mynet.Net"), ("data", "nets.sets.load")):
         meant = f'did you mean {group}._target_={path} "allow=[{path.partition(".")[0]}]"?'
         require_told(f"{group}={path} | unknown {group} {path!r}; {meant}", compose)
-
-
-def test_mistakes_in_sweeps_are_named() -> None:
-    for line in MISTAKES[:5]:
-        require_told(line, lambda words: sweep.read(words, False))
 
 
 def test_batches_that_ranks_do_not_divide() -> None:
@@ -108,6 +100,7 @@ def test_batches_that_ranks_do_not_divide() -> None:
         require_equal_parts(composed("train.batch_size=100", "parallel.virtual_ranks=8"), 2)
 
 
+@pytest.mark.long
 def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> None:
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
@@ -145,7 +138,7 @@ def test_help_fits_one_screen(own: Path, capsys: Any) -> None:
         ".evaluate",
         ".predict",
         ".export",
-        "train.sweep",
+        "hydra/sweeper=optuna",
     ):
         assert words in said
     usual = composed()
@@ -242,6 +235,7 @@ def test_a_name_that_looks_like_a_number_is_quoted() -> None:
         assert composed(f"run.name='{name}'").run.name == name
 
 
+@pytest.mark.long
 def test_a_file_of_ones_own_builds_on_one_of_the_programs(own: Path) -> None:
     (own / "optim").mkdir()
     for name, text in {
@@ -313,7 +307,6 @@ def test_a_file_of_ones_own_that_a_choice_leads_to_is_named(tmp_path: Path, word
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     require_told(f"--config-dir {tmp_path} {words} | {told}", compose)
-    assert sweep.read(["--config-dir", str(tmp_path), "-m", "seed=1,2"], False) is not None
 
 
 def test_a_model_file_may_have_its_function_alone(tmp_path: Path) -> None:
@@ -350,129 +343,3 @@ def test_what_the_environment_says_is_a_number_where_a_key_is(
     monkeypatch.setenv("TEXT", "a: b, c[")
     if key != "run.name":
         require_told(f"{key}=${{oc.env:TEXT}} | {key}=a: b, c[: expected ", read_command)
-
-
-TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.writers=[]")
-
-
-def jobs(*arguments: str) -> list[str]:
-    _, swept = sweep.split_sweep(arguments)
-    return [" ".join(job) for job in swept]
-
-
-def test_every_combination_in_hydras_words() -> None:
-    every = [f"optim.lr={lr} seed={seed}" for lr in (0.1, 0.2) for seed in (0, 1)]
-    assert jobs("optim.lr=0.1,0.2", "seed=range(2)") == every
-    assert jobs("+recipe=resnet", "data=glob(cifar*)", "optim.betas=[0.9,0.99],[0.8,0.9]")[1::2] == [
-        "data=cifar10 optim.betas=[0.8,0.9]",
-        "data=cifar100 optim.betas=[0.8,0.9]",
-    ]
-    assert jobs("seed=shuffle(range(9))") == jobs("seed=shuffle(range(9))") != jobs("seed=range(9)")
-    assert jobs("seed=4") == [""]
-
-
-def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> None:
-    found = sweep.read(["-m", "seed=1,2", "train.epochs=3", "--config-dir", str(tmp_path)], False)
-    assert found.fixed == ["train.epochs=3", "--config-dir", str(tmp_path)]
-    assert found is not None
-    assert (found.first.train.epochs, found.first.seed) == (3, 1)
-    for flags, words in (("--cfg job", "seed: 1"), ("--help optim", "optim:\n")):
-        assert sweep.read(["-m", "seed=1,2", *flags.split()], True) is None
-        assert words in capsys.readouterr().out
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_sweep_of_four_on_two_ranks(tmp_path: Path) -> None:
-    """Two jobs are refused, one gives a loss that is no number; the first trains as it would alone."""
-    swept = ("optim.lr=0.001,1e30", "train.batch_size=12,13")
-    command = [sys.executable, "-m", "shardtrain.train.sweep", "--nproc-per-node", "2", "--", *TWO_STEPS]
-    command += [*swept, "run.dir=sweep"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "error: 3 of 4 jobs have failed, the first, job 1, with: train.batch_size=13 is" in done.stderr
-    assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in done.stdout
-    assert done.stdout.count("\nworld ") == 2  # the first lines are those of each job that begins
-    results = json.loads((tmp_path / "sweep/sweep.json").read_text())
-    assert [bool(result["problem"]) for result in results] == [False, True, True, True]
-    assert "a lower optim.lr may help" in results[2]["problem"]
-    overrides = ["optim.lr=0.001", "train.batch_size=12"]
-    best = results[0]["objective"]
-    expected = {"overrides": overrides, "objective": best, "problem": "", "is_minimised": False}
-    assert results[0] == expected
-    assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in done.stdout
-    assert result_of(tmp_path / "sweep/0-lr-0.001-batch_size-12")["best_val/acc1"] == best
-    assert result_of(tmp_path / "sweep/2-lr-1e+30-batch_size-12")["status"] == "failed"
-
-
-def outcome_of(program: str) -> Outcome:
-    return sweep.outcome_of([sys.executable, "-c", f"import json, os, sys\n{program}"], ["seed=1"])
-
-
-def test_a_job_that_dies_ends_itself_alone() -> None:
-    assert outcome_of("os.kill(os.getpid(), 9)") == Outcome(["seed=1"], problem="ended by SIGKILL")
-    assert outcome_of("sys.exit(3)") == Outcome(["seed=1"], problem="exit code 3")
-    write = "json.dump({'message': %r}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w')); sys.exit(1)"
-    assert outcome_of(write % "error: no such thing\nin 2 lines").problem == "no such thing"
-    assert outcome_of(write % {"message": "RuntimeError: of nothing"}).problem == "RuntimeError: of nothing"
-    assert outcome_of(write % "").problem == "exit code 1"
-
-
-def test_a_job_says_its_score_and_what_is_better() -> None:
-    write = "json.dump(%s, open(os.environ['SHARDTRAIN_OUTCOME_FILE'], 'w'))"
-    found = outcome_of(write % "{'objective': 0.5, 'is_minimised': True}")
-    assert found == Outcome(["seed=1"], 0.5, "", True)
-    assert outcome_of("pass") == Outcome(["seed=1"])  # without an evaluation
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_job_and_then_the_sweep(number: int, code: int) -> None:
-    """The job gets it once, whoever sent it; here the job itself."""
-    program = f"""
-import signal
-signal.signal({int(number)}, lambda *_: sys.exit(7))
-os.kill(os.getppid(), {int(number)})
-while True:
-    signal.pause()
-"""
-    with pytest.raises(SystemExit) as left:
-        outcome_of(program)
-    assert left.value.code == code
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-@pytest.mark.parametrize("words", [["--nnodes", "2"], ["--nnodes=1:4", "--nproc-per-node", "2"]])
-def test_a_sweep_on_several_hosts_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        sweep.run(words, ["+recipe=resnet", "seed=0,1"])
-    assert caught.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: --nnodes {words[-1] if len(words[0]) == 8 else '1:4'}: a sweep starts")
-    assert message.count("\n") == 1
-    sweep.require_one_host(["--nnodes=1", "--standalone"])
-
-
-def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    command = r"python -m shardtrain.train.sweep --nproc-per-node 2 -- \+recipe=resnet 'seed=range\(2\)'$"
-    with pytest.raises(UserError, match=rf"^-m: a sweep starts torchrun itself, once per job; use {command}"):
-        sweep.refuse_ranks(["-m", "+recipe=resnet", "seed=range(2)"], True)
-
-
-@pytest.mark.parametrize(
-    "path", ["a b/it's", "a\\'b", "x,y", "{a}", "${b}", "\\${b}", "[c]", "1", "a\\b\\\\"]
-)
-def test_a_folder_of_any_name_reaches_the_job(path: str) -> None:
-    assert composed(f"run.dir={sweep.quoted(Path(path))}").run.dir == path
-
-
-def test_the_ranking() -> None:
-    done = [Outcome(["seed=0"], 0.0), Outcome(["seed=1"], None, "why"), Outcome(["seed=2"], 99.5)]
-    ranked = sweep.table([*done, Outcome(["seed=3"])], "val/acc1")
-    assert ranked.splitlines()[1:] == [
-        "      99.50 %     2  seed=2",
-        "       0.00 %     0  seed=0",
-        "            –     3  seed=3",
-        "       failed     1  seed=1",
-        "                     why",
-    ]

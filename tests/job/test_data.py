@@ -618,9 +618,10 @@ except ValueError as error:
             "lambda",
             r"data.workers=2: a worker cannot hand over a batch: .*pickle.*; make .* loads without work",
         ),
-        (
+        pytest.param(
             "read",
             r"data.workers=2: no batch has come for 1 s: a worker waits for its files, or has lost the bat",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -1,7 +1,5 @@
-"""What an answer needs travels with the weights, and six lines without this package use it."""
+"""What an answer needs travels with the weights, and plain torch reads it, too."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -12,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torchvision import models
 
+import shardtrain
 from shardtrain.export.timm_folder import timm_config
 from shardtrain.job import data
 from shardtrain.job.build import completed
-from shardtrain.job.inference import Inference, inference_of, program
+from shardtrain.job.errors import UserError
+from shardtrain.job.inference import Inference, inference_of
 from shardtrain.job.model import model_notes, plain_model
 from shardtrain.job.schema import typed
 
@@ -34,6 +35,7 @@ def trained(config: Any, on: str = "cpu") -> tuple[Any, data.DataSet, torch.nn.M
     return config, images, model, inference_of(config, images.preprocessing, model)
 
 
+@pytest.mark.long
 def test_the_first_lines_say_what_the_keys_of_the_model_have_chosen() -> None:
     tuning = ("model.weights=x.pth", "model.reset_head=true", "model.freeze=[body]")
     config, _, model, _ = trained(composed("model=resnet18", *tuning), on="meta")
@@ -50,21 +52,32 @@ def test_the_first_lines_say_what_the_keys_of_the_model_have_chosen() -> None:
         assert model_notes(model, config.model, resumed=False) == expected
 
 
+def exported(inference: Inference, model: torch.nn.Module, folder: Path) -> Path:
+    """Write what an export writes."""
+    save_file(model.state_dict(), folder / "x.safetensors")
+    (folder / "x.safetensors.json").write_text(json.dumps(asdict(inference)))
+    return folder / "x.safetensors"
+
+
 def answers(inference: Inference, model: torch.nn.Module, image: Path, folder: Path) -> tuple[str, Any]:
-    """Run the program on ``image``; return what it prints, and its logits."""
-    torch.save(model.state_dict(), folder / "x.pth")
-    (folder / "x.json").write_text(json.dumps(asdict(inference)))
-    lines = program(inference, folder / "x.pth", folder / "x.json", str(image))
-    assert len(lines) == 6
-    scope: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()) as printed, torch.no_grad():
-        exec("\n".join(lines), scope)
-        logits = scope["model"](scope["pixels"])
-    return printed.getvalue().strip(), logits
+    """Return the class of ``image`` and its logits, as `load_exported` has them."""
+    loaded, prepare, classes = shardtrain.load_exported(exported(inference, model, folder))
+    logits = loaded(prepare(Image.open(image)))
+    return classes[int(logits.argmax())], logits
+
+
+def plain_answer(file: Path, image: Path) -> str:
+    """Return the class of ``image`` that docs/example/classify.py prints, in a process of its own."""
+    program = (Path(__file__).parents[2] / "docs/example/classify.py").read_text()
+    program += "\nassert not [name for name in sys.modules if name.startswith('shardtrain')]"
+    done = subprocess.run(
+        [sys.executable, "-c", program, file, image], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
 
 
 @torch.no_grad()
-def test_the_program_answers_as_the_evaluation_does(tmp_path: Path) -> None:
+def test_an_export_answers_as_the_evaluation_does(tmp_path: Path) -> None:
     write_folders(tmp_path)
     file = tmp_path / "val/class1/0.png"
     noise = torch.randint(0, 256, (70, 50, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -80,14 +93,14 @@ def test_the_program_answers_as_the_evaluation_does(tmp_path: Path) -> None:
     expected = model(data.Prepare(images.preprocessing, config.data.side_in_eval, CPU)(pixels))
     name, logits = answers(inference, model, file, tmp_path)
     assert torch.allclose(logits, expected, atol=1e-5)
-    assert name == inference.classes[int(expected.argmax())]
+    assert name == inference.classes[int(expected.argmax())] == plain_answer(tmp_path / "x.safetensors", file)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name", ["resnet18", "vit_cifar", pytest.param("mobilenet_v3_small", marks=pytest.mark.long)]
 )
-def test_the_program_answers_for_small_grey_images_resized(tmp_path: Path, name: str) -> None:
+def test_an_export_answers_for_small_grey_images_resized(tmp_path: Path, name: str) -> None:
     sizes = ("model.layers=1", "model.heads=2", "model.width=8") if name == "vit_cifar" else ()
     keys = ("data=digits", "data.image_size=12", "data.mean=[0.1]", "model.num_classes=11")
     config, images, model, inference = trained(composed(f"model={name}", *keys, *sizes))
@@ -101,9 +114,12 @@ def test_the_program_answers_for_small_grey_images_resized(tmp_path: Path, name:
     assert torch.allclose(logits, expected, atol=1e-4)
     assert printed == str(int(expected.argmax()))
     assert typed(Inference, json.loads(json.dumps(asdict(inference))), "inference") == inference
-    assert name == "vit_cifar" or "shardtrain" not in json.dumps(asdict(inference))
+    if name != "vit_cifar":
+        assert "shardtrain" not in json.dumps(asdict(inference))
+        assert plain_answer(tmp_path / "x.safetensors", tmp_path / "digit.png") == printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["vit_b_32", "googlenet"])
 def test_a_model_of_torchvisions_is_called_as_torchvision_does(name: str) -> None:
     config = composed(f"model={name}", "data=fake", "data.image_size=64")
@@ -116,22 +132,51 @@ def test_a_model_of_torchvisions_is_called_as_torchvision_does(name: str) -> Non
     assert shapes == {key: value.shape for key, value in model.state_dict().items()}
 
 
-@pytest.mark.long
-def test_the_program_needs_no_package_of_this_project(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"target": "os.system", "keywords": {"command": "touch planted"}},
+            r"only builders in .* are called",
+        ),
+        ({"target": "mymodels.build"}, r"unless the command has allow=\[mymodels\]"),
+        (
+            {"changes": {"conv1": {"layer": "Linear"}}},
+            r"x.safetensors.json: 'Linear'; expected what shardtrain",
+        ),
+        ({"keywords": {"classes": 3}}, r"x.safetensors.json: .*; expected what shardtrain.export writes"),
+        ({"keywords": {"num_classes": 11}}, r"x.safetensors does not fit the model: fc.weight has shape"),
+    ],
+)
+def test_a_record_runs_no_code_and_fits_its_weights(tmp_path: Path, change: Any, told: str) -> None:
+    """Names in it are looked up in a few packages, and those of `allow`."""
     _, _, model, inference = trained(composed("model=resnet18", "data=digits"))
-    torch.save(model.state_dict(), tmp_path / "x.pth")
-    (tmp_path / "x.json").write_text(json.dumps(asdict(inference)))
-    Image.new("L", (20, 30), 9).save(tmp_path / "image.png")
-    lines = [
-        *program(inference, Path("x.pth"), Path("x.json")),
-        "import sys; print('shardtrain' in sys.modules)",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, check=True
+    file = exported(replace(inference, model=replace(inference.model, **change)), model, tmp_path)
+    with pytest.raises(UserError, match=told):
+        shardtrain.load_exported(file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, f"{file.name}.json"]
+
+
+def test_a_model_of_ones_own_is_read_where_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ownmodels.py").write_text(
+        "from torch import nn\n"
+        "def build(num_classes: int, width: int = 3) -> nn.Module:\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, num_classes))\n"
     )
-    name, imported = done.stdout.split()
-    assert name in inference.classes
-    assert imported == "False"
+    keys = ("model._target_=ownmodels.build", "model.width=4", "data=digits")
+    _, images, model, inference = trained(composed(*keys, "allow=[ownmodels]"))
+    file = exported(inference, model, tmp_path)
+    loaded, prepare, classes = shardtrain.load_exported(file, allow=["ownmodels"])
+    pixels, _ = images.val[[0]]
+    image = Image.fromarray(pixels[0, 0].numpy())
+    with torch.no_grad():
+        assert torch.equal(loaded(prepare(image)), model(prepare(image)))
+    assert classes == inference.classes
+    with pytest.raises(UserError, match=r"unless the command has allow=\[ownmodels\]"):
+        shardtrain.load_exported(file)
 
 
 def test_a_folder_of_timm_has_the_model_and_its_images(tmp_path: Path) -> None:
@@ -149,3 +194,7 @@ def test_a_folder_of_timm_has_the_model_and_its_images(tmp_path: Path) -> None:
     assert (how["input_size"], how["interpolation"], how["crop_mode"]) == ((1, 32, 32), "bilinear", "squash")
     assert tuple(how["mean"]) == inference.mean
     assert again.pretrained_cfg["label_names"] == [*inference.classes]
+    save_file(model.state_dict(), folder / "model.safetensors")
+    Path(f"{folder}.json").write_text(json.dumps(asdict(inference)))
+    loaded, _, _ = shardtrain.load_exported(folder, allow=["timm"])
+    assert torch.equal(loaded(images), model(images))

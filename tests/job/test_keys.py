@@ -134,12 +134,12 @@ def test_keys_of_several_ranks_act(tmp_path: Path) -> None:
     require_acting(tmp_path, chosen(first=True, ranks=2))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_all_other_keys_act(tmp_path: Path) -> None:
     require_acting(tmp_path, chosen(first=False, ranks=1))
 
 
-@pytest.mark.long
+@pytest.mark.release
 @each_rank(2, transport="auto")
 def test_all_other_keys_of_several_ranks_act(tmp_path: Path) -> None:
     require_acting(tmp_path, chosen(first=False, ranks=2))

@@ -37,7 +37,6 @@ from shardtrain.job.errors import UserError
 from shardtrain.job.format import write_any_text
 from shardtrain.job.hydra_app import require_run
 from shardtrain.job.launch import Context
-from shardtrain.train.loop import write_outcome
 from shardtrain.train.resume import Identity, find_start, free_space, identify, locked, run_directory
 
 from pool import each_rank, ended
@@ -56,6 +55,7 @@ def _process_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 def test_a_rank_whose_launcher_was_killed_before_it_started_waits_no_longer(monkeypatch: Any) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for key, value in {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
@@ -231,6 +231,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
             shared.set("shardtrain/meeting/2", "dead answered")
 
 
+@pytest.mark.long
 def test_ranks_that_never_start_are_named_and_the_store_is_asked_less_and_less_often() -> None:
     for rank, missing in ((0, "1, 2"), (1, "0")):
         text = f"rank {rank} has waited 0 s at start-up for rank {missing}$"
@@ -313,6 +314,7 @@ if sys.argv[1] == "process_group":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 def test_ranks_of_one_host_listen_on_loopback_only_and_leave_no_thread(
     tmp_path: Path, transport: str
@@ -343,6 +345,7 @@ def refused(body: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
     """Rank 1 stands for the other job; rank 0 alone asks for the lock."""
@@ -419,16 +422,7 @@ def test_a_run_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
     assert told.startswith(f"run={run}: [Errno 13] Permission denied: "), told
 
 
-def test_a_score_that_the_sweep_cannot_get_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDTRAIN_OUTCOME_FILE", f"{tmp_path}/gone/outcome.json")
-    told = refused(write_outcome, 0.5, False)
-    assert told.startswith(
-        f"the score for the sweep, {tmp_path}/gone/outcome.json: [Errno 2] No such file"
-    ), told
-
-
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
     def complain(ranks: tuple[int, ...]) -> None:
@@ -466,6 +460,7 @@ def test_hosts_that_are_started_with_different_settings_are_named() -> None:
     assert told.endswith("rank 1 has train.capture=True where rank 0 has train.capture=False")
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_time_out_is_shortened_in_every_group(tmp_path: Path) -> None:
     """A rank whose peer does not come gives up, in groups that were given more at first: half an hour."""

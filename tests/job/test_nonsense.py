@@ -62,6 +62,7 @@ def is_refused(action: Callable[..., object], *arguments: Any) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_configurations(each: Each) -> None:
     raw = json.loads(json.dumps(asdict(composed("+recipe=resnet"))))
     each(spoiled(raw), lambda node: is_refused(checked, OmegaConf.create(node), Config))
@@ -83,6 +84,7 @@ def test_manifests(each: Each, tmp_path: Path) -> None:
     each(spoiled(json.loads((folder / NAME).read_text())), load)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["x.yaml", "x.pth", "x.safetensors"])
 def test_files(each: Each, tmp_path: Path, name: str) -> None:
     """Cut, and with other bytes in a few places."""

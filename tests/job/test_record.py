@@ -169,7 +169,7 @@ def test_what_follows_a_run_agrees_with_it(tmp_path: Path) -> None:
             require_agreement(tmp_path / str(number), words)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(4))
 def test_what_follows_a_run_agrees_with_it_for_every_key(part: int, tmp_path: Path) -> None:
@@ -194,13 +194,14 @@ OF_RANKS = (
 )
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_what_follows_a_run_of_two_ranks_agrees_with_it(tmp_path: Path) -> None:
     for number, words in enumerate(OF_RANKS[:1]):
         require_agreement(tmp_path / str(number), words.split())
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @each_rank(2, transport="auto")
 def test_what_follows_a_run_of_two_ranks_agrees_with_it_for_every_key(tmp_path: Path) -> None:
@@ -246,11 +247,13 @@ def right_of(run: Path, new: Path, out: Path) -> list[list[str]]:
     return lines
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_predictions_of_two_ranks_are_those_of_an_evaluation(tmp_path: Path) -> None:
     right_of(photo_run(tmp_path), tmp_path / "photos/val", tmp_path / "classes.csv")
 
 
+@pytest.mark.long
 def test_predictions_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     run = photo_run(tmp_path)
     lines = right_of(run, tmp_path / "photos/val", tmp_path / "classes.csv")
@@ -329,6 +332,7 @@ def test_balanced_weights_are_those_of_the_run_where_none_can_be_counted(tmp_pat
         scored_by(f"run={other}", f"data.root={new}", "train.class_weights=balanced")
 
 
+@pytest.mark.long
 def test_what_an_evaluation_or_a_prediction_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^run=nowhere: neither a run with checkpoints nor a che"):
         evaluation("run=nowhere")

@@ -94,7 +94,7 @@ def whole_run(folder: str) -> dict[str, Any]:
     return {**found, "pictures": [event.encoded_image_string for event in events]}
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_runs_of_1_2_and_4_ranks_have_the_same_scores_and_pictures(on_ranks: Any, tmp_path: Path) -> None:
     (alone,) = on_ranks(1, whole_run, str(tmp_path / "1"))
     assert {"val/balanced", "val_recall/1", "best_val/balanced"} <= alone.keys()
@@ -133,6 +133,7 @@ def test_a_confusion_matrix_is_readable() -> None:
     assert (named != other).any(2).sum() > 10  # in a row's and in a column's name
 
 
+@pytest.mark.long
 def test_what_functions_may_return() -> None:
     from matplotlib.figure import Figure
 
@@ -180,6 +181,7 @@ def test_what_is_computed_by_default() -> None:
 # the score that decides
 
 
+@pytest.mark.long
 def test_a_run_by_another_score(tmp_path: Path) -> None:
     """The best step, patience, result.json and what a sweep ranks follow `train.best`."""
     falling = iter([0.0, 5.0, 3.0, 4.0, 6.0])  # the first is the rehearsal's
@@ -196,7 +198,7 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
         assert train(composed("+recipe=resnet", *TINY, *words), context(tmp_path)) == 3.0
     result = result_of(tmp_path)
     assert (result["best_val/mine"], result["best_val/step"], result["step"]) == (3.0, 10, 20)
-    assert result["best_by"] == "val/mine"
+    assert (result["best_by"], result["best_is_lowest"]) == ("val/mine", True)
     log = (tmp_path / "log.txt").read_text()
     assert "stopped after step 20: no better val/mine in 2 evaluations" in log
     assert ", mine 6.0000" in log
@@ -311,8 +313,8 @@ def test_another_score_begins_anew() -> None:
 
 
 def test_a_sweep_ranks_by_it() -> None:
-    done = [Outcome(["seed=0"], 0.5, "", True), Outcome(["seed=1"], 0.25, "", True)]
-    done.append(Outcome(["seed=2"], None, "why"))
+    done = [Outcome(0, ["seed=0"], "", 0.5, 0.5), Outcome(1, ["seed=1"], "", 0.25, 0.25)]
+    done.append(Outcome(2, ["seed=2"], "why"))
     assert sweep.table(done, "val/loss").splitlines() == [
         "best val/loss   job  overrides",
         "       0.2500     1  seed=1",
@@ -322,6 +324,7 @@ def test_a_sweep_ranks_by_it() -> None:
     ]
 
 
+@pytest.mark.long
 def test_unknown_scores_are_refused_before_the_first_step() -> None:
     known = "val/loss, val/acc1, val/balanced, val_recall/0"
     with pytest.raises(UserError, match=rf"train.best=balanced: no such score; did you mean .*: {known}"):
@@ -330,6 +333,7 @@ def test_unknown_scores_are_refused_before_the_first_step() -> None:
         build(composed(*TINY, "train.best=val/balanced", "monitor.scores=[]"), 0, 1, CPU)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
@@ -408,7 +412,7 @@ def test_the_weighted_loss_does_not_depend_on_the_split(on_ranks: Any) -> None:
     require_equal_losses(on_ranks, [(2, split) for split in splits] + [(1, splits[2])])
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_weighted_loss_does_not_depend_on_other_splits(on_ranks: Any) -> None:
     splits = ["train.accumulate=1", "train.accumulate=2", "train.accumulate=4", "parallel.virtual_ranks=4"]
     require_equal_losses(on_ranks, [(world, split) for world in (1, 2, 4) for split in splits])
@@ -533,6 +537,7 @@ def test_a_weighted_loss_of_ones_own_is_warned_of(tmp_path: Path) -> None:
         composed(*TINY, *words, "train.class_weights=balanced")
 
 
+@pytest.mark.long
 def test_a_run_says_its_weights(tmp_path: Path) -> None:
     run(str(tmp_path), "train.class_weights=balanced", "train.max_steps=1", "monitor.writers=[]")
     assert "class weights  0 1.5, 1 0.75" in (tmp_path / "log.txt").read_text()

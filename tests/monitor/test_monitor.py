@@ -122,6 +122,7 @@ shutil.copytree("disk/run", "run")
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_at_the_start_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "disk/run").mkdir(parents=True)
     (tmp_path / "full.py").write_text(FULL_DISK)
@@ -134,6 +135,7 @@ def test_a_disk_that_is_full_at_the_start_is_a_mistake(tmp_path: Path) -> None:
     assert done.errors.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "full.py").write_text(FULL_DISK)
@@ -229,6 +231,7 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
         metrics.report(7, ONE)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_traffic_is_that_of_the_steps_that_were_metered() -> None:
     """A run that resumes on as many ranks, or on fewer, has metered none of the steps before."""
@@ -242,6 +245,7 @@ def test_traffic_is_that_of_the_steps_that_were_metered() -> None:
         assert after.report(2, ONE).scalars["comm/all_gather_mib_per_step"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
 def test_the_peak_is_that_of_the_run() -> None:
     """Jobs of a sweep share a process."""
@@ -424,6 +428,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorb
 finished = once(run)
 
 
+@pytest.mark.long
 def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> None:
     events = events_of(finished)
     result = json.loads((finished / "result.json").read_text())
@@ -458,6 +463,7 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
     assert first == {"model", "optim.lr", "seed", "train.batch_size", "train.epochs"}
 
 
+@pytest.mark.long
 def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     plain, other = (
         writers.hyperparameters(configure(*TINY, *arguments), FACTS)

@@ -30,6 +30,7 @@ from small import (
 )
 
 
+@pytest.mark.long
 @each_rank(3)
 def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
     torch.manual_seed(0)
@@ -47,6 +48,7 @@ def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
             assert torch.equal(param, full), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world", "most"),
     [("resnet50", 8, 1.01), ("resnet50", 64, 5.91), ("vit_b_16", 8, 1.04), ("vit_b_16", 64, 1.75)],

@@ -125,10 +125,10 @@ CHANGES = "train.accumulate=2 parallel.precision=bf16 optim=adamw parallel.resha
 @pytest.mark.parametrize(
     ("world", "arguments"),
     [
-        (2, [*VIT, "SHARDTRAIN_TRANSPORT=shared_memory"]),
+        pytest.param(2, [*VIT, "SHARDTRAIN_TRANSPORT=shared_memory"], marks=pytest.mark.long),
         (2, [*VIT, MESSAGES, *CHANGES.split(), "ema.decay=0.9"]),
         pytest.param(1, [*DEEPER, MESSAGES, AGAIN], marks=pytest.mark.long),
-        (2, [*VIT, MESSAGES, "optim=muon"]),
+        pytest.param(2, [*VIT, MESSAGES, "optim=muon"], marks=pytest.mark.long),
         pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),
         pytest.param(4, [*VIT, "parallel.replicate=2", "parallel.precision=bf16"], marks=pytest.mark.long),
         pytest.param(3, [*VIT, MESSAGES, LOW_GRADIENTS, "train.batch_size=18"], marks=pytest.mark.long),
@@ -199,6 +199,7 @@ def test_the_batch_is_a_whole_one() -> None:
     assert settings("micro_batch=5", "world_size=64").question.micro_batch == 5
 
 
+@pytest.mark.long
 def test_the_command_prints_one_rank_s_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plan(settings(*VIT, "world_size=4", "bandwidth=10", "flops=2"), ALONE, CPU)
     said = capsys.readouterr().out
@@ -239,6 +240,7 @@ def test_mistakes_that_show_later_and_a_plan_without_the_data_set() -> None:
     assert (found.config.model["num_classes"], found.question.channels) == (7, 3)
 
 
+@pytest.mark.long
 def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     small = (*VIT, "world_size=2", "parallel.compile=true", AGAIN)
@@ -309,6 +311,7 @@ def simulated_group(world: int, rank: int = 0) -> Iterator[None]:
         close_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "flat"), [("resnet50", 1.0084), ("vit_h_14", 1.0009)], ids=str)
 def test_what_1024_ranks_hold_beyond_an_even_share(name: str, flat: float) -> None:
     """Within 1.01 of the ideal, with a unit per block: joined blocks hold less."""
@@ -355,6 +358,7 @@ def test_the_host_does_as_much_for_1024_ranks_as_for_8() -> None:
     assert found[1024][1] < 1.1 * found[8][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("groups", "options"), [(1, {}), (1, {"layout": "whole"}), (2, {})])
 def test_a_step_runs_in_a_simulated_world(groups: int, options: dict[str, Any]) -> None:
     """Whole parameters have uneven intervals, most of them empty, and move by other collectives."""

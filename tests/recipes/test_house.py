@@ -18,6 +18,7 @@ from small import Block, OddNet, classify, sgd, shard
 PACKAGE = Path(shardtrain.__file__).parent
 
 
+@pytest.mark.long
 def test_the_picture_is_the_one_that_is_drawn_now() -> None:
     """Otherwise: python -m shardtrain.recipes.house docs/pictures."""
     assert (Path(__file__).parents[2] / "docs/pictures/house.svg").read_text() == house()
@@ -41,6 +42,7 @@ def calls_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [PARAMETER, GRADIENT], ids=["parameter", "gradient"])
 @each_rank(2)
 def test_a_step_goes_the_way_that_is_drawn(way: tuple[FunctionCall, ...]) -> None:

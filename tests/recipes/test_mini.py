@@ -61,6 +61,7 @@ def losses_of(model: nn.Module, loss_of: Losses, lr: float = 1e-3) -> list[float
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["walk", pytest.param("resnet", marks=pytest.mark.long)])
 @each_rank(2, 4, transport="auto")
 def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
@@ -76,6 +77,7 @@ def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_mini_passes_the_rows_of_training() -> None:
     rows = ["A parameter used on one rank only", "A parameter used nowhere, in a unit that ran", "AdamW"]
@@ -105,6 +107,7 @@ VARIANTS = {  # of `mini`, by what is replaced in its text: the rungs on which i
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 @each_rank(2, transport="auto")
 def test_the_ladder_tells_on_which_rung_a_variant_stands(name: str) -> None:

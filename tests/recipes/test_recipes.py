@@ -74,6 +74,7 @@ def test_resnet20_is_that_of_the_paper() -> None:
     assert sum(param.numel() for param in model.parameters()) == 269_722
 
 
+@pytest.mark.long
 def test_standard_stem_is_torchvisions_own_model() -> None:
     resnet18().load_state_dict(classifier("resnet18", 1000, 3, 224).state_dict())
 
@@ -90,6 +91,7 @@ def test_stems(stem: str, size: int, side: int) -> None:
     assert seen[0][-2:] == (side, side)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "channels", "size"),
     [("mobilenet_v3_small", 5, 64), ("vit_b_16", 3, 32), ("googlenet", 3, 299), ("inception_v3", 3, 299)],
@@ -100,6 +102,7 @@ def test_channels_image_size_and_no_auxiliary_heads(name: str, channels: int, si
         assert model(torch.empty(2, channels, size, size)).shape == (2, 4)
 
 
+@pytest.mark.long
 def test_an_optimizer_by_name_takes_its_keywords() -> None:
     given = ("optim.lr=0.5", "optim.betas=[0.8,0.9]", "optim.weight_decay=0.25")
     config = composed("+recipe=resnet", "optim._target_=torch.optim.RAdam", *given)
@@ -113,6 +116,7 @@ def test_an_optimizer_by_name_takes_its_keywords() -> None:
     assert [each.defaults["fused"] for each in fused] == [True, True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "blocks", "last"), [("resnet18", 8, "bn2"), ("resnet50", 16, "bn3")])
 def test_blocks_that_start_as_the_identity(name: str, blocks: int, last: str) -> None:
     model = classifier(name, 4, 3, 32, zero_init_residual=True)
@@ -198,6 +202,7 @@ FROM_DEFAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_what_it_is(name: str) -> None:
     text = (RECIPES / f"{name}.yaml").read_text()
@@ -235,11 +240,17 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # others have all their parts
-AGAIN = {"resnet18_cifar10", "resnet20_cifar10", "resnet50_imagenet_v1", "resnet50_imagenet_v2"}
+AGAIN = {
+    "resnet9_cifar10",
+    "resnet18_cifar10",
+    "resnet20_cifar10",
+    "resnet50_imagenet_v1",
+    "resnet50_imagenet_v2",
+}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in AGAIN else ()) for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.release if name in AGAIN else ()) for name in NAMES]
 )
 @each_rank(2, transport="auto")
 def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: Path) -> None:
@@ -420,6 +431,7 @@ def test_schedules_are_torchs() -> None:
     assert halfway == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("epochs", "said"), [(1.0, []), (1.5, ["warning: sched.warmup_epochs=1.5 is more"])])
 def test_a_warm_up_that_is_cut_short_is_told(epochs: float, said: list[str]) -> None:
     config = composed("train.epochs=2", f"sched.warmup_epochs={epochs}")

@@ -94,6 +94,7 @@ launch.run(train)
 """
 
 
+@pytest.mark.long
 def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
     """One rank finds an image that is a pipe. The other says nothing of its collective, which fails then."""
     write_folders(tmp_path / "photos", 8)
@@ -282,7 +283,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     where = "from importlib.util import find_spec; print(find_spec('shardtrain').origin)"
     path = {"PYTHONPATH": str(installed)}

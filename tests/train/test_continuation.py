@@ -60,7 +60,7 @@ def move(root: Path, source: str, target: str) -> None:
     comm.barrier()
 
 
-@each_rank(1, 2, transport="auto")
+@each_rank(1, transport="auto")
 def test_images_that_moved_to_another_class_are_named(tmp_path: Path) -> None:
     root = trained(tmp_path)
     move(root, "train/class0/0.png", "train/class1/00.png")
@@ -108,18 +108,20 @@ def test_labels_of_a_table_that_were_exchanged_are_noticed(tmp_path: Path) -> No
     ("first", "then", "told"),
     [
         ("", "train.epochs=4", r"train.epochs=2 → 4: .* from 0.0019 in step 8 to 0.025 in step 9"),
-        (
+        pytest.param(
             "sched=linear",
             "train.epochs=4",
             r"from 0.00625 in step 8 to 0.025 in step 9, since sched=linear ends",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "train.max_steps=5",
             "train.max_steps=null",
             "train.max_steps=5 → null: .* from 0.00477 in step 5 to 0.0154 in step 6",
+            marks=pytest.mark.long,
         ),
-        ("sched=constant", "train.epochs=4", None),
-        ("sched=step sched.epochs=[1]", "train.epochs=4", None),
+        pytest.param("sched=constant", "train.epochs=4", None, marks=pytest.mark.long),
+        pytest.param("sched=step sched.epochs=[1]", "train.epochs=4", None, marks=pytest.mark.long),
     ],
 )
 def test_a_length_that_makes_the_learning_rate_jump_is_named(

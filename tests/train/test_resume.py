@@ -95,6 +95,7 @@ def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undistu
     assert final(folder) == final(undisturbed)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_signal_to_one_rank_stops_all_after_one_step(tmp_path: Path, undisturbed: Path) -> None:
     """`test_cli.py` has Ctrl-C."""
@@ -122,6 +123,7 @@ def signal_in_an_evaluation() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2])
 @each_rank(2, transport="auto")
 def test_a_signal_ends_an_evaluation_which_is_made_up_for(
@@ -186,6 +188,7 @@ def without_chance(folder: str, *arguments: str, at: dict[int, Any] | None = Non
     return run_to_end(folder, *plain, "checkpoint.every_steps=2", *arguments, at=at)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
     on_ranks(2, without_chance, str(tmp_path / "whole"))
@@ -286,6 +289,7 @@ def test_the_command_s_settings_count_where_it_names_the_checkpoint(
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_step_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     """Rank 1's images are no numbers in step 3."""
@@ -306,6 +310,7 @@ def test_a_step_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     assert "status failed" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_file_system_that_cannot_sync_directories_is_told_once(tmp_path: Path) -> None:
     fsync = os.fsync
 
@@ -324,6 +329,7 @@ def test_a_file_system_that_cannot_sync_directories_is_told_once(tmp_path: Path)
     assert not [*tmp_path.glob("checkpoints/.tmp*")]
 
 
+@pytest.mark.long
 def test_what_a_run_could_not_read_back_is_refused_before_it(tmp_path: Path) -> None:
     before = os.umask(0o277)
     try:
@@ -347,6 +353,7 @@ def test_a_checkpoint_that_only_one_rank_sees_is_damaged_on_all(tmp_path: Path) 
         open_named(path)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_a_save_is_rehearsed_before_the_first_step(tmp_path: Path) -> None:
     """A host that does not see the others' directory, and a disk on which names are lost."""
@@ -370,6 +377,7 @@ def test_a_save_is_rehearsed_before_the_first_step(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("*/checkpoints/.tmp*")]
 
 
+@pytest.mark.long
 def test_checkpoints_that_are_links_are_not_passed_over(tmp_path: Path, undisturbed: Path) -> None:
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     newest = folder / "checkpoints/step-00000010"

@@ -56,6 +56,7 @@ def test_repetitions_are_exact_and_settings_count(tmp_path: Path) -> None:
     assert rounded[0] != first[0]
 
 
+@pytest.mark.long
 def test_compiling_without_a_compiler_is_a_mistake() -> None:
     # Not a monkeypatch, whose end these settings do not survive.
     missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
@@ -71,6 +72,7 @@ def test_model_outputs_that_are_no_logits_are_refused() -> None:
     assert forward_flops(nn.Linear(5, 3), (2, 5), 3) == 2 * 2 * 5 * 3
 
 
+@pytest.mark.long
 def test_channels_last_reaches_the_activations() -> None:
     job, _ = build(configure("train.channels_last=true"), 0, 1, CPU)
     seen: list[bool] = []
