@@ -22,7 +22,7 @@ from shardtrain.job.errors import UserError, reading
 from shardtrain.job.losses import Loss
 from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, target_node, uncompiled
 from shardtrain.job.step import Step
-from shardtrain.job.target import instantiate
+from shardtrain.job.target import REFUSALS, instantiate
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.transport import simulated
 
@@ -49,6 +49,7 @@ class Plan:
     accumulate: int
     uneven: bool  # other ranks hold less
     units: tuple[UnitInfo, ...]
+    inputs: tuple[tuple[int, ...], ...]  # their shapes, if the module came with them
     parameters: int  # of this rank, without padding, like the next three
     optimizer: int
     averages: int  # moving averages of parameters and buffers
@@ -89,7 +90,10 @@ def simulate(config: Config, question: Question) -> Plan:
             for _ in range(config.micro_batches(question.world_size))
         ]
         what = f"the model does not take images of shape {'×'.join(map(str, shape))}"
-        refusals = reading(what, "micro_batch and data.image_size decide the shape", ValueError)
+        expected = "micro_batch and data.image_size decide the shape"
+        if question.any_module:
+            expected += ", unless the function returns the inputs, too, in a tuple"
+        refusals = reading(what, expected, REFUSALS if question.any_module else ValueError)
         # In the first step, since the counter keeps recomputed activations alive.
         with refusals, FlopCounterMode(display=False) as flops:
             step(batches)
@@ -102,6 +106,7 @@ def simulate(config: Config, question: Question) -> Plan:
             accumulate=len(batches),
             uneven=min(bytes_by_rank) < max(bytes_by_rank),
             units=tuple(inside.units),
+            inputs=tuple(tuple(each.shape) for each in inputs),
             **state_bytes(model, optimizer, ema),
             gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,

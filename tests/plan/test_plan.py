@@ -189,7 +189,12 @@ def test_any_module_that_a_function_returns_is_planned(capsys: pytest.CaptureFix
     with pytest.raises(UserError, match=r"returned \(int, int\), expected a module, or a module and tensors"):
         of_function("not_a_module")
     plan(read(["test_plan.with_inputs", "world_size=64"], speak=False), ALONE, CPU)
-    assert "64 ranks" in capsys.readouterr().out
+    assert "64 ranks × 1 micro-batch × inputs of 3×7, 3×7\n" in capsys.readouterr().out
+    told = (
+        r"^the model does not take images of shape 6×3×16×16: .*, unless the function returns the inputs, t"
+    )
+    with pytest.raises(UserError, match=told):
+        of_function("Words", "model.width=8", "world_size=2", "data.image_size=16", "train.batch_size=12")
 
 
 def test_the_batch_is_a_whole_one() -> None:
