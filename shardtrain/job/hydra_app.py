@@ -98,34 +98,30 @@ def compose(arguments: Sequence[str], program: Program = TRAIN, *, speak: bool =
 def _composed(words: Sequence[str], program: Program, folders: Sequence[Path]) -> Composed:
     """Let Hydra compose the program's configuration, and check what no key may say."""
     groups = program_configs().groups_in(folders) if program.with_training_keys else set()
-    known = [*map(str, defaults_of(program.keys))]
-    with explained(groups, known):
+    with explained(groups):
         overrides = OverridesParser.create().parse_overrides([*words])
-        named = {each.key_or_group: str(each.input_line) for each in overrides}
-        for override in overrides:
-            if override.is_hydra_override():
-                raise UserError(f"{override.input_line}: {COMPOSES}")
-        recipes = [str(each.input_line) for each in overrides if each.key_or_group == "recipe"]
-        if len(recipes) > 1:
-            raise UserError(
-                f"{' '.join(recipes)}: choose one recipe; a recipe's defaults list may name another"
-            )
-        own_targets = [group for group in OWN_TARGETS if f"{group}._target_" in named and group not in named]
-        chosen = {*named, *own_targets} & groups
-        base = _base_of(overrides, program.base_key)
-        primary = _primary(program, folders, base, chosen)
-        known += [key for key in map(str, primary) if key not in ("hydra", "defaults")]
-        # The place of a recipe in the defaults list is before that of `debug`.
-        texts = [word[1:] if word.startswith("+recipe=") else word for word in words]
-        texts += [f"{group}={OWN}" for group in own_targets]
-        with (
-            program_configs().registered(primary) as name,
-            hydra.initialize_config_dir(str(folders[0]), version_base="1.3"),
-        ):
-            config = hydra.compose(name, texts, return_hydra_config=True)
-        _require_no_hydra_keys(config.hydra.runtime.choices, folders[1:])
-        if config.get("allow") and "allow" not in named:
-            raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
+    named = {each.key_or_group: str(each.input_line) for each in overrides}
+    for override in overrides:
+        if override.is_hydra_override():
+            raise UserError(f"{override.input_line}: {COMPOSES}")
+    recipes = [str(each.input_line) for each in overrides if each.key_or_group == "recipe"]
+    if len(recipes) > 1:
+        raise UserError(f"{' '.join(recipes)}: choose one recipe; a recipe's defaults list may name another")
+    own_targets = [group for group in OWN_TARGETS if f"{group}._target_" in named and group not in named]
+    base = _base_of(overrides, program.base_key)
+    primary = _primary(program, folders, base, {*named, *own_targets} & groups)
+    # The place of a recipe in the defaults list is before that of `debug`.
+    texts = [word[1:] if word.startswith("+recipe=") else word for word in words]
+    texts += [f"{group}={OWN}" for group in own_targets]
+    with (
+        explained(groups, [*map(str, primary)]),
+        program_configs().registered(primary) as name,
+        hydra.initialize_config_dir(str(folders[0]), version_base="1.3"),
+    ):
+        config = hydra.compose(name, texts, return_hydra_config=True)
+    _require_no_hydra_keys(config.hydra.runtime.choices, folders[1:])
+    if config.get("allow") and "allow" not in named:
+        raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
     return Composed(config, named if base is None else {**named, **EVERYTHING})
 
 
@@ -287,7 +283,8 @@ def _explain(error: Exception, groups: set[str], known: Sequence[str]) -> UserEr
         return _unknown_choice(str(error.missing_cfg_file), error.options)
     key = str(error).partition("Could not override '")[2].partition("'")[0]
     if isinstance(error, ConfigCompositionException) and key:
-        return UnknownKey(key, not_valid(f"unknown key {key}", key, [*known, *sorted(groups)]))
+        valid = [each for each in {*known, *groups} if each not in ("defaults", "hydra")]
+        return UnknownKey(key, not_valid(f"unknown key {key}", key, sorted(valid)))
     hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")
     causes = [" ".join(str(error).split())] if not hint else [str(error).split("\n", 1)[0].rstrip("."), hint]
     return UserError(": ".join(causes))

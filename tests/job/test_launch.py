@@ -193,7 +193,12 @@ def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatc
         launch.run(lambda config, context: seen.append(context))
         assert torch.get_num_threads() == threads
     named, placed, by_default = seen
-    assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
+    assert (named.rank_info, named.device, named.run_dir) == (
+        ALONE,
+        torch.device("cpu"),
+        Path("outputs/here"),
+    )
+    assert named.words["run.name"] == "run.name=here"
     assert placed.run_dir == Path("/some/where")
     assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*-[0-9]*")
     with pytest.raises(UserError, match=r"run\.dir=: it is empty; expected a path"):  # `run.dir=$UNSET`

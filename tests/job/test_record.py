@@ -379,7 +379,7 @@ def test_the_same_command_resumes_silently_and_another_says_what_changes(tmp_pat
     ):
         ran(tmp_path, *words, "seed=7")
     with pytest.raises(
-        UserError, match=r"the run has data.limit=24, this one has 1280; .* name; this contin"
+        UserError, match=r"the run has train.epochs=2, this one has 9; .* name; this continues"
     ):
         ran(tmp_path, "data=fake", "seed=7")
     with pytest.raises(UserError, match=r"saved by a run with seed=7, this one has 8, so its place among "):
