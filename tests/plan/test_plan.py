@@ -180,7 +180,7 @@ def test_any_module_that_a_function_returns_is_planned(capsys: pytest.CaptureFix
     small = of_function("with_inputs", "world_size=4")
     large = of_function("with_inputs", "world_size=4", "model.width=16")
     whole = sum(param.numel() for param in Words(8).parameters())
-    assert small.parameters == pytest.approx(4 * whole / 4, rel=0.05)
+    assert small.parameters == pytest.approx(4 * whole / 4, rel=0.1)
     assert small.optimizer == pytest.approx(2 * small.parameters, rel=0.05)
     assert large.parameters > 2 * small.parameters
     assert small.sent["all_gather"] > 0
