@@ -277,6 +277,7 @@ def test_an_explicit_base_is_the_configuration(tmp_path: Path) -> None:
     saved = composed("data=fake", "data.limit=7", "optim=adamw", "optim.lr=0.3", "run.name=a", "threads=1")
     file.write_text(OmegaConf.to_yaml(record_of(saved)))
     found = composed(f"config={file}", "train.epochs=2")
+    assert EVERYTHING.items() <= commanded(f"config={file}", "train.epochs=2").words.items()
     run = dataclasses.replace(saved.run, name=None)
     train = dataclasses.replace(saved.train, epochs=2)
     assert found == dataclasses.replace(saved, run=run, train=train)
