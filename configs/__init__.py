@@ -1,44 +1,78 @@
 """Hydra's config groups: the YAML files here, and `model`, which is torchvision's own list."""
 
 import functools
+import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+
+FOLDER = Path(__file__).resolve().parent
+PRIMARY = "program"  # the name of the configuration with which Hydra begins
+# Sections that take keys of a user's choice: what they may be, the program's dataclasses say.
+GROUPS = ("model", "data", "optim", "sched", "augment", "parallel", "checkpoint", "monitor")
 
 
 @contextmanager
-def registered() -> Iterator[Path]:
-    """Give this folder; inside, `model=NAME` is valid for torchvision's classifiers and small transformers.
+def registered(primary: DictConfig) -> Iterator[str]:
+    """Give the name of ``primary``; inside, Hydra knows it, and torchvision's classifiers as `model=NAME`.
 
-    Hydra's store is one for the whole process; other programs have keys of that name.
+    Hydra closes what it has composed against new keys. Sections stay open, since the program's dataclasses
+    have the better messages. Hydra's store is one for the whole process.
     """
-    ConfigStore.instance().repo["model"] = _models()
+    store = ConfigStore.instance()
+    store.repo["model"] = _models()
+    store.store(name=PRIMARY, node=primary)
+    node = store.repo[f"{PRIMARY}.yaml"].node
+    for name in GROUPS if "seed" in primary else ():
+        node.setdefault(name, {})
+    for name in map(str, node):
+        section = None if name in ("hydra", "defaults") else node._get_node(name)
+        if isinstance(section, DictConfig):
+            OmegaConf.set_struct(section, False)
     try:
-        yield Path(__file__).resolve().parent
+        yield PRIMARY
     finally:
-        ConfigStore.instance().repo.pop("model")
+        store.repo.pop("model")
+        store.repo.pop(f"{PRIMARY}.yaml")
+
+
+def groups_in(folders: Sequence[Path]) -> set[str]:
+    """Return the names of all groups, and register what `config.yaml` asks of the files in ``folders``."""
+    files = [file for folder in folders for file in folder.glob("*/*.yaml")]
+    choices = {(file.parent.name, file.stem) for file in files}
+    help_texts = importlib.import_module("shardtrain.job.help")
+    device = "shardtrain.device"
+    for name, resolver in {
+        "own_or_none": lambda group, name: name if (group, name) in choices else "none",
+        "bf16_or_fp32": lambda: importlib.import_module(device).fastest_precision(),
+        "recipes": lambda: help_texts.choice_table(folders, "recipe"),
+    }.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    return {"model", *(group for group, _ in choices)} - {"common"}
 
 
 @functools.cache  # storing them takes a third of the time in which Hydra composes
 def _models() -> Any:
     """Return what Hydra's store holds as the group `model`. Hydra copies what it reads there."""
-    shared, own = (
-        OmegaConf.load(Path(__file__).with_name("common") / f"{name}.yaml")
-        for name in ("models", "classifier")
-    )
+    shared, own = (OmegaConf.load(FOLDER / "common" / f"{name}.yaml") for name in ("models", "classifier"))
     for name in torchvision_models():
         _store(name, "models.classifier", shared, name=name, **own)
     _store("own", "models.classifier", {**shared, "_target_": "???"})
     _store("vit_cifar", "models.vit", shared, patch=4, layers=7, heads=12, width=384, mlp_width=384)
     _store("resnet20", "models.resnet_cifar", shared, depth=20)
-    _store("resnet9", "resnet9_cifar10.Resnet9", shared, widths=[64, 256, 256])
+    _store("resnet9", "resnet9_cifar10.Resnet9", shared, widths=[64, 256, 256], views=False)
     return ConfigStore.instance().repo.pop("model")
+
+
+def stored(group: str) -> list[str]:
+    """Return the choices of ``group`` that no file has."""
+    return [name.removesuffix(".yaml") for name in _models()] if group == "model" else []
 
 
 def torchvision_models() -> list[str]:

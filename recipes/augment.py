@@ -69,29 +69,22 @@ class Photo:
         pad: int,
         policy: str = "none",
         erase: float = 0.0,
-        border: str = "constant",
         flip: str = "random",
     ) -> None:
         """Choose the changes.
 
         pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
         (RandAugment: two operations of magnitude 9), cifar10 (AutoAugment's policy for it).
-        erase: the fraction of images that lose a box of 2 to 33 % of their area. border: constant (zeros) or
-        reflect. flip: none; random; alternating: random in the first epoch, then mirrored in every second
-        epoch (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498). Raises ValueError for other values.
+        erase: the fraction of images that lose a box of 2 to 33 % of their area. flip: none or random. Raises
+        ValueError for other values.
         """
         if pad < 0 or not 0 <= erase <= 1:
             raise ValueError(f"pad={pad}, erase={erase}: expected at least 0, and 0 to 1")
-        if border not in ("constant", "reflect"):
-            raise ValueError(f"border={border}: expected constant or reflect")
-        if flip not in ("none", "random", "alternating"):
-            raise ValueError(f"flip={flip}: expected none, random or alternating")
+        if flip not in ("none", "random"):
+            raise ValueError(f"flip={flip}: expected none or random; augment=resnet9 alternates")
         self.pad = pad
         self.erase = erase
-        self.border = border
         self.flip = flip
-        self.alternates = [FLIP] if flip == "alternating" else []
-        """Columns of `uniform` that move by 1/2 from epoch to epoch."""
         self.image = policy_named(policy)
         """uint8 [channels, height, width] to the same, drawing from torch's random numbers; None: nothing."""
 
@@ -100,7 +93,7 @@ class Photo:
         draws = uniform[:, :3]
         if self.flip == "none":
             draws = torch.cat([draws[:, :FLIP], torch.zeros_like(draws[:, FLIP:])], 1)
-        cropped = crop_flip(images, draws, self.pad, self.border)
+        cropped = crop_flip(images, draws, self.pad)
         return erased(cropped, uniform[:, 3:], self.erase) if self.erase else cropped
 
 

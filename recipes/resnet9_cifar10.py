@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardtrain.recipes.augment import FLIP, crop_flip
+
 # A bias that is stored divided by 8 learns 64 times as fast under SGD: its gradient and its effect are both
 # 8 times as large. Its weight decay per step is that of all other parameters.
 BIAS_SCALE = 8.0
@@ -34,11 +36,14 @@ class Resnet9(nn.Module):
         in_channels: int,
         image_size: int,
         widths: tuple[int, int, int] = (64, 256, 256),
+        views: bool = False,
     ) -> None:
+        """Build the network. ``views``: in evaluation average the logits of six views of an image."""
         super().__init__()
         if image_size < 17 or min(widths) < 1:
             sizes = f"image_size={image_size}, widths={widths}"
             raise ValueError(f"{sizes}: expected at least 17, since images are halved three times, and 1")
+        self.views = views
         self.whiten = Whiten(in_channels)
         first, second, third = widths
         self.groups = nn.Sequential(
@@ -47,6 +52,11 @@ class Resnet9(nn.Module):
         self.head = nn.Linear(third, num_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        if self.training or not self.views:
+            return self.logits(images)
+        return torch.stack([self.logits(view).float() * weight for view, weight in views_of(images)]).sum(0)
+
+    def logits(self, images: Tensor) -> Tensor:
         features = self.groups(F.gelu(self.whiten(images)))
         logits: Tensor = self.head(features.amax((2, 3)))
         return logits / 9
@@ -55,6 +65,40 @@ class Resnet9(nn.Module):
     def init_from_images(self, images: Tensor) -> None:
         """Set what depends on the data. The program calls it before the first step, with training images."""
         self.whiten.init_from_images(images)
+
+
+def views_of(images: Tensor) -> list[tuple[Tensor, float]]:
+    """Return batches of the images' shape, and their weights.
+
+    They are the images, the images moved by one pixel up and left, and down and right, of half the weight
+    each, and the mirror images of all three.
+    """
+    height, width = images.shape[2:]
+    padded = F.pad(images, [1] * 4, mode="reflect")
+    ends = padded[..., :height, :width], padded[..., -height:, -width:]
+    views = [(images, 0.25), *((moved, 0.125) for moved in ends)]
+    return [*views, *((view.flip(3), weight) for view, weight in views)]
+
+
+class Crops:
+    """Random crops of images with a reflected border, mirrored in every second epoch.
+
+    At random in the first epoch (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498).
+    """
+
+    draws = 3
+    alternates = (FLIP,)
+    """Columns of the random numbers that move by 1/2 from epoch to epoch."""
+
+    def __init__(self, pad: int) -> None:
+        """pad: pixels on each side before the crop. Raises ValueError below 0."""
+        if pad < 0:
+            raise ValueError(f"pad={pad}: expected at least 0")
+        self.pad = pad
+
+    def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
+        """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 3]."""
+        return crop_flip(images, uniform, self.pad, "reflect")
 
 
 class Whiten(nn.Conv2d):

@@ -1,6 +1,10 @@
 """The table of keys of the training program: what must differ, and the words that make it differ."""
 
+import dataclasses
+import typing
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from PIL import Image
@@ -42,8 +46,7 @@ losses   model.num_classes=11
 losses   augment=photo augment.pad=1 & augment.pad=2
 losses   augment=photo & augment.policy=trivial
 losses   augment=photo & augment.erase=1
-losses   augment=photo augment.pad=3 & augment.border=reflect
-losses   augment=photo & augment.flip=alternating
+losses   augment=photo & augment.flip=none
 losses   augment=digits & augment.rotate=90
 losses   augment=digits & augment.zoom=0.5
 losses   augment=digits & augment.shift=0.5
@@ -52,7 +55,6 @@ scores   {photos} & data.resize=20
 scores   data.validation=0.25
 scores   data.validation=0.25 & data.split=1
 scores   train.eval_every=2
-scores   train.tta=1
 average  ema.decay=0.5 & ema.decay=0.9
 average  ema.decay=0.5 & ema.every_steps=2
 steps    train.epochs=1
@@ -63,12 +65,10 @@ lr       sched.warmup_epochs=0
 lr       sched.final_lr_fraction=0.5
 lr       sched=step sched.epochs=[1] & sched.epochs=[]
 lr       sched=step sched.epochs=[1] & sched.factor=0.5
-traffic  parallel.transport=process_group & train.accumulate=2
-traffic  parallel.transport=process_group & parallel.replicate=2
-held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.layout=whole
-held     parallel.transport=process_group parallel.activation_checkpoint=true & parallel.reshard_after_forward=false
-said     dry_run=true
-said     {units} dry_run=true & parallel.activation_checkpoint=true
+traffic  SHARDTRAIN_TRANSPORT=process_group & train.accumulate=2
+traffic  SHARDTRAIN_TRANSPORT=process_group & parallel.replicate=2
+held     SHARDTRAIN_TRANSPORT=process_group parallel.activation_checkpoint=true & parallel.layout=whole
+held     SHARDTRAIN_TRANSPORT=process_group parallel.activation_checkpoint=true & parallel.reshard_after_forward=false
 files    checkpoint.keep=9 & checkpoint.every_steps=1
 files    checkpoint.keep=9 checkpoint.every_steps=1 & checkpoint.keep=1
 files    monitor.writers=[tensorboard]
@@ -84,3 +84,16 @@ def photos(folder: Path) -> Path:
         noise = np.random.default_rng(number).integers(256, size=(24, 30, 3), dtype=np.uint8)
         Image.fromarray(noise).save(place / f"{number}.png")
     return folder
+
+
+def keys_of(kind: Any, prefix: str = "") -> set[str]:
+    """Return the keys of a section, of any of the choices that it has."""
+    if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union:
+        return set().union(*(keys_of(each, prefix) for each in get_args(kind)))
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        # A user's own keywords are no key, nor is what the choice from a group sets.
+        kept = {"others", "chosen"}
+        names = [field.name for field in dataclasses.fields(kind) if kept.isdisjoint(field.metadata)]
+        return set().union(*(keys_of(hints[name], f"{prefix}.{name}".lstrip(".")) for name in names))
+    return {prefix} - {"", "model", "augment"}  # of these two the files have the keys

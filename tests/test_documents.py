@@ -292,15 +292,6 @@ def test_the_pictures_of_why_shard_are_those_of_its_command() -> None:
         )
 
 
-def test_a_wheel_has_the_configuration_of_every_program() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    rooms = {path.parent.parent.name for path in ROOT.glob("shardtrain/*/configs/config.yaml")}
-    assert len(rooms) == 5
-    for room in rooms:
-        assert f'"shardtrain.{room}" = ["configs/*.yaml"]' in project
-        assert f'"shardtrain.{room}.configs",' in project
-
-
 def test_the_readme_says_how_long_the_core_is() -> None:
     """In lines of code, without docstrings, comments and blank lines: the last files of the course."""
     engine = ROOT / "shardtrain/engine"

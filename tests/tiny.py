@@ -1,8 +1,11 @@
 """A training run of seconds, and one that is interrupted, for tests of the program around the engine."""
 
+import contextlib
 import functools
 import json
+import os
 import signal
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,8 @@ from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
-from shardtrain.job.read import from_hydra
+from shardtrain.job.read import Command, read_command
 from shardtrain.job.signals import SIGNALS, Stopped
 from shardtrain.monitor import Monitor
 from shardtrain.recipes import models
@@ -39,24 +41,41 @@ at_once = patch.object(Store, "save", lambda *args, **to: (_save(*args, **to), a
 
 
 @functools.cache
+def commanded(*arguments: str) -> Command:
+    """Return what a command line says."""
+    command = read_command(arguments)
+    assert command is not None
+    return command
+
+
 def composed(*arguments: str) -> Config:
     """Return the configuration of a command line."""
-    return from_hydra(compose(arguments))
+    return commanded(*arguments).config
+
+
+@contextlib.contextmanager
+def over_transport(words: Sequence[str]) -> Iterator[list[str]]:
+    """Give ``words`` without `SHARDTRAIN_TRANSPORT=NAME`, which is in the environment inside."""
+    variable = "SHARDTRAIN_TRANSPORT"
+    named = [word.partition("=")[2] for word in words if word.startswith(variable)]
+    with patch.dict(os.environ, {variable: named[0] if named else "auto"}):
+        yield [word for word in words if not word.startswith(variable)]
 
 
 def configure(*arguments: str) -> Config:
     return composed("+recipe=resnet", *arguments)
 
 
-def context(folder: str | Path) -> Context:
-    """Return the context of a run in ``folder`` on the ranks of this group."""
+def context(folder: str | Path, *words: str) -> Context:
+    """Return the context of a run in ``folder`` on the ranks of this group, by a command of ``words``."""
     rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
-    return Context(rank_info, CPU, Path(folder))
+    return Context(rank_info, CPU, Path(folder), commanded(*words).words)
 
 
 def run(folder: str, *arguments: str) -> dict[str, Any]:
     """Train in ``folder`` on the ranks of this group, and return result.json."""
-    train(configure(*TINY, *arguments), context(folder))
+    words = ("+recipe=resnet", *TINY, *arguments)
+    train(composed(*words), context(folder, *words))
     comm.barrier()
     return result_of(folder)
 
@@ -117,7 +136,8 @@ def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -
     sizes = [] if "data=imagefolder" in arguments else ["data.limit=60"]
     try:
         with patch.object(Monitor, "step", step_and_more), patch.object(models, "_build", small_model):
-            train(configure(*TEN_STEPS, *sizes, *arguments), context(folder))
+            words = ("+recipe=resnet", *TEN_STEPS, *sizes, *arguments)
+            train(composed(*words), context(folder, *words))
     except (Stopped, UserError, RuntimeError) as error:
         return f"{type(error).__name__} {error}"
     finally:

@@ -1,22 +1,10 @@
-"""Check that sharding changes nothing: ``-m shardtrain.doctor +recipe=resnet``, alone or under torchrun.
+"""shardtrain.doctor takes a few steps sharded beside the same steps unsharded, and compares them.
 
-It prints one line, and exits with 0 or 1. Every rank holds an unsharded twin of the model beside its shards,
-and runs the same steps with both on its share of the batch. The twin's gradients are averaged as replicas'
-are: summed in a fixed tree and divided by the number of ranks. Tensors are compared in the order of their
-computation, and the first that differs ends the check::
+  python -m shardtrain.doctor +recipe=resnet
+  torchrun --nproc-per-node 2 -m shardtrain.doctor +recipe=resnet
 
-    output           of each unit, in the order of forward
-    own gradient     of each parameter, on this rank, last unit first
-    mean gradient    over ranks
-    parameter        after the update
-    buffer
-
-Shared memory and messages over gloo sum in that tree, too, so outputs and gradients are equal
-bit for bit. Elsewhere (NCCL's sums, replicas, bf16 with micro-batches, CUDA's convolutions) rounding may
-differ, and tensors must be equal to TOLERANCE of their largest element. Updates may always round differently,
-since a fused optimizer's vector instructions end at a shard's end. They have UPDATE_TOLERANCE, and then the
-twin gets the sharded parameters, so that each step begins equal. In bf16 and fp16 the twin is the engine on a
-single rank, since nothing else casts as the engine does.
+It names the first tensor that differs, by how much, in which unit and phase. Exit code 0: nothing differs; 1:
+something does. It takes every key of shardtrain.train, and these:
 """
 
 from __future__ import annotations
@@ -28,7 +16,6 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,6 +33,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.job.format import counted
+from shardtrain.job.hydra_app import Program
 from shardtrain.job.model import (
     PRECISIONS,
     converted,
@@ -54,8 +42,8 @@ from shardtrain.job.model import (
     shard_with_optimizer,
     uncompiled,
 )
-from shardtrain.job.read import Beside, read_beside
-from shardtrain.job.schema import at_least
+from shardtrain.job.read import Command, read_command
+from shardtrain.job.schema import key
 from shardtrain.job.step import accumulate
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # fractions of the largest element
@@ -64,7 +52,26 @@ Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step
 
 
 class Twins:
-    """Compare a job's sharded model with its unsharded twin."""
+    """A job's sharded model, and its unsharded twin.
+
+    Every rank holds an unsharded twin of the model beside its shards, and runs the same steps with both on
+    its share of the batch. The twin's gradients are averaged as replicas' are: summed in a fixed tree and
+    divided by the number of ranks. Tensors are compared in the order of their computation, and the first that
+    differs ends the check::
+
+        output           of each unit, in the order of forward
+        own gradient     of each parameter, on this rank, last unit first
+        mean gradient    over ranks
+        parameter        after the update
+        buffer
+
+    Shared memory and messages over gloo sum in that tree, too, so outputs and gradients have equal bits.
+    Elsewhere (NCCL's sums, replicas, bf16 with micro-batches, CUDA's convolutions) rounding may differ, and
+    tensors must be equal to TOLERANCE of their largest element. Updates may always round differently, since a
+    fused optimizer's vector instructions end at a shard's end. They have UPDATE_TOLERANCE, and then the twin
+    gets the sharded parameters, so that each step begins equal. In bf16 and fp16 the twin is the engine on a
+    single rank, since nothing else casts as the engine does.
+    """
 
     def __init__(self, job: Job, config: Config) -> None:
         self.job = job
@@ -208,15 +215,19 @@ def difference(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> str:
 
 @dataclass(frozen=True)
 class DoctorKeys:
-    """`config.yaml` explains every key."""
+    """The doctor's own keys."""
 
-    steps: int = at_least(1)
+    steps: int = key(
+        3,
+        "optimizer steps that the sharded model and an unsharded one take side by side, at most the run's",
+        at_least=1,
+    )
 
 
-read = partial(read_beside, DoctorKeys, Path(__file__).parent / "configs")
+read = partial(read_command, program=Program(DoctorKeys))
 
 
-def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.device) -> None:
+def examine(settings: Command, rank_info: RankInfo, device: torch.device) -> None:
     """Print the finding on rank 0; exit with code 1 if sharding changes anything."""
     reduce = settings.config.parallel.reduce
     if reduce is not None:

@@ -1,80 +1,153 @@
-"""Score a run, alone or under torchrun.
+"""shardtrain.evaluate scores a run: on its own validation and test images, or on other ones.
 
-    python -m shardtrain.evaluate run=outputs/NAME data.root=FOLDER
+  python -m shardtrain.evaluate run=outputs/NAME
+  python -m shardtrain.evaluate run=outputs/NAME/best data.root=FOLDER
+  torchrun --nproc-per-node 2 -m shardtrain.evaluate run=outputs/NAME data=csv data.root=FOLDER data.table=CSV
+  python -m shardtrain.evaluate +recipe=resnet model.weights=FILE
 
-The configuration is the run's own, with the command's words laid over it: an evaluation of the training
-program, `eval_only=true resume=RUN`. If the words name other images, all of these are scored, and the data
-set needs no training images.
+The configuration is the run's own, on which the command's words build. All of other images are scored, and
+prepared as the run's were: FOLDER/<class>/<image>, or val/ with such folders; a table has image and label.
+The last line is the scores as JSON. It takes every key of shardtrain.train, and this one:
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from shardtrain.job import launch
-from shardtrain.job.config import Config
+from shardtrain.checkpoint.loading import Opened, load_into
+from shardtrain.job import data, launch
+from shardtrain.job.build import completed, forward_flops, opened_images, rehearsed_loss, scoring_of
+from shardtrain.job.config import Config, Data
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import DESCRIBING, compose, key_of
-from shardtrain.job.launch import Context
-from shardtrain.job.read import read_config
-from shardtrain.job.record import require_record
-from shardtrain.job.schema import checked
-from shardtrain.train.loop import train
+from shardtrain.job.errors import UserError, reading
+from shardtrain.job.evaluate import Evaluation, evaluate
+from shardtrain.job.hydra_app import Program, read_base, require_run
+from shardtrain.job.losses import loss_notes
+from shardtrain.job.model import converted, ema_of, initial_model, model_notes, sharded
+from shardtrain.job.read import Command, read_command
+from shardtrain.job.schema import key, typed
+from shardtrain.monitor import score_table
+from shardtrain.monitor.writers import json_of
+from shardtrain.optim import Ema
+from shardtrain.train.resume import open_saved
 
 NAMES_IMAGES = ("data", "data.root", "data.table")
-NOT_HERE = ("resume", "config", "eval_only", "dry_run", "run.name", "run.dir")
+NOT_HERE = ("resume", "config", "run.name", "run.dir", "recipe")
+# How images are prepared, and which classes they have.
+PREPARED = ("classes", "mean", "std", "image_size", "eval_size", "resize", "interpolation")
 
 
 @dataclass(frozen=True)
 class EvaluateKeys:
-    """`config.yaml` explains every key."""
+    """The evaluation's own keys."""
 
-    run: str
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Hold the run's configuration with the command's words laid over it."""
-
-    config: Config
-    device: str
-    threads: int | None
-    names_images: bool  # the command names other images than the run's, which are all scored
+    run: str | None = key(
+        None,
+        "a run directory, whose newest complete checkpoint is scored, or one of its checkpoints, as RUN/best",
+    )
 
 
-def read(arguments: Sequence[str], speak: bool) -> Evaluation | None:
+def read(arguments: Sequence[str], speak: bool = True) -> Command | None:
     """Return what the command scores; None if a flag asks for output."""
-    own = [text for text in arguments if key_of(text) == "run" or text in DESCRIBING]
-    keys = compose(own, speak=speak, folder=Path(__file__).parent / "configs")
-    if keys is None:
+    command = read_command(arguments, speak, Program(EvaluateKeys, base_key="run"))
+    if command is None:
         return None
-    run = require_record(checked(keys, EvaluateKeys).run)
-    words = [text for text in arguments if text not in own]
-    for word in words:
-        if key_of(word) in NOT_HERE:
-            raise UserError(f"{word}: run=RUN alone says what is scored")
-    config = read_config(["eval_only=true", f"resume={run}", *words], speak)
-    names_images = any(key_of(word) in NAMES_IMAGES for word in words)
-    if config is None:
-        return None
-    return Evaluation(config, config.device, config.threads, names_images)
+    run = command.keys.run
+    if run is None and command.config.model.get("weights") is None:
+        raise UserError("nothing to score: name a run (run=RUN), or plain weights (model.weights=FILE)")
+    for name in NOT_HERE if run is not None else ():
+        if name in command.words:
+            raise UserError(f"{command.words[name]}: run=RUN alone says what is scored")
+    # What divides training among ranks, and only training needs.
+    parallel = replace(command.config.parallel, replicate=1, offload=False)
+    train = replace(command.config.train, accumulate=1, capture=False)
+    config = replace(command.config, parallel=parallel, train=train)
+    if run is not None and "data" in command.words:
+        config = prepared_as(
+            typed(Data, read_base(require_run(Path(run)), "run")["data"], "data"), config, command
+        )
+    return command._replace(config=config)
 
 
-def evaluate(evaluation: Evaluation, rank_info: RankInfo, device: torch.device) -> None:
-    """Score the run's checkpoint; print a table, and the scores as JSON in the last line. Collective."""
-    config = evaluation.config
-    launch.require_same_command(config)
-    run_dir = launch.run_dir(config, rank_info)
-    train(config, Context(rank_info, device, run_dir, all_held_out=evaluation.names_images))
+def prepared_as(before: Any, config: Config, command: Command) -> Config:
+    """Return ``config`` with images prepared as those of the data set ``before``, unless words say how."""
+    own = {
+        name: getattr(before, name)
+        for name in PREPARED
+        if hasattr(before, name) and hasattr(config.data, name) and f"data.{name}" not in command.words
+    }
+    return replace(config, data=replace(config.data, **own))
 
 
-main = partial(launch.start, read, evaluate)
+def score(command: Command, rank_info: RankInfo, device: torch.device) -> list[Evaluation]:
+    """Score the run's checkpoint, or plain weights; print a table, and the scores as JSON. Collective."""
+    launch.require_same_command(command.config)
+    run = command.keys.run
+    opened = None if run is None else open_saved(run, "raw")
+    config = command.config if opened is None else weighted_as_saved(command.config, opened)
+    names_images = run is not None and any(name in command.words for name in NAMES_IMAGES)
+    images = opened_images(config, all_held_out=names_images)
+    config = completed(config, images)
+    model = initial_model(config, deferred=True, resumed=opened is not None)
+    side = config.data.side_in_eval
+    forward_flops(model, (2, images.preprocessing.channels, side, side), len(images.classes))
+    notes = [*images.notes, *model_notes(model, config.model, resumed=opened is not None)]
+    model = sharded(converted(model, config, device), config, device=device)
+    ema = None if opened is None else loaded(opened, model, config, str(run))
+    loss = rehearsed_loss(config, images, 2, device)
+    scoring = scoring_of(config, images, loss)
+    virtual = config.virtual_ranks(rank_info.world_size)
+    share = data.Share(rank_info.world_size, 1, rank_info.rank, rank_info.world_size, virtual)
+    prepare = data.Prepare(images.preprocessing, images.preprocessing.image_size, device)
+    parts = [part for part in (images.val, images.test) if part]
+    step = 0 if opened is None else int(opened.manifest.facts["step"])
+    if rank_info.rank == 0:
+        where = "" if opened is None else f"evaluating step {step} ({opened.path})"
+        print("\n".join(filter(None, [*notes, *loss_notes(loss, scoring.classes), where])), flush=True)
+    feeds = [data.EvalFeed(part, share, prepare, config.data.workers) for part in parts]
+    scored = [evaluate(model, feed, scoring, ema=ema) for feed in feeds]
+    if rank_info.rank == 0:
+        print(f"{score_table(scored)}\n{scores_as_json(step, scored)}", flush=True)
+    return scored
+
+
+def weighted_as_saved(config: Config, opened: Opened) -> Config:
+    """Return the configuration with the balanced class weights that the run counted.
+
+    An evaluation cannot count them itself: it may score other images, and have none to train on.
+    """
+    weights = opened.manifest.facts.get("class_weights")
+    if config.train.class_weights != "balanced" or weights is None:
+        return config
+    return replace(config, train=replace(config.train, class_weights=tuple(weights)))
+
+
+def loaded(opened: Opened, model: nn.Module, config: Config, run: str) -> Ema | None:
+    """Load ``opened`` into a sharded ``model``; return the run's moving average, if any. Collective."""
+    ema = ema_of(model, config, warmup=0)
+    with reading(f"run={run}", "the model was built otherwise then", ValueError):
+        extra = load_into(opened, model, averages=None if ema is None else ema.averages)
+    if ema is not None:
+        ema.restore(extra["ema"], opened.manifest.world_size)
+    return ema
+
+
+def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
+    """Return the scores as one line of JSON, by their TensorBoard tags."""
+    val, *tests = scored
+    test = tests[0].ranking("test") if tests else {}
+    return json.dumps(json_of({"step": step, **val.scalars(), **test}))
+
+
+main = partial(launch.start, read, score)
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,10 @@ from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import MIB
-from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.inference import TIMM, Inference, load_exported
 from shardtrain.job.model import plain_model
-from shardtrain.job.schema import at_least, checked, one_of, typed
+from shardtrain.job.read import read_keys
+from shardtrain.job.schema import MANDATORY, key, typed
 from shardtrain.train.resume import load_saved, open_saved
 
 IMAGES = 32  # random images in the comparison
@@ -43,18 +43,26 @@ SUFFIXES = (".safetensors", ".pth", ".pt")
 
 @dataclass(frozen=True)
 class ExportSettings:
-    allow: tuple[str, ...]
-    run: str
-    out: str
-    device: str = one_of("auto", "cpu", ACCELERATOR)
-    threads: int | None = at_least(1)
-    weights: str = one_of("raw", "ema")
+    """The keys of an export."""
+
+    allow: tuple[str, ...] = key(
+        (), "packages of the run's model._target_, as the run's own command allowed them"
+    )
+    run: str = key(
+        MANDATORY,
+        "a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best",
+    )
+    out: str = key(
+        MANDATORY,
+        "FILE.safetensors or FILE.pth, or for a model of timm a FOLDER; must not exist. FILE.json gets what "
+        "answers need",
+    )
+    weights: str = key("raw", "raw | ema: the weights, or their moving average", choices=("raw", "ema"))
+    device: str = key("cpu", "cpu | cuda: where the check computes", choices=("auto", "cpu", ACCELERATOR))
+    threads: int | None = key(None, "CPU threads; null: all cores", at_least=1)
 
 
-def read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
-    program_configs()  # makes the recipes of a checkout that is not installed importable
-    raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
-    return None if raw is None else checked(raw, ExportSettings)
+read = partial(read_keys, ExportSettings)
 
 
 def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:

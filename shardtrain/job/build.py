@@ -67,21 +67,13 @@ def build(
     world_size: int,
     device: torch.device,
     first_step: int = 0,
-    *,
-    all_held_out: bool = False,
 ) -> tuple[Job, Config]:
-    """Build the job after ``first_step`` steps; return it with the configuration completed from its data.
-
-    all_held_out: all images are to be scored, none is to train on.
-    """
-    if config.eval_only:
-        config = for_evaluation(config)
+    """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
     share = share_of(config, rank, world_size)
     if share.virtual and devices.is_accelerator(device):
         devices.choose_deterministic_kernels()
-    images = opened_images(config, all_held_out=all_held_out)
+    images = opened_images(config)
     config = completed(config, images)
-    require_pixels_beside(config)
     steps, steps_per_epoch = length_of(config, images, share)
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (max(1, share.micro_batch), images.preprocessing.channels)
@@ -123,14 +115,11 @@ def build(
     return job, config
 
 
-def require_pixels_beside(config: Config) -> None:
-    """Raise UserError if `train.tta=2` would move images of a single pixel: none is beside it to reflect."""
-    if config.train.tta > 1 and config.data.side_in_eval == 1:
-        raise UserError("train.tta=2: images are evaluated at 1 pixel; choose train.tta=1")
+def opened_images(config: Config, *, all_held_out: bool = False) -> data.DataSet:
+    """Return the data set, prepared as the card of `model.weights` says. Collective.
 
-
-def opened_images(config: Config, *, all_held_out: bool) -> data.DataSet:
-    """Return the data set, prepared as the card of `model.weights` says. Collective."""
+    all_held_out: all images are to be scored, none is to train on.
+    """
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow, all_held_out=all_held_out))
     preprocessing, notes = as_on_card(config, images.preprocessing, images.name)
@@ -142,17 +131,9 @@ def _name_and_sizes(images: data.DataSet) -> str:
     return f"{images.name}, {len(images.train):,} + {len(images.val):,} held out{to_test}"
 
 
-def for_evaluation(config: Config) -> Config:
-    """Return the configuration without what divides training among ranks, as any number may evaluate."""
-    train = dataclasses.replace(config.train, accumulate=1)
-    parallel = dataclasses.replace(config.parallel, replicate=1)
-    return dataclasses.replace(config, train=train, parallel=parallel)
-
-
 def share_of(config: Config, rank: int, world_size: int) -> data.Share:
     """Return the part of each batch that ``rank`` computes. Raises UserError if the parts are not equal."""
-    if not config.eval_only:
-        require_equal_parts(config, world_size)
+    require_equal_parts(config, world_size)
     require_equal_groups(config.parallel, world_size)
     micro_batches = config.micro_batches(world_size)
     virtual = config.virtual_ranks(world_size)
@@ -162,9 +143,8 @@ def share_of(config: Config, rank: int, world_size: int) -> data.Share:
 def length_of(config: Config, images: data.DataSet, share: data.Share) -> tuple[int, int]:
     """Return the steps of the run, and of an epoch. Raises UserError if not one batch can be filled."""
     per_epoch = len(images.train) // share.batch_size
-    if per_epoch == 0 and not config.eval_only:
+    if per_epoch == 0:
         raise too_few_images(images, share)
-    per_epoch = max(1, per_epoch)  # an evaluation alone trains on no batch, so any size will do
     steps = per_epoch * config.train.epochs
     return min(steps, config.train.max_steps or steps), per_epoch
 
@@ -269,7 +249,7 @@ def feeds(
     cutmix = config.train.cutmix
     mix = None
     augment = None
-    if config.augment.get("_target_") is None or config.eval_only:
+    if config.augment.get("_target_") is None:
         images = images._replace(train=images.train_as_val or images.train)  # no random crops either
     else:
         augment = instantiate(config.augment, "augment", object, config.allow)
@@ -284,13 +264,7 @@ def feeds(
         images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix
     )
     prepare = data.Prepare(images.preprocessing, images.preprocessing.image_size, device)
-    evaluated = partial(
-        data.EvalFeed,
-        share=share,
-        prepare=prepare,
-        workers=keys.workers,
-        batch_size=config.train.eval_batch_size,
-    )
+    evaluated = partial(data.EvalFeed, share=share, prepare=prepare, workers=keys.workers)
     return train, evaluated(images.val), evaluated(images.test) if images.test else None
 
 

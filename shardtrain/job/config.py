@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.errors import UserError, not_valid, reading
-from shardtrain.job.schema import Mark, above, at_least, chosen, marked, name_in, one_of, optional
+from shardtrain.job.errors import UnknownKey, UserError, not_valid, reading
+from shardtrain.job.schema import Mark, above, at_least, chosen, marked, one_of, optional
 from shardtrain.job.target import instantiate
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
+COMMAND = Mark.COMMAND | REPORTED
 PROCESS = Mark.PER_HOST | REPORTED
 data_set = partial(chosen, mark=Mark.IMAGES)
 
@@ -55,10 +55,8 @@ class Train:
     capture: bool = marked(Mark.CHANGES)
     log_every: int = at_least(1, mark=REPORTED)
     eval_every: int = at_least(1, mark=REPORTED)
-    eval_batch_size: int | None = at_least(1, mark=REPORTED)
     best: str = marked(REPORTED)
     patience: int | None = at_least(1, mark=REPORTED)
-    tta: int = at_least(0, at_most=2)
 
     def __post_init__(self) -> None:
         if isinstance(self.loss, str):
@@ -82,18 +80,6 @@ class EmaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
-    """Hold the accuracy that a recipe reaches, for a model and a data set, and its source."""
-
-    model: str
-    data: str
-    accuracy: float = at_least(0)
-    kind: str = one_of("published", "measured")  # published by others, or measured here with this recipe
-    source: str
-    conditions: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Images:
     """Hold the keys that all data sets have."""
 
@@ -102,7 +88,7 @@ class Images:
     eval_size: int | None = at_least(1, at_most=10**5)
     repeats: int = at_least(1, mark=Mark.IMAGES)
     validation: float = at_least(0, mark=Mark.IMAGES)
-    split: int | None = at_least(0, mark=Mark.IMAGES)  # null: as up to 0.2.0, whatever the classes
+    split: int = at_least(0, mark=Mark.IMAGES)
     limit: int | None = at_least(1, mark=Mark.IMAGES)
     # `completed` fills in what is open of the next three.
     classes: tuple[str, ...] | None = marked(Mark.IMAGES | Mark.HIDDEN)
@@ -202,8 +188,10 @@ class Optim:
         if self.name == "own":
             return
         for key in self.keywords:
-            known = [name for name, value in vars(self).items() if value is not None and name != "keywords"]
-            raise not_valid(f"unknown key optim.{key}", key, known, "optim.") from KeyError(f"optim.{key}")
+            hidden = ("name", "keywords")
+            known = [name for name, value in vars(self).items() if value is not None and name not in hidden]
+            error = not_valid(f"unknown key optim.{key}", key, known, "optim.")
+            raise UnknownKey(f"optim.{key}", error)
         if self.betas is not None and len(self.betas) != 2:
             raise UserError(f"optim.betas={[*self.betas]}: expected a list of 2 numbers")
 
@@ -286,7 +274,6 @@ Sched = Cosine | Linear | Steps | Constant
 class Parallel:
     replicate: int = at_least(1, mark=Mark.CHANGES)
     reshard_after_forward: bool = marked(Mark.CHANGES)
-    transport: str = name_in(TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")
     reduce: str | None = one_of("bf16")
     layout: str | None = one_of("even", "whole", mark=Mark.CHANGES)
@@ -331,15 +318,12 @@ class Config:
     # Groups whose files set keys of other sections and have none of their own.
     KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
-    allow: tuple[str, ...] = marked(REPORTED)
+    allow: tuple[str, ...] = marked(COMMAND)
     seed: int = at_least(0, mark=Mark.IMAGES)
     device: str = one_of("auto", "cpu", ACCELERATOR, mark=PROCESS)
     threads: int | None = at_least(1, at_most=1024, mark=PROCESS)
-    dry_run: bool = marked(REPORTED)
-    resume: str = marked(REPORTED)
-    eval_only: bool = marked(REPORTED)
-    reference: Reference | None = marked(REPORTED)
-    run: RunConfig = marked(PROCESS)
+    resume: str = marked(COMMAND)
+    run: RunConfig = marked(Mark.PER_HOST | COMMAND)
     train: Train
     ema: EmaConfig
     model: dict[str, Any]

@@ -22,6 +22,14 @@ class WorkerError(UserError):
         super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
+class UnknownKey(UserError):
+    """A mistake: a ``key`` that there is not."""
+
+    def __init__(self, key: str, text: object) -> None:
+        super().__init__(str(text))
+        self.key = key
+
+
 class Unreadable(WorkerError):
     """Report an image that cannot be read."""
 

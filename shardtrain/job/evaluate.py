@@ -70,22 +70,6 @@ class Scoring(NamedTuple):
         return score < best if self.is_minimised else score > best
 
 
-def views_of(images: Tensor, tta: int) -> list[tuple[Tensor, float]]:
-    """Return the variants of images that `train.tta` averages: batches of their shape, and their weights."""
-    views = [(images, 1.0)]
-    if tta > 1:
-        height, width = images.shape[2:]
-        padded = F.pad(images, [1] * 4, mode="reflect")
-        ends = padded[..., :height, :width], padded[..., -height:, -width:]
-        views = [(images, 0.5), *((moved, 0.25) for moved in ends)]
-    if tta == 0:
-        return views
-    with_mirrored = list[tuple[Tensor, float]]()
-    for view, weight in views:
-        with_mirrored += [(view, weight / 2), (view.flip(3), weight / 2)]
-    return with_mirrored
-
-
 CROSS_ENTROPY = Scoring()
 
 
@@ -95,7 +79,6 @@ def evaluate(
     scoring: Scoring = CROSS_ENTROPY,
     *,
     ema: Ema | None = None,
-    tta: int = 0,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Evaluate a sharded model, and its moving average. Collective; leaves the model in training mode.
@@ -107,7 +90,7 @@ def evaluate(
 
     def run(functions: Mapping[str, Score]) -> tuple[Scores, Results]:
         gathering = Gathering() if functions else None
-        sums = _sums_by_batch(model, feed, scoring, gathering, tta, before_batch)
+        sums = _sums_by_batch(model, feed, scoring, gathering, before_batch)
         totals = table_of(_in_parts(sums, len(ranks)), ranks).sum(0).tolist()
         results = Results.nothing()
         if gathering is not None:
@@ -129,7 +112,6 @@ def _sums_by_batch(
     feed: Iterable[Batch],
     scoring: Scoring,
     gathering: Gathering | None,
-    tta: int,
     before_batch: Callable[[], object],
 ) -> list[Tensor]:
     """Return the sums of each batch, and give all logits and labels to ``gathering``. Collective."""
@@ -140,7 +122,7 @@ def _sums_by_batch(
         with torch.no_grad():
             for batch in feed:
                 before_batch()
-                logits = _logits(model, batch, tta)
+                logits = model(batch.images).float()
                 sums.append(_sums(logits[: batch.valid], batch.labels[: batch.valid], scoring))
                 if gathering is not None:
                     gathering.add(logits, batch.labels)
@@ -179,12 +161,6 @@ def table_of(own: Tensor, rows: range) -> Tensor:
     table[rows.start : rows.stop] = own
     comm.all_reduce(table)
     return table
-
-
-def _logits(model: nn.Module, batch: Batch, tta: int) -> Tensor:
-    """Return the mean of the logits for an image's views, padding included: float32 [batch, classes]."""
-    weighted = [model(view).float() * weight for view, weight in views_of(batch.images, tta)]
-    return torch.stack(weighted).sum(0)
 
 
 def _sums(logits: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:

@@ -5,16 +5,17 @@ Its own file, since composing a configuration is another subject.
 
 from __future__ import annotations
 
+import importlib
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from shardtrain.job.errors import UserError, not_valid, plain_file, reading
+from shardtrain.job.schema import defaults_of, help_of
 
 WIDTH = 120  # columns
 COMMENTS_AT = 40
@@ -34,7 +35,7 @@ def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path
     Of a configuration with groups the header is enough, unless ``section`` asks for every key.
     """
     chosen = {group: choice for group, choice in hydra_keys.runtime.choices.items() if "/" not in group}
-    if chosen and not section:
+    if not section:
         return str(hydra_keys.help.header).rstrip()
     known = {**dict.fromkeys(map(str, config)), **chosen, EVERY_KEY: ""}
     if section == EVERY_KEY:
@@ -50,11 +51,19 @@ def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path
         for file in files if group in config else ():
             said |= {f"{group}.{key}": comment for key, comment in _comments(folders, file).items()}
     text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)
+    return f"{choices}{_with_comments(text, said)}"
+
+
+def keys_in_words(header: str, cls: type) -> str:
+    """Return the help of a small program: its ``header``, and the keys of the dataclass ``cls``."""
+    text = OmegaConf.to_yaml(OmegaConf.create(defaults_of(cls)))
+    return f"{header.rstrip()}\n\n{_with_comments(text, help_of(cls))}"
+
+
+def _with_comments(text: str, said: Mapping[str, str]) -> str:
+    """Return lines of YAML with what is ``said`` of each key."""
     keys = zip(text.splitlines(), _keys(text), strict=True)
-    described = "\n".join(_commented(line, said.get(key, "")) for line, (key, _) in keys)
-    if section or chosen:
-        return f"{choices}{described}"
-    return f"{hydra_keys.help.header}\n{described}\n\n{hydra_keys.help.footer}"
+    return "\n".join(_commented(line, said.get(key, "")) for line, (key, _) in keys)
 
 
 def _commented(line: str, comment: str) -> str:
@@ -91,25 +100,22 @@ def _keys(text: str) -> Iterator[tuple[str, str]]:
 
 
 def choice_table(folders: Iterable[Path], group: str) -> str:
-    """Return a line per choice of ``group``: name, a recipe's accuracy, first line of its comment."""
+    """Return a line per choice of ``group``: name, first line of its comment."""
     lines: dict[str, str] = {}
     for folder in folders:
         for file in sorted((folder / group).glob("*.yaml")):
             try:
-                reference = OmegaConf.select(load_yaml(file), "reference")
+                load_yaml(file)
             except UserError as error:
                 lines.setdefault(file.stem, str(error))
                 continue
-            claim = "" if reference is None else f"{reference.accuracy:.2f} % {reference.kind:<9}  "
             comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
             title = next((text for text in comments if text and not text.startswith("@package")), "")
-            lines.setdefault(file.stem, claim + title)
+            lines.setdefault(file.stem, title)
     width = max(map(len, lines), default=0)
     table: list[str] = []
     for name, line in lines.items():
         row = f"  {name:<{width}}  {line}"
         table += textwrap.wrap(row, WIDTH, subsequent_indent=" " * (width + 4), break_on_hyphens=False)
-    stored = [name.removesuffix(".yaml") for name in ConfigStore.instance().repo.get(group, ())]  # of no file
-    return "\n".join(
-        table + textwrap.wrap(", ".join(stored), 100, initial_indent="  ", subsequent_indent="  ")
-    )
+    stored = ", ".join(importlib.import_module("shardtrain.configs").stored(group))
+    return "\n".join(table + textwrap.wrap(stored, 100, initial_indent="  ", subsequent_indent="  "))

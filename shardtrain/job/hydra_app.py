@@ -1,4 +1,4 @@
-"""Compose the configuration of a command line by Hydra, with this program's own messages.
+"""Compose the configuration of a command line by Hydra, once, with this program's own messages.
 
 Hydra only composes: it makes no directory, configures no logging and starts no job. The few flags are read
 here. Only rank 0 prints the output of `--help`, `--version` and `--cfg job`.
@@ -9,39 +9,57 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from shardtrain import __version__
-from shardtrain.job.errors import UserError, not_valid, path_of, reading
+from shardtrain.job.errors import UnknownKey, UserError, not_valid, path_of, plain_file, reading
 from shardtrain.job.format import write_any_text
-from shardtrain.job.help import choice_table, described, load_yaml
-from shardtrain.job.record import Record, laid_over, record_of
-from shardtrain.job.record import completed as completed_record
-from shardtrain.job.schema import flat
+from shardtrain.job.help import described, keys_in_words, load_yaml
+from shardtrain.job.schema import defaults_of
 
-# Groups whose files have different keys; each of the program's files has a dataclass in `job/config.py`.
-CHOSEN = ("data", "optim", "sched")
-DESCRIBING = ("--help", "-h", "--version")  # flags that a program with keys of its own answers by itself
-OWN = "own"  # the file of a group of which the command line sets `_target_`
-# Keys whose values are texts, also where Hydra would read a number: 1e3, 1_000, true.
-TEXTS = ("run.name", "run.dir", "resume", "data.root", "data.table", "model.weights")
-NUMBER_LIKE = re.compile(r"[\w.+-]+")
-HYDRA_QUIET = {"output_subdir": None, "run": {"dir": "."}, "job": {"name": "shardtrain", "chdir": False}}
+CONFIG = "config.yaml"  # in a run's directory: its configuration
+# A user's own `_target_` in one of these groups takes the place of the group's usual file.
+OWN_TARGETS = ("model", "data", "optim")
+OWN = "own"
+# What a command says itself, whatever the run's `config.yaml` has, from which it may be composed.
+OF_THE_COMMAND: dict[str, Any] = {
+    "allow": [],
+    "config": None,
+    "resume": "auto",
+    "run": {"name": None, "dir": None},
+}
+EVERYTHING = {"": ""}  # the word that names every key, as `config=FILE` does
 COMPOSES = "Hydra only composes here; run.name and run.dir say where a run writes"
-SWEPT = "hydra.sweeper.params."
-RESOLVER = re.compile(r"\$\{[^{}]*:")  # ${oc.env:HOME}, but not ${train.epochs}
+
+
+class Composed(NamedTuple):
+    """The configuration of a command, and its words by the key or the group that each names."""
+
+    values: DictConfig
+    words: Mapping[str, str]
+
+
+class Program(NamedTuple):
+    """A program's own keys, a dataclass, and what they stand beside."""
+
+    keys: type | None = None
+    with_training_keys: bool = True
+    base_key: str = "config"  # the key that names the configuration on which the command builds
+
+
+TRAIN = Program()
 
 
 def printed(arguments: Sequence[str]) -> bool:
@@ -53,299 +71,151 @@ def printed(arguments: Sequence[str]) -> bool:
     return False
 
 
-def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
+def compose(arguments: Sequence[str], program: Program = TRAIN, *, speak: bool = True) -> Composed | None:
     """Return the configuration of ``arguments`` (without the program's name).
 
-    ``folder`` holds the program's `config.yaml` and its groups; the default is the training program's, whose
-    configuration is that of the run which the command continues, scores or starts from, if there is one.
     Returns None if a flag asks for output, which is printed if ``speak``. Raises UserError for mistakes.
     """
-    if split(arguments)[0].version:
-        if speak:
-            print(f"shardtrain {__version__}")
-        return None
-    if folder is not None:
-        return _compose(arguments, speak, folder, record=None)
-    with program_configs() as own:
-        return _compose(arguments, speak, own, record_of(arguments))
-
-
-def _compose(arguments: Sequence[str], speak: bool, folder: Path, record: Record | None) -> DictConfig | None:
     flags, words = split(arguments)
-    sources = Sources.of(folder, flags.config_dir)
-    _require_no_bare_group(words, sources.groups)
-    _require_one_recipe(words)
-    _check_own_files([(key_of(word), word.partition("=")[2]) for word in words], sources)
-    with explained():
-        if record is None or flags.help:
-            composed = _composed(sources, words)
-        else:
-            composed = _composed_over(record, sources, [word for word in words if key_of(word) != "config"])
-        _check_own_files(composed.choices.items(), sources)
-        text = _text(composed, sources, flags) if flags.printing else ""
-        _note_choices(composed, sources.folders)
+    text = ""
+    composed = None
+    if flags.version:
+        text = f"shardtrain {__version__}"
+    elif flags.help and program.keys is not None:
+        text = keys_in_words(str(sys.modules[program.keys.__module__].__doc__), program.keys)
+    else:
+        folders = [program_configs().FOLDER, *map(_own_folder, flags.config_dir)]
+        config = _composed(words, program, folders)
+        composed = config if not flags.printing else None
+        text = _text(config.values, flags, folders) if flags.printing else ""
+        OmegaConf.set_struct(config.values, False)
+        config.values.pop("hydra")
     if flags.printing and speak:
         print(text)
-    return None if flags.printing else composed.config
-
-
-class Sources(NamedTuple):
-    """Hold where files of groups are: the program's folder and the user's, and the groups that there are."""
-
-    folders: list[Path]
-    groups: set[str]
-
-    @staticmethod
-    def of(folder: Path, config_dirs: Sequence[str]) -> Sources:
-        """Look through the folders, and register what files ask for. Raises UserError for wrong ones."""
-        own_folders = [path_of("--config-dir", text).absolute() for text in config_dirs]
-        if missing := [str(path) for path in own_folders if not os.path.isdir(path)]:
-            raise UserError(f"--config-dir: there is no folder {missing[0]}")
-        folders = [folder, *own_folders]
-        files = chain.from_iterable(each.glob("*/*.yaml") for each in folders)
-        choices = {(file.parent.name, file.stem) for file in files}
-        _register_resolvers(folders, choices)
-        return Sources(folders, {*ConfigStore.instance().repo, *(group for group, _ in choices)})
-
-    @property
-    def search_path(self) -> str:
-        """The override that names the user's folders."""
-        own_folders = ",".join(f'"file://{path}"' for path in self.folders[1:])
-        return f"hydra.searchpath=[{own_folders}]"
-
-
-class Composed(NamedTuple):
-    """Hold a configuration, and the keys of Hydra, which have its choices."""
-
-    config: DictConfig
-    hydra: DictConfig
-
-    @property
-    def choices(self) -> dict[str, str]:
-        """The file of each group."""
-        return dict(self.hydra.runtime.choices)
-
-
-def _composed(sources: Sources, words: Sequence[str], name: str = "config") -> Composed:
-    """Let Hydra compose the file ``name``.yaml, the command's ``words`` laid over it.
-
-    Raises UserError for what words, or files that they name, may not set.
-    """
-    keys = [key_of(word) for word in words]
-    allow = [word for word in words if key_of(word) == "allow"]
-    texts = [_as_hydra_takes_it(word, sources.groups) for word in words if word not in allow]
-    if "train.loss._target_" in keys and "train.loss" not in keys and name == "config":
-        texts.insert(0, "++train.loss={}")  # in place of a name
-    for group in ("model", "data", "optim"):
-        if f"{group}._target_" in keys and group not in keys and name == "config":
-            texts.append(f"{group}={OWN}")
-    with hydra.initialize_config_dir(str(sources.folders[0]), version_base="1.3"):
-        config = hydra.compose(name, [*texts, sources.search_path], return_hydra_config=True)
-    if config.get("allow"):
-        raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
-    if "sched.warmup_epochs" in keys:
-        _require_short(config.sched.warmup_epochs, config.train.epochs)
-    config.merge_with_dotlist([word.lstrip("+") for word in allow])
-    OmegaConf.set_struct(config, False)
-    return Composed(config, config.pop("hydra"))
-
-
-def _composed_over(record: Record, sources: Sources, words: Sequence[str]) -> Composed:
-    """Return a run's configuration with the command's ``words`` laid over it, key by key.
-
-    A word that names a group's file replaces the section only if the run has another file's.
-    """
-    choosing = [word for word in words if key_of(word) in sources.groups]
-    targets = [word for word in words if key_of(word).endswith("._target_")]
-    setting = [word for word in words if word not in choosing]
-    names = [f"{group}={record.values[group]['name']}" for group in CHOSEN if "name" in record.values[group]]
-    usual = _with_names(_composed(sources, names), sources)
-    gone = hints("gone").keys() - {f"{group}.name" for group in CHOSEN}  # which the group's choice sets now
-    values = completed_record(record.values, usual.config, gone)
-    if choosing or targets:
-        fresh = _with_names(_composed(sources, [*choosing, *targets]), sources)
-        files = [f"{group}={file}" for group, file in fresh.choices.items() if _has_section(group, fresh)]
-        plain = _with_names(_composed(sources, [*files, *targets]), sources)
-        chosen = _chosen_sections(choosing, targets, fresh, values)
-        values = laid_over(values, fresh.config, plain.config, chosen, evaluates=record.evaluates)
-    ConfigStore.instance().store(name="record", node={**values, "hydra": HYDRA_QUIET})
-    try:
-        return _composed(sources, setting, "record")
-    finally:
-        ConfigStore.instance().repo.pop("record.yaml", None)
-
-
-def _has_section(group: str, composed: Composed) -> bool:
-    return group in composed.config and group not in ("recipe", "debug")
-
-
-def _chosen_sections(
-    choosing: Sequence[str], targets: Sequence[str], fresh: Composed, values: Mapping[str, Any]
-) -> list[str]:
-    """Return the sections whose file the command names: by a word of its own, or by a recipe."""
-    named = {key_of(word) for word in choosing} | {key_of(word).rpartition(".")[0] for word in targets}
-    if "recipe" in named:
-        named |= {*CHOSEN, "model"}
-    other_data = "data" in named and fresh.config.data.get("name") != values["data"].get("name")
-    if other_data:
-        named.add("augment")  # whose file is that of the data set, unless a word names one
-    return sorted(named)
-
-
-def _with_names(composed: Composed, sources: Sources) -> Composed:
-    _note_choices(composed, sources.folders)
     return composed
 
 
-def key_of(word: str) -> str:
-    """Return the key or the group that a word of the command line sets."""
-    return word.partition("=")[0].lstrip("+~")
+def _composed(words: Sequence[str], program: Program, folders: Sequence[Path]) -> Composed:
+    """Let Hydra compose the program's configuration, and check what no key may say."""
+    groups = program_configs().groups_in(folders) if program.with_training_keys else set()
+    with explained(groups):
+        overrides = OverridesParser.create().parse_overrides([*words])
+    named = {each.key_or_group: str(each.input_line) for each in overrides}
+    for override in overrides:
+        if override.is_hydra_override():
+            raise UserError(f"{override.input_line}: {COMPOSES}")
+    recipes = [str(each.input_line) for each in overrides if each.key_or_group == "recipe"]
+    if len(recipes) > 1:
+        raise UserError(f"{' '.join(recipes)}: choose one recipe; a recipe's defaults list may name another")
+    own_targets = [group for group in OWN_TARGETS if f"{group}._target_" in named and group not in named]
+    base = _base_of(overrides, program.base_key)
+    primary = _primary(program, folders, base, {*named, *own_targets} & groups)
+    # The place of a recipe in the defaults list is before that of `debug`.
+    texts = [word[1:] if word.startswith("+recipe=") else word for word in words]
+    texts += [f"{group}={OWN}" for group in own_targets]
+    with (
+        explained(groups, [*map(str, primary)]),
+        program_configs().registered(primary) as name,
+        hydra.initialize_config_dir(str(folders[0]), version_base="1.3"),
+    ):
+        config = hydra.compose(name, texts, return_hydra_config=True)
+    _require_no_hydra_keys(config.hydra.runtime.choices, folders[1:])
+    if config.get("allow") and "allow" not in named:
+        raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
+    return Composed(config, named if base is None else {**named, **EVERYTHING})
 
 
-def _text(composed: Composed, sources: Sources, flags: argparse.Namespace) -> str:
+def _primary(
+    program: Program, folders: Sequence[Path], base: Mapping[str, Any] | None, chosen: set[str]
+) -> DictConfig:
+    """Return the configuration with which Hydra begins: `config.yaml`, or the ``base`` of the command.
+
+    A group that the command chooses takes the place of the base's section.
+    """
+    values: Any = OmegaConf.create()
+    if base is not None:
+        if "recipe" in chosen:
+            raise UserError("recipe: config=FILE has all keys already; leave out one of the two")
+        values = OmegaConf.create({key: value for key, value in base.items() if key not in chosen})
+        values.defaults = [
+            "_self_",
+            *({group: None} for group in program_configs().groups_in(folders) - {"recipe"}),
+        ]
+    elif program.with_training_keys:
+        values = load_yaml(folders[0] / CONFIG)
+    values = OmegaConf.merge(values, defaults_of(program.keys))
+    values.setdefault("hydra", {})["searchpath"] = [f"file://{folder}" for folder in folders[1:]]
+    return cast(DictConfig, values)
+
+
+def _base_of(overrides: Sequence[Override], key: str) -> dict[str, Any] | None:
+    """Return the configuration that the word ``key`` names: a run's `config.yaml`, or for `run` a run."""
+    values = [str(each.value()) for each in overrides if each.key_or_group == key]
+    if not values:
+        return None
+    path = path_of(key, values[-1])
+    return read_base(path if key == "config" else require_run(path), f"{key}={values[-1]}")
+
+
+def read_base(path: Path, where: str) -> dict[str, Any]:
+    """Return the configuration in ``path``, a run's `config.yaml` or a checkpoint's manifest."""
+    with reading(where, f"expected the {CONFIG} of a run"):
+        text = plain_file(path).read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            own = dict(json.loads(text)["facts"]["config"])
+        else:
+            own = as_values(OmegaConf.create(text))
+    require_version(own.pop("version", None), where)
+    return {**own, **OF_THE_COMMAND}
+
+
+def as_values(config: Any) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config)
+    return dict(values)
+
+
+def require_version(version: str | None, where: str) -> None:
+    """Raise UserError unless a run of ``version`` can be read by this one."""
+    if str(version).rpartition(".")[0] != __version__.rpartition(".")[0]:
+        raise UserError(
+            f"{where}: of shardtrain {version or '0.3.0 or older'}, and this is {__version__}: continue, "
+            "score or export it with its own version"
+        )
+
+
+def require_run(path: Path) -> Path:
+    """Return the file with the configuration of ``path``: a run, one of its checkpoints, or `RUN/best`."""
+    with reading(f"run={path}", "expected one that can be read", OSError):
+        folder = path.parent if path.name == "best" and not path.is_dir() else path
+        file = next((each for name in (CONFIG, "manifest.json") if (each := folder / name).is_file()), None)
+    if file is None:
+        raise UserError(f"run={path}: neither a run with checkpoints nor a checkpoint of a run")
+    return file
+
+
+def _own_folder(text: str) -> Path:
+    folder = path_of("--config-dir", text).absolute()
+    if not os.path.isdir(folder):
+        raise UserError(f"--config-dir: there is no folder {folder}")
+    return folder
+
+
+def _require_no_hydra_keys(choices: Mapping[str, Any], folders: Sequence[Path]) -> None:
+    """Raise UserError for a chosen file in the user's ``folders`` with keys of Hydra: they have no effect."""
+    for folder in folders:
+        for group, choice in choices.items():
+            file = folder / group / f"{choice}.yaml"
+            if file.is_file() and "hydra" in load_yaml(file):
+                raise UserError(f"{file}: it has keys of Hydra; {COMPOSES}")
+
+
+def _text(config: DictConfig, flags: argparse.Namespace, folders: Sequence[Path]) -> str:
     """Return what `--help` or `--cfg job` prints."""
+    keys = config.hydra
+    values = OmegaConf.masked_copy(config, [key for key in map(str, config) if key != "hydra"])
     if not flags.help:
-        return OmegaConf.to_yaml(composed.config)
-    sections = flags.groups or [""]
-    return "\n\n".join(described(composed.config, composed.hydra, sources.folders, each) for each in sections)
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn what Hydra and the parsers raise inside into a UserError; nothing else runs there."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise _explain(error) from None
-
-
-def _require_one_recipe(words: Sequence[str]) -> None:
-    texts = [word for word in words if key_of(word) == "recipe"]
-    if len(texts) > 1:
-        raise UserError(f"{' '.join(texts)}: choose one recipe; a recipe's defaults list may name another")
-
-
-def _require_no_bare_group(overrides: Sequence[str], groups: Collection[str]) -> None:
-    """Raise UserError for a word that is a group's name."""
-    for word in overrides:
-        if word in groups:
-            raise UserError(
-                f"cannot read {word!r}: {word}=NAME chooses from this group, {word}.KEY=VALUE sets a key, "
-                f"--help {word} lists the keys"
-            )
-
-
-def _require_short(warmup: Any, epochs: Any) -> None:
-    are_numbers = isinstance(warmup, int | float) and isinstance(epochs, int | float)
-    if are_numbers and warmup > epochs:  # the schema refuses others
-        raise UserError(f"sched.warmup_epochs={warmup}: longer than the run, train.epochs={epochs}")
-
-
-def _note_choices(composed: Composed, folders: Sequence[Path]) -> None:
-    """Set ``name`` in the sections whose keys depend on the file that was chosen, for the schema.
-
-    A run's record has names already; there a word that sets one is refused before.
-    """
-    for group in CHOSEN:
-        section = composed.config.get(group)
-        if isinstance(section, DictConfig) and group in composed.choices:
-            if "name" in section:
-                require_current(f"{group}.name")
-            section["name"] = _origin(group, composed.choices[group], folders)
-
-
-def _origin(group: str, choice: str, folders: Sequence[Path]) -> str:
-    """Return the program's file on which a user's file ``choice`` builds, or ``choice`` itself."""
-    path = next((path for each in folders if (path := each / group / f"{choice}.yaml").is_file()), None)
-    if path is None or path.parent.parent == folders[0]:
-        return choice
-    for entry in load_yaml(path).get("defaults", []):
-        if isinstance(entry, str) and entry[0] not in "/_":
-            return _origin(group, entry.partition("@")[0], folders)
-    return choice
-
-
-def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
-    """Return ``override`` in the form in which Hydra sets any key; the schema refuses unknown ones later."""
-    key = override.partition("=")[0].lstrip("+~")
-    if key.partition(".")[0].partition("/")[0] == "hydra":
-        raise UserError(f"{override}: {COMPOSES}")
-    if override.startswith("+recipe="):  # the defaults list has it, before debug=…
-        return override[1:]
-    value = override.partition("=")[2]
-    if key in TEXTS and value != "null" and NUMBER_LIKE.fullmatch(value):
-        override = f"{override.partition('=')[0]}='{value}'"
-    as_it_is = key in groups or override[:1] in ("+", "~") or "/" in key or "@" in key
-    return override if as_it_is else f"++{override}"
-
-
-def _check_own_files(choices: Iterable[tuple[str, object]], sources: Sources) -> None:
-    """Raise UserError for a chosen file of the user's that cannot be read or has what is not composed here.
-
-    ``choices``: groups and names of their files. What a file's defaults list names is chosen, too.
-    """
-    left = [*choices]
-    known = set()
-    while left:
-        group, name = left.pop()
-        if not isinstance(name, str) or (group, name) in known:
-            continue
-        known.add((group, name))
-        if group == "data":  # which chooses an augmentation of its name
-            left.append(("augment", name))
-        own = Path(group, f"{name}.yaml")
-        places = [folder / own for folder in sources.folders]
-        path = next((place for place in places if place.is_file()), None)
-        if path not in (None, places[0]):
-            left += _check_own_file(path, group)
-
-
-def _check_own_file(path: Path, group: str) -> list[tuple[str, object]]:
-    """Return the groups and names of files in the defaults list of a user's file.
-
-    Raises UserError for one that cannot be read, has a resolver, whose result would be stored, or keys of
-    Hydra, which have no effect.
-    """
-    values = OmegaConf.to_container(load_yaml(path))  # here, as Hydra's message has several lines
-    for key, value in flat(values).items():
-        if RESOLVER.search(str(value)):
-            raise UserError(
-                f"{path}: {key}={value} reads something else than keys; set {key} on the command line"
-            )
-        if key.startswith(SWEPT):
-            word = f"{key.removeprefix(SWEPT)}={value}"
-            raise UserError(f"{path}: {key}: Hydra only composes here; -m {word} on the command line sweeps")
-        if key.startswith("hydra."):
-            raise UserError(f"{path}: {key}={value}: {COMPOSES}")
-    entries = values.get("defaults", []) if isinstance(values, dict) else []
-    named = [*chain.from_iterable(_named(entry, group) for entry in entries)]
-    for other, name in named:
-        if other.partition("/")[0] == "hydra":
-            raise UserError(f"{path}: its defaults list has {other}: {name}: {COMPOSES}")
-    return named
-
-
-def _named(entry: object, group: str) -> list[tuple[str, object]]:
-    """Return the groups and names of the files that an ``entry`` of a defaults list in ``group`` names."""
-    if isinstance(entry, str):
-        name = entry.partition("@")[0]
-        return [("", name[1:]) if name[:1] == "/" else (group, name)]
-    named: list[tuple[str, object]] = []
-    for key, names in entry.items() if isinstance(entry, dict) else ():
-        place = str(key).split()[-1].partition("@")[0]  # after `override` or `optional`
-        place = place[1:] if place[:1] == "/" else f"{group}/{place}"
-        named += [(place, name) for name in (names if isinstance(names, list) else [names])]
-    return named
-
-
-def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, str]]) -> None:
-    """Register what `config.yaml` asks of the files in ``folders``. ``choices``: their groups and names."""
-    register = partial(OmegaConf.register_new_resolver, replace=True)
-    register("own_or_none", lambda group, name: name if (group, name) in choices else "none")
-    register("bf16_or_fp32", lambda: importlib.import_module("shardtrain.device").fastest_precision())
-    register("recipes", lambda: choice_table(folders, "recipe"))
+        return OmegaConf.to_yaml(values)
+    return "\n\n".join(described(values, keys, folders, each) for each in flags.groups or [""])
 
 
 def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -366,58 +236,80 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for text in overrides:
         if text.startswith("-"):
             valid = "--help, -h, --version, --cfg, -c, --config-dir, -cd, -m"
-            require_current(text.partition("=")[0])
             key = text.lstrip("-").partition("=")[0]
             raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
     return flags, overrides
 
 
-def require_current(name: str) -> None:
-    """Raise UserError if ``name``, as in `hints.yaml`, has gone. The message says what to use instead."""
-    instead = hints("gone").get(name)
-    if instead is not None:
-        raise UserError(f"{name} has gone: {instead}")
-
-
 def hints(section: str) -> dict[str, str]:
-    file = Path(_configs().__file__).with_name("hints.yaml")
+    file = program_configs().FOLDER / "hints.yaml"
     return {str(key): str(text) for key, text in OmegaConf.select(OmegaConf.load(file), section).items()}
 
 
-def program_configs() -> AbstractContextManager[Path]:
-    """Yield the training program's folder, with all of torchvision's models registered in Hydra."""
-    return cast("AbstractContextManager[Path]", _configs().registered())
+def advice(key: str, elsewhere: Iterable[str] = ()) -> str:
+    """Return what the name of an unknown ``key`` may mean, by `hints.yaml` or by a key ``elsewhere``."""
+    last = key.rpartition(".")[2]
+    meanings = [meaning for meaning, words in hints("keys").items() if last in words.split()]
+    texts = [
+        text if " " in text else f"did you mean {text}?" for text in (*meanings, *elsewhere) if text != key
+    ]
+    return next(iter(texts), "")
 
 
-def _configs() -> Any:
+def program_configs() -> Any:
+    """Return the package of the program's config groups, which a checkout has beside this one."""
     return importlib.import_module("shardtrain.configs")
 
 
-def _explain(error: Exception) -> UserError:
+@contextlib.contextmanager
+def explained(groups: set[str], known: Sequence[str] = ()) -> Iterator[None]:
+    """Turn what Hydra and the parsers raise inside into a UserError; nothing else runs there.
+
+    ``known``: the keys at the top, as far as they are known.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise _explain(error, groups, known) from None
+
+
+def _explain(error: Exception, groups: set[str], known: Sequence[str]) -> UserError:
     """Return a one-line error for Hydra's, with the nearest valid name."""
     if isinstance(error, OverrideParseException):
-        return unreadable(str(error.override).removeprefix("++"))
-    if isinstance(error, MissingConfigException):
-        group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
-        require_current(f"{group}={choice}" if group else choice)
-        meant = hints("groups").get(group.partition("/")[0])
-        if meant is not None:
-            return UserError(f"unknown {group} {choice!r}: {meant}")
+        return unreadable(str(error.override), groups)
     if isinstance(error, MissingConfigException) and error.options is not None:
-        files = sorted(option for option in error.options if option != OWN)
-        if OWN in error.options and "." in choice:
-            package = choice.partition(".")[0]
-            allow = f' "allow=[{package}]"'
-            return UserError(f"unknown {group} {choice!r}; did you mean {group}._target_={choice}{allow}?")
-        own = [f"{group}._target_=PACKAGE.NAME"] if OWN in error.options else []
-        return not_valid(f"unknown {group} {choice!r}", choice, files + own)
+        return _unknown_choice(str(error.missing_cfg_file), error.options)
+    key = str(error).partition("Could not override '")[2].partition("'")[0]
+    if isinstance(error, ConfigCompositionException) and key:
+        valid = [each for each in {*known, *groups} if each not in ("defaults", "hydra")]
+        return UnknownKey(key, not_valid(f"unknown key {key}", key, sorted(valid)))
     hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")
-    causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]
-    causes = [causes[0].rstrip("."), hint] if hint else causes
-    return UserError(re.sub(r"(^|[ '])\+\+", r"\1", ": ".join(causes)))
+    causes = [" ".join(str(error).split())] if not hint else [str(error).split("\n", 1)[0].rstrip("."), hint]
+    return UserError(": ".join(causes))
 
 
-def unreadable(override: str) -> UserError:
+def _unknown_choice(file: str, options: Sequence[str]) -> UserError:
+    """Return the error for a ``file``, GROUP/NAME, that a group does not have."""
+    group, _, choice = file.strip("/").rpartition("/")
+    meant = hints("groups").get(group.partition("/")[0])
+    if meant is not None:
+        return UserError(f"unknown {group} {choice!r}: {meant}")
+    if OWN in options and "." in choice:
+        allow = f' "allow=[{choice.partition(".")[0]}]"'
+        return UserError(f"unknown {group} {choice!r}; did you mean {group}._target_={choice}{allow}?")
+    own = [f"{group}._target_=PACKAGE.NAME"] if OWN in options else []
+    files = sorted(option for option in options if option != OWN)
+    return not_valid(f"unknown {group} {choice!r}", choice, files + own)
+
+
+def unreadable(override: str, groups: Collection[str] = ()) -> UserError:
     """Return the error for an override that does not parse."""
     expected = "expected key=value without spaces, special characters quoted: 'key=\"value\"'"
+    if override in groups:
+        expected = (
+            f"{override}=NAME chooses from this group, {override}.KEY=VALUE sets a key, "
+            f"--help {override} lists the keys"
+        )
     return UserError(f"cannot read {override!r}: {expected}")

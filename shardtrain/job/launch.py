@@ -17,8 +17,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -42,7 +42,7 @@ from shardtrain.job.dist_env import (
 )
 from shardtrain.job.errors import UserError, not_valid, path_of
 from shardtrain.job.format import write_any_text
-from shardtrain.job.read import read_config
+from shardtrain.job.read import Command, read_command
 from shardtrain.job.saved import marked_values
 from shardtrain.job.schema import Mark
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
@@ -60,17 +60,20 @@ class Context:
     rank_info: RankInfo
     device: torch.device
     run_dir: Path
-    all_held_out: bool = False  # all images of the data set are to be scored, none is to train on
+    words: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of the command, by the key or group that each names
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:
     """Run a training ``job`` with the command line's configuration; return its result. See `start`."""
 
-    def run_job(config: Config, rank_info: RankInfo, device: torch.device) -> Result:
+    def run_job(command: Command, rank_info: RankInfo, device: torch.device) -> Result:
+        config = command.config
         require_same_command(config)
-        return job(config, Context(rank_info, device, run_dir(config, rank_info)))
+        return job(config, Context(rank_info, device, run_dir(config, rank_info), command.words))
 
-    return start(read_config, run_job)
+    return start(read_command, run_job)
 
 
 def require_same_command(config: Config) -> None:

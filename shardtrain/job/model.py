@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os.path
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,6 +155,14 @@ def shard_with_optimizer(
 ) -> torch.optim.Optimizer:
     """Shard ``model`` in place, over ``transport`` and on ``device`` if given; return its optimizer."""
     groups = parameter_groups(model, config.optim, config.allow)
+    sharded(model, config, transport, device)
+    return config.optim.make(groups, config.allow)
+
+
+def sharded(
+    model: nn.Module, config: Config, transport: Channel | None = None, device: torch.device | None = None
+) -> nn.Module:
+    """Shard ``model`` in place, over ``transport`` and on ``device`` if given; return it."""
     parallel = config.parallel
     mesh = None
     if parallel.replicate > 1 and transport is None:  # consecutive ranks, so that a host holds whole groups
@@ -172,20 +180,24 @@ def shard_with_optimizer(
         checkpoint_blocks(model)
     # A plan shards on the CPU, as a run would on the configuration's device.
     planned = torch.device("cpu" if config.device == "auto" else config.device)
-    shardtrain.shard(
+    return shardtrain.shard(
         model,
         units="blocks" if inside else None,
         unit_bytes=unit_bytes_on(device or planned),
         layout=layout,
         precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,
-        transport=transport or parallel.transport,
+        transport=transport or transport_name(),
         device=device,
         offload=parallel.offload,
         mesh=mesh,
         virtual_ranks=config.virtual_ranks(transport.all_ranks.world if transport else comm.world_size()),
     )
-    return config.optim.make(groups, config.allow)
+
+
+def transport_name() -> str:
+    """Return the transport that tests ask for by `SHARDTRAIN_TRANSPORT`; `auto` otherwise."""
+    return os.environ.get("SHARDTRAIN_TRANSPORT", "auto")
 
 
 def parameter_groups(model: nn.Module, optim: Optim, allow: Sequence[str] = ()) -> list[dict[str, Any]]:

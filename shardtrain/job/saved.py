@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from shardtrain import __version__
 from shardtrain.job.config import Config
 from shardtrain.job.schema import Mark, flat, marks_of
 
 MARKS = marks_of(Config)
 
 
+def record_of(config: Config) -> dict[str, Any]:
+    """Return what a run's `config.yaml` and its checkpoints hold of ``config``."""
+    return {"version": __version__, **asdict(config)}
+
+
 def marked_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, Mark]]:
     """Return the value and the marks of each key of ``config``, nested as by `asdict` or from a checkpoint.
 
-    Keys that a user may choose have their section's marks. Keys that are no more are left out.
+    Keys that a user may choose have their section's marks.
     """
     values = {}
     for key, value in flat(config).items():
@@ -25,20 +32,27 @@ def marked_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, Mark]]:
 
 
 class Change(NamedTuple):
-    """Hold a key's value in a checkpoint's configuration, and its value now."""
+    """A key's value in a checkpoint's configuration, and its value now."""
 
     key: str
     before: Any
     now: Any
     mark: Mark
 
+    def in_words(self) -> str:
+        """Return the key as the command line has it, and both values."""
+        return f"{self.key.removesuffix('.name')}={self.before}, this one has {self.now}"
+
+    def is_named_by(self, name: str) -> bool:
+        """Return whether ``name``, a key or a group, names the key; `""` names all."""
+        return not name or f"{self.key}.".startswith(f"{name}.")
+
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
     """Return the keys whose values in a checkpoint's configuration and in ``config`` differ; both are nested.
 
-    A configuration that continues a run is composed from the run's record, so both have the same keys. A key
-    of the program that only one has belongs to another version, or to another choice from a group. It does
-    not count. A keyword of a callable, such as a model, always counts.
+    What belongs to the command does not count. A key of the program that only one has belongs to another
+    choice from a group, whose name differs then; a keyword of a callable, such as a model, always counts.
     """
     before = marked_values(saved)
     now = marked_values(config)
@@ -47,6 +61,6 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[Ch
         old = before.get(key, (None, mark))[0]
         new = now.get(key, (None, mark))[0]
         is_in_both = key in before and key in now
-        if old != new and (is_in_both or key not in MARKS):
+        if old != new and (is_in_both or key not in MARKS) and Mark.COMMAND not in mark:
             changes.append(Change(key, old, new, mark))
     return changes

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from shardtrain.job.errors import UserError, not_valid
+from shardtrain.job.errors import UnknownKey, UserError, not_valid
 
 Frozen = TypeVar("Frozen")
 
@@ -36,6 +36,8 @@ BOUNDS = {
 # Types that a text may say: 0.1, true, [1,2], null.
 WRITTEN = {int, float, bool, tuple, NoneType}
 VALUE = "${oc.decode:${text}}"
+MANDATORY = "???"  # Hydra's value of a key that has to be given
+OF_ONES_OWN = "a file of your own has the one it changes in its defaults list"
 MOST_INT = 1 << 63  # torch's integers are below this
 DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -51,6 +53,7 @@ class Mark(enum.Flag):
     PER_HOST = enum.auto()  # may differ between hosts, such as a path
     IMAGES = enum.auto()  # decides which images a step has, so no run can continue with another value
     CHANGES = enum.auto()  # any value can continue a run
+    COMMAND = enum.auto()  # belongs to a command, not to the run that it continues
     HIDDEN = enum.auto()  # no hyperparameter
 
 
@@ -69,14 +72,38 @@ def one_of(*choices: str, **demands: Any) -> Any:
     return field(metadata={"choices": choices, **demands})
 
 
-def name_in(table: Mapping[str, Any], **demands: Any) -> Any:
-    """Declare a field that takes a name of ``table``, as it is when a configuration is read."""
-    return field(metadata={"choices": table, **demands})
-
-
 def chosen(*choices: str, **demands: Any) -> Any:
     """Declare the field that says which of a group's files was chosen; it is no key."""
     return one_of(*choices, chosen=True, **demands)
+
+
+def key(default: Any, text: str, **demands: Any) -> Any:
+    """Declare a key of a small program, with its ``default`` and its help; `MISSING`: it has to be given."""
+    return field(default=default, metadata={"help": text, **demands})
+
+
+def defaults_of(cls: type | None) -> dict[str, Any]:
+    """Return the default values of a small program's keys, as Hydra has them."""
+    values: dict[str, Any] = {}
+    for entry in fields(cls) if cls is not None else ():  # type: ignore[arg-type]
+        value = MANDATORY if entry.default is MISSING else entry.default
+        kind: Any = typing.get_type_hints(cls)[entry.name]
+        values[entry.name] = defaults_of(kind) if _is_section(kind) else value
+    return values
+
+
+def _is_section(kind: Any) -> bool:
+    return is_dataclass(kind)
+
+
+def help_of(cls: type, prefix: str = "") -> dict[str, str]:
+    """Return the help of a small program's keys, by full key."""
+    texts: dict[str, str] = {}
+    for entry in fields(cls):  # type: ignore[arg-type]
+        kind: Any = typing.get_type_hints(cls)[entry.name]
+        name = f"{prefix}{entry.name}"
+        texts |= help_of(kind, f"{name}.") if _is_section(kind) else {name: entry.metadata["help"]}
+    return texts
 
 
 def optional(**demands: Any) -> Any:
@@ -177,7 +204,8 @@ def _scalar(kind: Any, value: Any, key: str) -> Any:
     if type(value) is int and kind in (float, str):
         value = kind(value)
     if type(value) is not (typing.get_origin(kind) or kind):
-        raise UserError(f"{found}: expected {DESCRIPTIONS.get(kind, 'a group of keys')}")
+        quoted = f", quoted: '{key}=\"{value}\"'" if kind is str and isinstance(value, float | bool) else ""
+        raise UserError(f"{found}: expected {DESCRIPTIONS.get(kind, 'a group of keys')}{quoted}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{found}: expected a finite number")
     return value
@@ -207,12 +235,15 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
         if key not in entries and rest is None:
             known = [name for name, entry in entries.items() if "chosen" not in entry.metadata]
             known += getattr(cls, "KEYLESS_GROUPS", ())
-            raise not_valid(f"unknown key {prefix}{key}", key, known, prefix) from KeyError(f"{prefix}{key}")
+            error = not_valid(f"unknown key {prefix}{key}", key, known, prefix)
+            raise UnknownKey(f"{prefix}{key}", error)
     hints = typing.get_type_hints(cls)
     values = {}
     for key, entry in entries.items():
         value = raw.get(key, entry.default)
-        if value is MISSING or value == "???":
+        if (value is MISSING or value == MANDATORY) and "chosen" in entry.metadata:
+            raise UserError(f"{path} has no name; {OF_ONES_OWN}")
+        if value is MISSING or value == MANDATORY:
             value = "PACKAGE.NAME" if key == "_target_" else "VALUE"
             raise UserError(f"{prefix}{key} is missing: add {prefix}{key}={value}")
         values[entry.name] = typed(hints[entry.name], value, prefix + key, entry.metadata)
@@ -224,7 +255,9 @@ def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
     by_name: dict[str, Any] = {}
     for cls in classes:
         by_name.update(dict.fromkeys(cls.__dataclass_fields__["name"].metadata["choices"], cls))
-    if not isinstance(section, dict) or "name" not in section:
+    if isinstance(section, dict) and "name" not in section:
+        raise UserError(f"{key} has no name; {OF_ONES_OWN}")
+    if not isinstance(section, dict):
         raise UserError(f"{key}={_show(section)}: expected one of {', '.join(by_name)}")
     name = section["name"]
     if name not in [*by_name]:  # a list, since a name may be unhashable
@@ -233,8 +266,7 @@ def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
 
 
 def _not_chosen(key: str, name: str) -> str:
-    found = f"{key.removesuffix('.name')}={name}"
-    return f"{found}: a file of your own has the one it changes in its defaults list"
+    return f"{key.removesuffix('.name')}={name}: {OF_ONES_OWN}"
 
 
 def _show(value: Any) -> str:

@@ -6,16 +6,19 @@ of a few packages. Only the command line can add packages.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import hydra.utils
 import torch
+from hydra.errors import InstantiationException
 
 from shardtrain.job.errors import UserError, not_valid, reading
-from shardtrain.job.hydra_app import require_current
+from shardtrain.job.hydra_app import advice
 from shardtrain.job.schema import typed
 
 # Packages in which a ``_target_`` may be, besides those of `allow`.
@@ -36,21 +39,48 @@ REFUSALS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, A
 
 
 def instantiate(
-    node: Mapping[str, Any], section: str, kind: type, allow: Sequence[str] = (), *arguments: Any
+    node: Mapping[str, Any],
+    section: str,
+    kind: type | tuple[type, ...],
+    allow: Sequence[str] = (),
+    *arguments: Any,
 ) -> Any:
     """Call ``node["_target_"]`` with ``arguments`` and the node's other keys; return its result, a ``kind``.
 
-    Parameters annotated with bool, int, float or str are checked; the callable must check the others.
-    ``section`` names the config group in messages; ``allow``: the packages that the command line allows.
+    Every ``_target_`` inside of the node is looked at before the first call. Parameters annotated with bool,
+    int, float or str are checked; the callable must check the others. ``section`` names the config group in
+    messages; ``allow``: the packages that the command line allows.
     """
     path = str(node.get("_target_"))
     target = find_target(path, section, kind, allow)
     keywords = keywords_of(node, section, target, len(arguments))
-    with reading(section, f"{path} does not take these values", REFUSALS):
-        made = target(*arguments, **keywords)
+    for nested in _targets_in([*keywords.values()]):
+        find_target(nested, section, object, allow)
+    expected = f"{path} does not take these values"
+    with reading(section, expected, REFUSALS), _without_traceback():
+        made = hydra.utils.instantiate({"_target_": path, "_convert_": "all"}, *arguments, **keywords)
     if not isinstance(made, kind):
-        raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {kind.__name__}")
+        expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
+        raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {expected}")
     return made
+
+
+def _targets_in(value: Any) -> Iterator[str]:
+    """Yield each ``_target_`` in nested dictionaries and lists."""
+    if isinstance(value, Mapping) and "_target_" in value:
+        yield str(value["_target_"])
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _targets_in(item)
+
+
+@contextlib.contextmanager
+def _without_traceback() -> Iterator[None]:
+    """Raise what a callable raised inside, in place of Hydra's error about it, whose text is a traceback."""
+    try:
+        yield
+    except InstantiationException as error:
+        raise error.__cause__ or error from None
 
 
 def keywords_of(
@@ -64,8 +94,9 @@ def keywords_of(
     keywords = {key: value for key, value in node.items() if key in valid or key not in left_out}
     for key, value in keywords.items():
         if key not in valid and not takes_any:
-            require_current(f"{section}.{key}")
-            raise not_valid(f"unknown key {section}.{key}", key, valid)
+            error = not_valid(f"unknown key {section}.{key}", key, valid)
+            meant = "" if "did you mean" in str(error) else advice(key)
+            raise UserError(f"unknown key {section}.{key}; {meant}") if meant else error
         annotation = valid[key].annotation if key in valid else None
         name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations
         if name in ANNOTATIONS:
@@ -75,7 +106,9 @@ def keywords_of(
     return keywords
 
 
-def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
+def find_target(
+    path: str, section: str, kind: type | tuple[type, ...], allow: Sequence[str]
+) -> Callable[..., Any]:
     """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
     found = f"{section}._target_={path}"
     module_name, _, name = path.rpartition(".")

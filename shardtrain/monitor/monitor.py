@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from shardtrain import introspect
 from shardtrain.job import pictures, tags
 from shardtrain.job.build import Job
-from shardtrain.job.config import Config, ImageFolder, Reference
+from shardtrain.job.config import Config, ImageFolder
 from shardtrain.job.data import Batch, TrainFeed
 from shardtrain.job.data.feed import files_as_csv
 from shardtrain.job.dist_env import versions
@@ -27,6 +27,7 @@ from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
+from shardtrain.job.saved import record_of
 from shardtrain.job.signals import Stopped
 from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
@@ -129,9 +130,6 @@ def open_monitor(
     if context.rank_info.rank > 0:
         yield Monitor()
         return
-    if config.dry_run or config.eval_only:
-        yield Monitor(Console(job))
-        return
     facts = facts_of(config, context, job, best)
     result = ResultFile(context.run_dir, job)
     writers: list[Writer] = [result, Console(job), LogFile(context.run_dir)]
@@ -143,7 +141,7 @@ def open_monitor(
         writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *arguments))
     monitor = Monitor(*writers, first_step=job.first_step)
     file = context.run_dir / "config.yaml"
-    text = OmegaConf.to_yaml(dataclasses.asdict(config))
+    text = OmegaConf.to_yaml(record_of(config))
     monitor.write(file, lambda: file.write_text(text, encoding="utf-8"))
     if config.data.validation and isinstance(config.data, ImageFolder):
         table = context.run_dir / "held_out.csv"
@@ -176,7 +174,6 @@ def facts_of(
         "model": config.model_name,
         "data": config.data.name,
         "seed": config.seed,
-        "reference": None if config.reference is None else dataclasses.asdict(config.reference),
         "steps": job.steps,
         "steps_per_epoch": job.steps_per_epoch,
         "batch_size": job.train.share.batch_size,
@@ -223,7 +220,6 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     virtual = f", as {share.virtual} virtual ranks" if share.virtual else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
-    switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
     lines = [
         ("model", f"{_model_name(config.model)}, {size}, {flops} per image forward"),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
@@ -232,10 +228,8 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
         ("update", f"{optim.name}, {rate}, weight decay {optim.weight_decay:g}"),
         ("world", f"{ranks}{replicas}{virtual}, {context.device.type}{threads}, torch {torch.__version__}"),
-        ("run", f"none: {switch}" if switch else str(context.run_dir)),
+        ("run", str(context.run_dir)),
     ]
-    if config.eval_only:
-        lines = [line for line in lines if line[0] not in ("batch", "length", "update")]
     return _labelled(lines)
 
 
@@ -279,13 +273,12 @@ def end_table(result: Mapping[str, Any]) -> str:
     return _labelled([*lines, ("run", result["run_dir"])])
 
 
-def score_table(scored: Sequence[Evaluation], reference: Reference | None) -> str:
+def score_table(scored: Sequence[Evaluation]) -> str:
     """Return a table of evaluations without a run: of the validation images, then of test images if any."""
-    facts = {"reference": None if reference is None else dataclasses.asdict(reference)}
     val, *tests = scored
     test = tests[0].ranking("test") if tests else {}
     texts = titled("val", val) | (titled("test", tests[0]) if tests else {})
-    return "\n".join([*texts.values(), _labelled(_score_rows(val.scalars() | test | facts, ""))])
+    return "\n".join([*texts.values(), _labelled(_score_rows(val.scalars() | test, ""))])
 
 
 def titled(part: str, evaluation: Evaluation) -> dict[str, str]:
@@ -295,17 +288,10 @@ def titled(part: str, evaluation: Evaluation) -> dict[str, str]:
 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
-    """Return lines for the latest evaluation in ``result``, and its comparison with the reference."""
+    """Return lines for the latest evaluation in ``result``."""
     scored = scores_in_words(result)
     scored["average" if "average" in scored else "val"] += more
-    lines = [*scored.items()]
-    if result.get("reference"):
-        judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
-        accuracy = next(result[tag] for tag in judged if tag in result)
-        reference = result["reference"]
-        source = f"{reference['kind']} ({reference['source']}: {reference['conditions']})"
-        lines.append(("acc1", f"yours {accuracy:.2f} %, reference {reference['accuracy']:.2f} %, {source}"))
-    return lines
+    return [*scored.items()]
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> str:

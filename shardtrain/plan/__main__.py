@@ -1,11 +1,22 @@
-"""Predict one rank's memory and traffic: ``python -m shardtrain.plan +recipe=resnet world_size=64``."""
+"""shardtrain.plan says what a rank will hold, send and compute, before any hardware is rented.
+
+  python -m shardtrain.plan +recipe=resnet world_size=64
+  python -m shardtrain.plan +recipe=resnet world_size=64 device=cuda bandwidth=25 flops=100
+  python -m shardtrain.plan PACKAGE.FUNCTION world_size=64
+  python -m shardtrain.plan data=imagefolder data.root=FOLDER check=true
+
+device=cuda plans for GPUs wherever it runs; device=auto for what this machine has, and says which.
+FUNCTION returns any module, which then gets images, or a module and the inputs of its forward;
+model.KEY=VALUE is a keyword of it. check=true reads every image of the data set, lists those that cannot be
+read, and loads model.weights. It takes every key of shardtrain.train, and these:
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -13,49 +24,83 @@ from shardtrain import device
 from shardtrain.job import data, launch
 from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config
+from shardtrain.job.data.check import require_readable
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import Program
+from shardtrain.job.model import initial_model, transport_name
 from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.job.read import Beside, read_beside
-from shardtrain.job.schema import above, at_least
+from shardtrain.job.read import read_command
+from shardtrain.job.schema import key
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
+
+FUNCTION = re.compile(r"\w+(\.\w+)+")  # a word of the command line
+BROAD = ("torch", "numpy")  # of whose packages only a part can be allowed
+ON_IMAGES = ("data=fake", "data.image_size=224")  # what the module of a FUNCTION gets
 
 
 @dataclass(frozen=True)
 class PlanKeys:
-    """`config.yaml` explains every key."""
+    """The planner's own keys."""
 
-    world_size: int = at_least(1, at_most=10**6)
-    micro_batch: int | None = at_least(1)
-    bandwidth: float | None = above(0)
-    flops: float | None = above(0)
+    world_size: int = key(8, "ranks to plan for; no process is started", at_least=1, at_most=10**6)
+    micro_batch: int | None = key(
+        None,
+        "images of a rank in one forward; null: what train.batch_size leaves a rank; if that is no whole "
+        "number, the next, at least 2",
+        at_least=1,
+    )
+    bandwidth: float | None = key(
+        None, "GB/s that a rank sends; with flops: a lower bound for the time of a step", above=0
+    )
+    flops: float | None = key(None, "TFLOP/s of a rank", above=0)
+    check: bool = key(False, "true: read every image, and list those that cannot be read")
 
 
 @dataclass(frozen=True)
-class PlanSettings(Beside[PlanKeys]):
-    """Hold the command line's settings, with the model's keys completed from the data set."""
+class PlanSettings:
+    """The command line's settings, with the model's keys completed from the data set."""
 
+    keys: PlanKeys
+    config: Config
+    device: str
+    threads: int | None
     question: Question
 
 
 def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     """Return the settings of ``arguments``; None if a flag asks for output."""
-    both = read_beside(PlanKeys, Path(__file__).parent / "configs", arguments, speak)
-    if both is None:
+    words = list[str]()
+    for text in arguments:
+        words += _as_words(text, arguments)
+    command = read_command(words, speak, Program(PlanKeys))
+    if command is None:
         return None
-    keys = both.keys
-    config = both.config
+    keys = command.keys
+    config = command.config
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     images = _data_set(config, config.model.get("num_classes"))
     if config.device == "auto":  # otherwise also a device that this machine does not have
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")
     config = completed(config, images)
-    return PlanSettings(
-        keys, config, "cpu", config.threads, _question(keys, config, images.preprocessing.channels)
-    )
+    question = _question(keys, config, images.preprocessing.channels)
+    question = replace(question, any_module=len(words) > len(arguments))
+    return PlanSettings(keys, config, "cpu", config.threads, question)
+
+
+def _as_words(text: str, arguments: Sequence[str]) -> list[str]:
+    """Return ``text`` as it is, or PACKAGE.FUNCTION as the words of a model that the command line allows."""
+    if not FUNCTION.fullmatch(text) or {"--help", "-h"} & {*arguments}:
+        return [text]
+    module = text.rpartition(".")[0]
+    package = text.partition(".")[0]
+    allowed = module if package in BROAD else package
+    names = [word.partition("=")[0] for word in arguments]
+    images = [word for word in ON_IMAGES if word.partition("=")[0] not in names and "data" not in names]
+    return [f"model._target_={text}", f"allow=[{allowed}]", *images]
 
 
 def _data_set(config: Config, classes: int | None) -> data.DataSet:
@@ -77,7 +122,7 @@ def _question(keys: PlanKeys, config: Config, channels: int) -> Question:
     replicate = config.parallel.replicate
     whole, left = divmod(config.train.batch_size, keys.world_size * config.micro_batches(keys.world_size))
     share = max(2, whole + 1) if left else whole  # BatchNorm does not train on a single pixel of one image
-    in_place = config.parallel.transport == "shared_memory" and keys.world_size > replicate
+    in_place = transport_name() == "shared_memory" and keys.world_size > replicate
     return Question(
         world_size=keys.world_size,
         replicate=replicate,
@@ -95,10 +140,21 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
             "the planner is one process for any world size: start it with python -m shardtrain.plan"
         )
     keys = settings.keys
+    if keys.check:
+        check(settings.config)
     result = simulate(settings.config, settings.question)
     print(f"{report.headline(settings.config, result)}\n\n{report.rank_table(result)}")
     if keys.bandwidth and keys.flops:
         print(report.bound_in_words(result, keys.bandwidth, keys.flops))
+
+
+def check(config: Config) -> None:
+    """Load `model.weights`, and read every image. Raises UserError after a list of the unreadable ones."""
+    if config.model.get("weights") is not None:
+        initial_model(config)
+    images = data.load(config.data, config.allow)
+    parts = {"train": images.train_as_val or images.train, "val": images.val, "test": images.test}
+    require_readable(parts, config.data, partial(print, flush=True))
 
 
 main = partial(launch.start, read, plan)

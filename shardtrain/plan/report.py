@@ -1,4 +1,7 @@
-"""Describe a plan in words and as a table."""
+"""Describe a plan in words and as a table.
+
+Its own file, since a plan is numbers, and this is how they are printed.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,15 @@ def headline(config: Config, plan: Plan) -> str:
     replicas = f" in {counted(question.replicate, 'replica')}" if question.replicate > 1 else ""
     why = f", of which {parts:,} cannot have equal parts" if batch_size % parts else ""
     other = f"\ninstead of train.batch_size={batch_size:,}{why}" if images != batch_size else ""
+    batch = f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side}"
+    batch += f" = {images:,} images per step{other}"
+    if plan.inputs:
+        batch = f"inputs of {', '.join('×'.join(map(str, shape)) for shape in plan.inputs)}"
     return (
         f"{config.model_name}, {parameters:,} parameters in {units}; "
         f"{config.optim.name}, {parallel.precision}, device={config.device}, {link}\n"
         f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
-        f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
-        f"{images:,} images per step{other}"
+        f"{batch}"
     )
 
 

@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardtrain import UnitInfo, comm, device, introspect, torch_private
-from shardtrain.job.build import Job, loss_of
+from shardtrain import UnitInfo, comm, introspect, torch_private
+from shardtrain.job.build import loss_of
 from shardtrain.job.config import Config
-from shardtrain.job.errors import reading
-from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, uncompiled
+from shardtrain.job.errors import UserError, reading
+from shardtrain.job.losses import Loss
+from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, target_node, uncompiled
 from shardtrain.job.step import Step
+from shardtrain.job.target import REFUSALS, instantiate
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.transport import simulated
 
@@ -35,6 +38,7 @@ class Question:
     in_place: bool
     inbox: bool
     rank: int | None = None  # the rank to plan for; None: the first that holds most
+    any_module: bool = False  # the model may take and return anything
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Plan:
     accumulate: int
     uneven: bool  # other ranks hold less
     units: tuple[UnitInfo, ...]
+    inputs: tuple[tuple[int, ...], ...]  # their shapes, if the module came with them
     parameters: int  # of this rank, without padding, like the next three
     optimizer: int
     averages: int  # moving averages of parameters and buffers
@@ -74,16 +79,21 @@ def simulate(config: Config, question: Question) -> Plan:
             if question.rank:
                 model, optimizer = _sharded(config, question)
         ema = ema_of(model, config, warmup=0)
-        loss = loss_of(config.train, config.allow)
+        loss: Loss = (lambda total, _: total) if question.any_module else loss_of(config.train, config.allow)
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         side = config.data.image_size
         shape = (question.micro_batch, question.channels, side, side)
         labels = torch.zeros(question.micro_batch, dtype=torch.int64)
+        inputs = model.inputs if isinstance(model, AnyModule) else ()
         batches = [
-            (torch.empty(shape), labels.clone()) for _ in range(config.micro_batches(question.world_size))
+            (torch.empty(shape), labels.clone(), *inputs)
+            for _ in range(config.micro_batches(question.world_size))
         ]
         what = f"the model does not take images of shape {'×'.join(map(str, shape))}"
-        refusals = reading(what, "micro_batch and data.image_size decide the shape", ValueError)
+        expected = "micro_batch and data.image_size decide the shape"
+        if question.any_module:
+            expected += ", unless the function returns the inputs, too, in a tuple"
+        refusals = reading(what, expected, REFUSALS if question.any_module else ValueError)
         # In the first step, since the counter keeps recomputed activations alive.
         with refusals, FlopCounterMode(display=False) as flops:
             step(batches)
@@ -96,6 +106,7 @@ def simulate(config: Config, question: Question) -> Plan:
             accumulate=len(batches),
             uneven=min(bytes_by_rank) < max(bytes_by_rank),
             units=tuple(inside.units),
+            inputs=tuple(tuple(each.shape) for each in inputs),
             **state_bytes(model, optimizer, ema),
             gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,
@@ -105,34 +116,50 @@ def simulate(config: Config, question: Question) -> Plan:
         )
 
 
-def plan_of(config: Config, job: Job) -> Plan:
-    """Return the plan for a job: its ranks, transport and batch."""
-    transport = introspect(job.model).transport
-    in_place = transport.in_place and transport.world > 1
-    question = Question(
-        world_size=transport.all_ranks.world,
-        replicate=transport.all_ranks.world // transport.world,
-        micro_batch=job.train.share.micro_batch,
-        channels=job.inference.channels,
-        in_place=in_place,
-        inbox=not (in_place or device.is_accelerator(job.device)),
-    )
-    return simulate(replace(config, device=job.device.type), question)
-
-
 def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model on the question's rank (default: 0), and its optimizer."""
-    model = _unsharded(config)
+    model = _unsharded(config, any_module=question.any_module)
     ranks = question.world_size, question.replicate, question.rank or 0
     transport = simulated(*ranks, in_place=question.in_place, inbox=question.inbox)
     return model, shard_with_optimizer(model, config, transport)
 
 
-def _unsharded(config: Config) -> nn.Module:
+class AnyModule(nn.Module):
+    """A module that takes and returns anything. Its result is the mean of all numbers that it returns.
+
+    ``inputs``: of its forward; empty for images.
+    """
+
+    def __init__(self, module: nn.Module, *inputs: Tensor) -> None:
+        super().__init__()
+        self.module = module
+        self.inputs = inputs
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = self.module(*(self.inputs or (images,)))
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+        if not tensors:
+            raise ValueError(f"the module returns {type(outputs).__name__} without a tensor to train by")
+        return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
+
+
+def _any_module(config: Config) -> AnyModule:
+    """Return what the function of `model._target_` makes: a module, or a module and its inputs."""
+    made = instantiate(target_node(config.model), "model", (nn.Module, tuple), config.allow)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not isinstance(parts[0], nn.Module) or not all(isinstance(each, Tensor) for each in parts[1:]):
+        kinds = ", ".join(type(each).__name__ for each in parts)
+        raise UserError(
+            f"{config.model['_target_']}: returned ({kinds}), expected a module, or a module and tensors"
+        )
+    return AnyModule(*parts)
+
+
+def _unsharded(config: Config, *, any_module: bool) -> nn.Module:
     """Return the model of the configuration, of tensors without memory."""
     # On the meta device initialisation costs nothing; torch 2.11 refuses meta inside `FakeTensorMode`.
     with torch_private.disable_current_modes(), torch.device("meta"):
-        model = plain_model(config.model, config.allow)
+        model = _any_module(config) if any_module else plain_model(config.model, config.allow)
         if config.train.channels_last:
             model.to(memory_format=torch.channels_last)
     made: dict[Tensor, Tensor] = {}  # so that tied parameters stay tied
@@ -144,4 +171,8 @@ def _unsharded(config: Config) -> nn.Module:
                     if isinstance(tensor, nn.Parameter):
                         made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
                 tensors[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
+    if isinstance(model, AnyModule):
+        model.inputs = tuple(
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in model.inputs
+        )
     return model

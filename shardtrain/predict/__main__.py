@@ -1,10 +1,10 @@
-"""Predict the classes of images by a run, alone or under torchrun.
+"""shardtrain.predict writes the class of each image, as the run's model sees it, and how probable it is.
 
-    python -m shardtrain.predict run=outputs/NAME data.root=FOLDER out=classes.csv
+  python -m shardtrain.predict run=outputs/NAME data.root=FOLDER out=classes.csv
+  torchrun --nproc-per-node 2 -m shardtrain.predict run=outputs/NAME/best data.root=FOLDER out=classes.csv
 
-Each rank prepares its part of the images, as its export says, and all
-compute with the model sharded over them. Rank 0 writes the table when all are done. An image that cannot be
-read has no class in it, and the exit code is 2.
+Each rank prepares its part of the images as in the run's evaluation: the run's record has sizes,
+interpolation, mean and std. An image that cannot be read has no class in the table, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import csv
 import importlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,10 +30,10 @@ from shardtrain.job.data import EvalFeed, Share, ToDevice
 from shardtrain.job.dist_env import RankInfo, on_rank_0, together
 from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import counted
-from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.inference import Inference
 from shardtrain.job.model import plain_model
-from shardtrain.job.schema import above, at_least, checked, one_of, typed
+from shardtrain.job.read import read_keys
+from shardtrain.job.schema import MANDATORY, key, typed
 from shardtrain.job.scores import Gathering
 from shardtrain.job.target import RECIPES
 from shardtrain.train.resume import load_saved, open_saved
@@ -44,29 +44,39 @@ NO_CLASS = -1  # of an image that cannot be read
 
 @dataclass(frozen=True)
 class Where:
-    root: str
-    table: str | None
-    workers: int = at_least(0, at_most=1024)
-    batch_size: int = above(0)
+    """Where the images are, and how they are loaded."""
+
+    root: str = key(MANDATORY, "folder of the images, in any folders inside it")
+    table: str | None = key(
+        None, "FILE.csv with a column image (a path in root): only these; null: all images"
+    )
+    workers: int = key(
+        0, "processes of a rank that load images; 0: none beside itself", at_least=0, at_most=1024
+    )
+    batch_size: int = key(64, "images per rank in a forward, at most", above=0)
 
 
 @dataclass(frozen=True)
 class PredictKeys:
-    """`config.yaml` explains every key."""
+    """The keys of a prediction."""
 
-    allow: tuple[str, ...]
-    run: str
-    out: str
-    data: Where
-    device: str = one_of("auto", "cpu", ACCELERATOR)
-    threads: int | None = at_least(1)
-    weights: str = one_of("raw", "ema")
+    allow: tuple[str, ...] = key(
+        (), "packages of the run's model._target_, as the run's own command allowed them"
+    )
+    run: str = key(
+        MANDATORY,
+        "a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best",
+    )
+    out: str = key(MANDATORY, "FILE.csv with the columns file, class and probability; must not exist")
+    data: Where = field(default_factory=Where)
+    device: str = key("auto", "auto | cpu | cuda", choices=("auto", "cpu", ACCELERATOR))
+    threads: int | None = key(
+        None, "CPU threads of a rank; null: the cores of this host over its ranks", at_least=1
+    )
+    weights: str = key("raw", "raw | ema: the weights, or their moving average", choices=("raw", "ema"))
 
 
-def read(arguments: Sequence[str], speak: bool) -> PredictKeys | None:
-    program_configs()  # makes the recipes of a checkout that is not installed importable
-    raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
-    return None if raw is None else checked(raw, PredictKeys)
+read = partial(read_keys, PredictKeys)
 
 
 def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> None:
@@ -82,10 +92,6 @@ def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> Non
     on_rank_0(look)
     opened = open_saved(keys.run, keys.weights)
     facts = opened.manifest.facts
-    if "inference" not in facts:
-        raise UserError(
-            f"run={keys.run}: a checkpoint of an older version, which does not say how images are prepared"
-        )
     inference = typed(Inference, facts["inference"], "inference")
     files, notes = together(lambda: _files(keys.data))
     if rank_info.rank == 0:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint.loading import Opened
+from shardtrain.checkpoint.manifest import NAME
 from shardtrain.job.build import Job, lr_factor
 from shardtrain.job.config import Config, Sched
+from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, reading
 from shardtrain.job.format import first_of
-from shardtrain.job.record import brought_up_to_date
-from shardtrain.job.saved import Change, changed_keys
+from shardtrain.job.hydra_app import CONFIG, OF_THE_COMMAND, program_configs, require_version
+from shardtrain.job.saved import MARKS, Change, changed_keys
 from shardtrain.job.schema import Mark, typed
 
 RATE_TOLERANCE = 0.1  # relative difference of learning rates that needs no warning
@@ -27,42 +31,123 @@ def is_path(resume: str) -> bool:
     return resume not in ("auto", "none")
 
 
-def require_same_run(opened: Opened, config: Config, job: Job) -> None:
-    """Raise UserError for a checkpoint that the command's settings do not continue.
+def require_same_run(
+    opened: Opened, config: Config, job: Job, words: Mapping[str, str], run: Path | None
+) -> list[str]:
+    """Return a table of what the command changes in the run that it continues. Collective.
 
-    `resume=PATH` continues with other settings, but not with other images, nor without a step to train.
+    Raises UserError on every rank for a checkpoint that it does not continue: a key of the run that it leaves
+    out, or names with another value although that decides the images of a step, or without `resume=PATH` what
+    is learned. `resume=PATH` continues with other settings, but not with other images, nor without a step to
+    train.
+
+    words: the command's, by what they name. run: the directory of the run; None if the checkpoint is another
+    run's.
     """
+    lines: list[str] = []
+    on_rank_0(lambda: lines.extend(_compared(opened, config, job, words, run)))  # others' paths may differ
+    return lines
+
+
+def _compared(
+    opened: Opened, config: Config, job: Job, words: Mapping[str, str], run: Path | None
+) -> list[str]:
     step = job.first_step
     facts = opened.manifest.facts
     with reading("resume: no run has saved this", "resume=none starts anew"):
         images = facts["position"]["images"]
-        saved = brought_up_to_date(facts["config"])
+        saved = facts["config"]
     if step > job.steps:
         raise UserError(
             f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
             "train.epochs or train.max_steps, choose another run.name, or resume=none starts anew"
         )
     changes = changed_keys(saved, asdict(config))
+    named = named_of(changes, words)
+    other_images = _moved_images(facts["position"], job)
     if images != job.train.sampler.images:
-        changes.append(Change("images", images, job.train.sampler.images, Mark.IMAGES))
-    changes += _moved_images(facts["position"], job)
+        other_images.insert(0, Change("images", images, job.train.sampler.images, Mark.IMAGES))
     strict = step == job.steps or not is_path(config.resume)
-    decisive = [each for each in changes if Mark.IMAGES in each.mark or (strict and each.mark == Mark.NONE)]
-    if decisive:
-        shown = [each._replace(key=each.key.removesuffix(".name")) for each in decisive]
-        texts = [f"{each.key}={each.before}, this one has {each.now}" for each in shown]
-        why = ""
-        way_out = f"; resume={opened.path} continues it with other settings"
-        if any(Mark.IMAGES in each.mark for each in decisive):
-            why = ", so its place among the images means nothing here"
-            way_out = ""
-        elif step == job.steps:
-            why = ", and it has no step left to train"
-            way_out = ""
-        raise UserError(
-            f"resume: the checkpoint was saved by a run with {first_of(texts)}{why}; choose another "
-            f"run.name, or resume=none starts anew{way_out}"
-        )
+    if decisive := refused([*named, *other_images], strict=strict):
+        raise _decided(decisive, opened.path, is_over=step == job.steps)
+    _require_named(changes, words, opened, run)
+    width = max((len(each.key) for each in named), default=0)
+    return [f"changed   {each.key:<{width}}  {each.before} → {each.now}" for each in named]
+
+
+def require_known_keys_named(
+    opened: Opened, config: Config, words: Mapping[str, str], run: Path | None
+) -> None:
+    """Do what `require_same_run` does of keys left out, before the data are opened. Collective.
+
+    Keys that the data resolve have no value yet.
+    """
+
+    def look() -> None:
+        saved = opened.manifest.facts.get("config", {})
+        if saved:
+            require_version(saved.get("version"), f"resume: {opened.path}")
+        changes = [each for each in changed_keys(saved, asdict(config)) if each.key in MARKS and each.now]
+        _require_named(changes, words, opened, run)
+
+    on_rank_0(look)
+
+
+def _require_named(
+    changes: Sequence[Change], words: Mapping[str, str], opened: Opened, run: Path | None
+) -> None:
+    named = named_of(changes, words)
+    if left_out := [each for each in changes if each not in named]:
+        base = (run or opened.path.parents[1]) / CONFIG
+        raise forgotten(left_out, named, words, base if base.is_file() else opened.path / NAME)
+
+
+def refused(changes: Sequence[Change], *, strict: bool) -> list[Change]:
+    """Return the changes that no command may make. ``strict``: what is learned may not change either."""
+    return [each for each in changes if Mark.IMAGES in each.mark or (strict and each.mark == Mark.NONE)]
+
+
+def named_of(changes: Sequence[Change], words: Mapping[str, str]) -> list[Change]:
+    """Return the changes that ``words`` name. A group names its keys if another file of it is chosen."""
+    keys = {each.key for each in changes}
+    by_target = ("model", "augment")  # whose files are told apart by what they build
+    same = {
+        group
+        for group in program_configs().GROUPS
+        if f"{group}.name" not in keys and not (group in by_target and f"{group}._target_" in keys)
+    }
+    return [each for each in changes if any(map(each.is_named_by, words.keys() - same))]
+
+
+def _decided(changes: Sequence[Change], path: Path, *, is_over: bool) -> UserError:
+    """Return the error for ``changes`` that may not be made in the run of the checkpoint in ``path``."""
+    why = ""
+    way_out = f"; resume={path} continues it with other settings"
+    if any(Mark.IMAGES in each.mark for each in changes):
+        why = ", so its place among the images means nothing here"
+        way_out = ""
+    elif is_over:
+        why = ", and it has no step left to train"
+        way_out = ""
+    texts = first_of([each.in_words() for each in changes])
+    return UserError(
+        f"resume: the checkpoint was saved by a run with {texts}{why}; choose another run.name, or "
+        f"resume=none starts anew{way_out}"
+    )
+
+
+def forgotten(
+    left_out: Sequence[Change], named: Sequence[Change], words: Mapping[str, str], base: Path
+) -> UserError:
+    """Return the error for keys that a command leaves out, with the line that begins with the run's."""
+    line = [f"config={base}"]
+    for name, word in words.items():
+        if name.partition(".")[0] in OF_THE_COMMAND or any(each.is_named_by(name) for each in named):
+            line.append(word)
+    return UserError(
+        f"resume: the run has {first_of([each.in_words() for each in left_out])}, which the command does not "
+        f"name; this continues it: {shlex.join(line)}"
+    )
 
 
 def validation_warnings(opened: Opened, job: Job) -> list[str]:

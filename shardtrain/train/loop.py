@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,34 +16,28 @@ from torch import Tensor
 
 from shardtrain import comm, introspect, recording
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
-from shardtrain.job import data
-from shardtrain.job.build import Job, build, seed_process
+from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, Share, TrainFeed
-from shardtrain.job.data.check import require_readable
-from shardtrain.job.dist_env import AFTERWARDS, on_rank_0, virtual_threads
-from shardtrain.job.errors import Unreadable, UserError, WorkerError
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.dist_env import AFTERWARDS, virtual_threads
+from shardtrain.job.errors import Unreadable, UserError
 from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.losses import loss_notes, mix_notes
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import CapturedStep, Step
-from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
-from shardtrain.monitor.writers import json_of
-from shardtrain.plan.report import rank_table
-from shardtrain.plan.simulate import plan_of
+from shardtrain.monitor import StepMetrics, Watch, open_monitor, start_table
+from shardtrain.train.continuation import require_known_keys_named
 from shardtrain.train.resume import (
     Identity,
-    disk_in_words,
     find_start,
     identify,
+    is_elsewhere,
     memory_of,
     require_own_rights,
     restore,
     run_directory,
     start_messages,
-    weighted_as_saved,
 )
 from shardtrain.train.saving import Saver, Training
 
@@ -129,13 +122,6 @@ def micro_batch(feed: TrainFeed, step: int, number: int) -> Batch:
     return batch
 
 
-def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
-    """Return the scores of an `eval_only` run as one line of JSON, by their TensorBoard tags."""
-    val, *tests = scored
-    test = tests[0].ranking("test") if tests else {}
-    return json.dumps(json_of({"step": step, **val.scalars(), **test}))
-
-
 class Finiteness:
     """Check that gradients are finite. In fp16 they may not be because their scale was too high.
 
@@ -206,23 +192,9 @@ def train(config: Config, context: Context) -> float | None:
         try:
             return _train(config, context, identity, memory)
         except Unreadable as error:
-            if config.dry_run or config.eval_only:
-                raise
-            raise UserError(f"{error}; dry_run=true lists all images that cannot be read") from None
-
-
-def _built(config: Config, context: Context, first_step: int) -> tuple[Job, Config]:
-    """Build the job. In a dry run, if an image cannot be read, list all such images before the error."""
-    ranks = context.rank_info
-    place = (ranks.rank, ranks.world_size, context.device)
-    try:
-        return build(config, *place, first_step, all_held_out=context.all_held_out)
-    except WorkerError:
-        if config.dry_run:
-            images = data.load(config.data, config.allow, all_held_out=context.all_held_out)
-            parts = {"train": images.train_as_val or images.train, "val": images.val, "test": images.test}
-            require_readable(parts, config.data, print if ranks.rank == 0 else lambda text: None)
-        raise
+            raise UserError(
+                f"{error}; python -m shardtrain.plan … check=true lists all images that cannot be read"
+            ) from None
 
 
 def _train(config: Config, context: Context, identity: Identity, memory: Path | None) -> float | None:
@@ -231,10 +203,12 @@ def _train(config: Config, context: Context, identity: Identity, memory: Path | 
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, identity, memory)
-    config = weighted_as_saved(config, start)
-    job, config = _built(config, context, start.step)
+    if start.opened is not None:
+        own_directory = None if is_elsewhere(store, start) else context.run_dir
+        require_known_keys_named(start.opened, config, context.words, own_directory)
+    job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
-    state = restore(store, start, config, job, metrics)
+    state, changes = restore(store, start, config, context, job, metrics)
     with (
         run_directory(store, start, config, context, identity) as messages,
         open_monitor(config, context, job, metrics, state.best) as monitor,
@@ -245,25 +219,12 @@ def _train(config: Config, context: Context, identity: Identity, memory: Path | 
             *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
             *mix_notes(config.train.mixup, config.train.cutmix, job.train.share.micro_batch),
+            *changes,
             *start_messages(store, start, job, config),
         ]
         monitor.say("\n".join([start_table(config, context, job), *notes]))
         training = Training(config, job, metrics, monitor)
         saver = Saver(training, store, state, signals)
-        if config.eval_only:
-            scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
-            monitor.say(score_table(scored, config.reference))
-            monitor.say(scores_as_json(start.step, scored))
-            score = saver.ranked(scored[0])
-            return None if math.isnan(score) else score
-        if config.dry_run:
-            plan = plan_of(config, job)
-            saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
-            on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
-            test = None if job.test is None else job.test.images
-            parts = {"train": job.train.images, "val": job.val.images, "test": test}
-            require_readable(parts, config.data, monitor.say)
-            return saver.best.score if saver.best else None
         with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)
         return saver.best.score if saver.best else None

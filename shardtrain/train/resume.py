@@ -12,7 +12,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,8 @@ from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0, together
 from shardtrain.job.errors import UserError, path_of, reading, writing
-from shardtrain.job.format import MIB, counted, first_of
+from shardtrain.job.format import counted, first_of
+from shardtrain.job.hydra_app import require_version
 from shardtrain.job.launch import Context
 from shardtrain.monitor import StepMetrics
 from shardtrain.optim import Ema
@@ -50,16 +50,15 @@ class Identity(NamedTuple):
 
 def start_messages(store: Store, start: Newest, job: Job, config: Config) -> list[str]:
     """Return the lines that a run prints about its start."""
-    aside = "" if config.eval_only or config.dry_run else "; it is set aside"
     warnings = [
-        f"warning: {text}{'' if path.is_relative_to(memory.MEMORY) else aside}"
+        f"warning: {text}{'' if path.is_relative_to(memory.MEMORY) else '; it is set aside'}"
         for path, text in start.damaged
     ]
     warmup = warmup_of(config.sched, job.steps, job.steps_per_epoch)
     if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
         asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
         warnings.append(f"warning: {asked}: the warm-up takes {counted(warmup, 'step')}")
-    if not (config.checkpoint.keep or config.eval_only or config.dry_run):
+    if not config.checkpoint.keep:
         kept = "the step after which it is stopped is in memory for ten minutes"
         if not config.checkpoint.memory_every_steps:
             kept = "a run that is stopped begins anew"
@@ -87,13 +86,11 @@ def _messages_of_checkpoint(
     before = opened.manifest.facts.get("machine", {})
     now = machine(job.device)
     changed = [f"{what} {old} → {now[what]}" for what, old in before.items() if now.get(what) != old]
-    if wanted and changed and not config.eval_only:
+    if wanted and changed:
         warnings.append(
             f"warning: the checkpoint is from another machine ({', '.join(changed)}): results may differ in "
             "the last bits"
         )
-    if config.eval_only:
-        return [*warnings, f"evaluating step {start.step} ({opened.path})"]
     warnings += rate_warnings(opened, job, config)
     if not elsewhere:
         warnings += validation_warnings(opened, job)
@@ -105,20 +102,6 @@ def _messages_of_checkpoint(
     elif is_path(config.resume):
         note = f"; resume={config.resume} is only for a run without checkpoints of its own"
     return [*warnings, f"{where} ({opened.path}){note}"]
-
-
-def weighted_as_saved(config: Config, start: Newest) -> Config:
-    """Return the configuration in which an evaluation has the balanced class weights that its run counted.
-
-    It cannot count them itself: it may score other images, and have none to train on.
-    """
-    if not config.eval_only or config.train.class_weights != "balanced" or start.opened is None:
-        return config
-    facts = start.opened.manifest.facts
-    weights = facts.get("class_weights")  # which checkpoints up to 0.2.0 do not have
-    if weights is None or facts["config"]["train"]["class_weights"] != "balanced":
-        return config
-    return replace(config, train=replace(config.train, class_weights=tuple(weights)))
 
 
 def is_elsewhere(store: Store, start: Newest) -> bool:
@@ -180,7 +163,7 @@ def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[
     memory, or if the ranks are on several hosts.
     """
     every = config.checkpoint.memory_every_steps
-    if not every or config.dry_run or config.eval_only:
+    if not every:
         yield None
         return
     key = f"checkpoint.memory_every_steps={every}"
@@ -223,20 +206,18 @@ def find_start(
             with locked(context.run_dir):
                 pass
 
-    if not (config.dry_run or config.eval_only):
-        on_rank_0(look)
+    on_rank_0(look)
     store = Store(
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),
         keep=config.checkpoint.keep,
         memory=in_memory,
     )
-    if config.resume == "none" and (config.eval_only or identity.is_new):
+    if config.resume == "none" and identity.is_new:
         return store, Newest(None, 0, [])
     with reading(f"resume={config.resume}", "resume=none starts anew", (Damaged, OSError)):
-        elsewhere = is_path(config.resume)
-        start = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest()
-        if start.opened is None and elsewhere:
+        start = store.newest()
+        if start.opened is None and is_path(config.resume):
             start = open_named(path_of("resume", config.resume))
             if start.opened is None:
                 raise Damaged("neither a checkpoint nor a run with checkpoints")
@@ -268,6 +249,7 @@ def open_saved(run: str, weights: str) -> Opened:
         opened = open_named(where).opened
     if opened is None or "config" not in opened.manifest.facts:
         raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
+    require_version(opened.manifest.facts["config"].get("version"), f"run={run}")
     if weights == "ema" and not opened.manifest.specs("ema"):
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     return opened
@@ -287,12 +269,6 @@ def load_saved(
         return contextlib.nullcontext()
     ema.restore(extra["ema"], opened.manifest.world_size)
     return ema.swapped()
-
-
-def disk_in_words(directory: Path, checkpoint: int) -> str:
-    """Return a sentence about the bytes of a ``checkpoint`` per rank, and ``directory``'s free space."""
-    place, free = free_space(directory)
-    return f"{checkpoint / MIB:,.2f} MiB per rank and checkpoint, {free / MIB:,.0f} MiB free on {place}"
 
 
 def free_space(directory: Path) -> tuple[Path, int]:
@@ -328,11 +304,10 @@ def run_directory(
             if config.checkpoint.keep:
                 free_space(store.directory)
 
-        if not (config.dry_run or config.eval_only):
-            on_rank_0(prepare)
-            if store.memory is not None and context.rank_info.rank == 0:
-                memory.keep_only(store.memory, start.step)
-            messages += _rehearse(store, config, context)
+        on_rank_0(prepare)
+        if store.memory is not None and context.rank_info.rank == 0:
+            memory.keep_only(store.memory, start.step)
+        messages += _rehearse(store, config, context)
         yield messages
 
 
@@ -417,50 +392,35 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def restore(store: Store, start: Newest, config: Config, job: Job, metrics: StepMetrics) -> RunState:
-    """Load the checkpoint of ``start`` into the job, and return the run's state. Collective.
+def restore(
+    store: Store, start: Newest, config: Config, context: Context, job: Job, metrics: StepMetrics
+) -> tuple[RunState, list[str]]:
+    """Load the checkpoint of ``start`` into the job; return the run's state, and lines about it. Collective.
 
-    The command's settings replace the saved ones: a new `optim.weight_decay` takes effect.
-
-    Raises:
-        UserError: the checkpoint is of another model or optimizer, or of other batches; or `eval_only` has
-            nothing to evaluate.
+    The command's settings replace the saved ones: a new `optim.weight_decay` takes effect. Raises UserError
+    for a checkpoint of another model or optimizer, of other batches, or with settings that the command leaves
+    out.
     """
     opened = start.opened
-    evaluating = config.eval_only
     if opened is None:
-        _require_weights(store, config)
-        return RunState()
-    if not evaluating:  # an evaluation needs neither the optimizer nor the position among the images
-        require_same_run(opened, config, job)
+        return RunState(), []
+    elsewhere = is_elsewhere(store, start)
+    changes = require_same_run(opened, config, job, context.words, None if elsewhere else context.run_dir)
     groups = [dict(group) for group in job.optimizer.param_groups]
     try:
         averages = None if job.ema is None else job.ema.averages
-        extra = load_into(opened, job.model, None if evaluating else job.optimizer, averages)
+        extra = load_into(opened, job.model, job.optimizer, averages)
     except ValueError as error:
         problems = first_of(str(error).split("; "))
-        if not evaluating:
-            problems = f"resume={config.resume}: {problems}; resume=none starts anew"
-        raise UserError(problems) from None
+        raise UserError(f"resume={config.resume}: {problems}; resume=none starts anew") from None
     ranks = opened.manifest.world_size
     if job.ema is not None:
         job.ema.restore(extra["ema"], ranks)
-    if evaluating:
-        return RunState()
     for group, own in zip(job.optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in own.items() if key != "params"})
     if extra.get("scaler"):  # empty if the run did not scale its loss
         job.scaler.load_state_dict(extra["scaler"])
-    if is_elsewhere(store, start):  # whose best step this run does not have
-        return RunState()
+    if elsewhere:  # whose best step this run does not have
+        return RunState(), changes
     metrics.restore(extra["window"], ranks)
-    return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
-
-
-def _require_weights(store: Store, config: Config) -> None:
-    """Raise UserError for an evaluation of initial weights."""
-    if config.eval_only and config.model.get("weights") is None:
-        raise UserError(
-            f"eval_only=true: there is no checkpoint in {store.directory}; name the run "
-            "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
-        )
+    return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False)), changes

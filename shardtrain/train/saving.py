@@ -32,6 +32,7 @@ from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, evaluate
 from shardtrain.job.format import MIB
 from shardtrain.job.losses import given_weights
+from shardtrain.job.saved import record_of
 from shardtrain.job.signals import Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
@@ -197,9 +198,7 @@ class Saver:
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         job = self._job
-        tta = self._config.train.tta
-        end = self._raise_signal
-        return evaluate(job.model, feed, job.scoring, ema=job.ema, tta=tta, before_batch=end)
+        return evaluate(job.model, feed, job.scoring, ema=job.ema, before_batch=self._raise_signal)
 
     def _raise_signal(self) -> None:
         signal, _ = self._exchange()
@@ -279,7 +278,7 @@ class Saver:
             "inference": asdict(job.inference),
             "class_weights": given_weights(job.loss),  # as numbers, if `train.class_weights` has any
             "machine": machine(job.device),
-            "config": asdict(self._config),
+            "config": record_of(self._config),
             "best": best,
         }
         problem = self._store.save(

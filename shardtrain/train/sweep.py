@@ -11,7 +11,6 @@ what has not finished. A job that fails, or that is killed, is reported, and the
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -29,7 +28,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -42,7 +40,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError, path_of, writing
 from shardtrain.job.hydra_app import explained, program_configs, split
 from shardtrain.job.launch import USER_ERROR, run_dir
-from shardtrain.job.read import read_config
+from shardtrain.job.read import read_command
 from shardtrain.job.schema import typed
 from shardtrain.job.signals import INTERRUPTED
 
@@ -120,8 +118,8 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
             else:
                 continue
             fixed.remove(text)
-    config = read_config([*fixed, *first_values], speak)
-    return None if config is None else Sweep(fixed, swept, hydra_words, ranks, config)
+    first = read_command([*fixed, *first_values], speak)
+    return None if first is None else Sweep(fixed, swept, hydra_words, ranks, first.config)
 
 
 def _with_first_value(override: Override) -> str:
@@ -142,10 +140,10 @@ def _hydra(config_dirs: Sequence[str], swept: Sequence[str] = ()) -> Iterator[An
     What it and its parser raise becomes a UserError.
     """
     random.seed(0)  # for shuffle(…), the same whenever the words are read
-    with program_configs() as own, explained():
-        folders = [own, *(path_of("--config-dir", text).absolute() for text in config_dirs)]
-        files = itertools.chain.from_iterable(folder.glob("*/*.yaml") for folder in folders)
-        groups = {"model", *(file.parent.name for file in files)}
+    configs = program_configs()
+    folders = [configs.FOLDER, *(path_of("--config-dir", text).absolute() for text in config_dirs)]
+    groups = configs.groups_in(folders)
+    with explained(groups):
         defaults: list[Any] = ["_self_"]
         defaults += [{group: None} for group in sorted(groups, key="recipe".__eq__)]  # it changes the others
         defaults += [{f"override hydra/{name}_logging": "none"} for name in ("hydra", "job")]
@@ -153,8 +151,10 @@ def _hydra(config_dirs: Sequence[str], swept: Sequence[str] = ()) -> Iterator[An
         node = OmegaConf.create({"defaults": defaults, "hydra": own_keys})
         for word in swept:  # each job checks its own
             OmegaConf.update(node, word.partition("=")[0], None)
-        ConfigStore.instance().store(name="sweep", node=node)
-        with hydra.initialize_config_dir(str(own), version_base="1.3"):
+        with (
+            configs.registered(node),
+            hydra.initialize_config_dir(str(configs.FOLDER), version_base="1.3"),
+        ):
             yield GlobalHydra.instance().hydra
 
 
@@ -165,7 +165,7 @@ def let_hydra_sweep(sweep: Sweep, directory: Path) -> None:
         words.append("hydra.sweeper.direction=minimize")
     task = partial(run_job, sweep.fixed, sweep.ranks, directory)
     with _hydra(split(sweep.fixed)[0].config_dir, sweep.swept) as app:
-        app.multirun("sweep", task, words, with_log_configuration=False)
+        app.multirun(program_configs().PRIMARY, task, words, with_log_configuration=False)
 
 
 def run_job(fixed: Sequence[str], ranks: int, directory: Path, _: DictConfig) -> float:

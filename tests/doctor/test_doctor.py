@@ -17,18 +17,18 @@ from shardtrain.job.format import counted
 from shardtrain.recipes import models
 
 from pool import each_rank
-from tiny import ALONE, CPU, VIT, composed, small_model
+from tiny import ALONE, CPU, VIT, composed, over_transport, small_model
 
 TINY = ["+recipe=resnet", "data=fake", "data.limit=48", "data.image_size=8", "train.batch_size=12"]
 LOW = ["train.accumulate=2"]
-MESSAGES = "parallel.transport=process_group"
+MESSAGES = "SHARDTRAIN_TRANSPORT=process_group"
 LONG = pytest.mark.long
 
 
 def examined(fault: Callable[[Job], object] | None, *arguments: str) -> str:
     """What the doctor says of two steps with dropout and BatchNorm, with a ``fault`` on rank 1."""
-    config = composed(*TINY, "model=mobilenet_v3_small", *arguments)
-    with patch.object(models, "_build", small_model):
+    with patch.object(models, "_build", small_model), over_transport(arguments) as words:
+        config = composed(*TINY, "model=mobilenet_v3_small", *words)
         job, config = build(config, comm.rank(), comm.world_size(), CPU)
         if comm.rank() == 1 and fault is not None:
             fault(job)
@@ -39,7 +39,11 @@ def examined(fault: Callable[[Job], object] | None, *arguments: str) -> str:
     ("world", "arguments", "how"),
     [
         (1, [*LOW, "optim=adamw"], "bit for bit, updates to 1e-06"),
-        (2, ["parallel.transport=shared_memory", "optim=adamw", "train.channels_last=true"], "bit for bit, "),
+        (
+            2,
+            ["SHARDTRAIN_TRANSPORT=shared_memory", "optim=adamw", "train.channels_last=true"],
+            "bit for bit, ",
+        ),
         pytest.param(3, [MESSAGES, *LOW], "bit for bit, ", marks=LONG),
         (2, ["parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, "),
         (2, [*LOW, "parallel.precision=bf16"], "to 0.05, updates to 0.05"),

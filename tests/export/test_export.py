@@ -5,7 +5,6 @@ import faulthandler
 import io
 import json
 import os
-import re
 import shutil
 import sys
 import urllib.error
@@ -23,10 +22,13 @@ from torchvision.models import mobilenet_v3_small
 import shardtrain
 from shardtrain import comm
 from shardtrain.checkpoint.manifest import digest_line
+from shardtrain.evaluate.__main__ import read as read_evaluation
+from shardtrain.evaluate.__main__ import score
 from shardtrain.export import __main__ as program
 from shardtrain.job import inference as reader
 from shardtrain.job import launch
 from shardtrain.job.errors import UserError
+from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.model import (
     initial_model,
     load_weights,
@@ -38,7 +40,7 @@ from shardtrain.job.model import (
 from shardtrain.train.loop import train
 
 from pool import once
-from tiny import SHORT, composed, configure, context, result_of
+from tiny import CPU, SHORT, composed, configure, context, result_of
 
 STOCK = (
     *("model=mobilenet_v3_small", "data.channels=3", "augment=digits", "optim=adamw"),
@@ -46,10 +48,14 @@ STOCK = (
 )
 
 
+RUN = ("+recipe=resnet", *SHORT, *STOCK)
+
+
 def run(folder: Path, *arguments: str) -> str:
     """Train a model of torchvision's, and return how the run ended on this rank."""
     try:
-        train(configure(*SHORT, *STOCK, *arguments), context(folder))
+        words = (*RUN, *arguments)
+        train(composed(*words), context(folder, *words))
     except UserError as error:
         return str(error)
     finally:
@@ -153,11 +159,18 @@ def told(folder: Path, *arguments: str) -> str:
     return f"{ending}\n{said.getvalue()}"
 
 
+def scored(*words: str) -> list[Evaluation]:
+    """Score by `shardtrain.evaluate` on the ranks of this group."""
+    command = read_evaluation(words)
+    assert command is not None
+    return score(command, context("nowhere").rank_info, CPU)
+
+
 @pytest.mark.long
-def test_an_evaluation_alone_scores_test_images_too(tmp_path: Path, capsys: Any) -> None:
-    for mode in (["eval_only=false"], ["eval_only=true", "train.batch_size=5000"]):
-        capsys.readouterr()
-        assert run(tmp_path / "run", "data.validation=12", *mode) == "finished"
+def test_an_evaluation_scores_test_images_too(tmp_path: Path, capsys: Any) -> None:
+    assert run(tmp_path / "run", "data.validation=12") == "finished"
+    capsys.readouterr()
+    scored(f"run={tmp_path}/run")
     said = capsys.readouterr().out
     result = result_of(tmp_path / "run")
     for name in ("val", "test"):
@@ -165,48 +178,28 @@ def test_an_evaluation_alone_scores_test_images_too(tmp_path: Path, capsys: Any)
 
 
 @pytest.mark.long
-def test_an_evaluation_alone_scores_as_the_run_did(
+def test_an_evaluation_scores_as_the_run_did(
     on_ranks: Any, tmp_path: Path, trained: Path, export: Any, capsys: Any
 ) -> None:
     result = result_of(trained)
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    said = f"acc1 {result['val/acc1']:.2f} %"
-    output = on_ranks(3, told, trained, "eval_only=true", "optim=sgd")[0]
-    assert output.startswith("finished")
-    assert "none: eval_only" in output
-    assert not re.search("^(batch|length|update) ", output, re.M)
-    assert "evaluating step 5" in output
-    assert f"val      loss {result['val/loss']:.4f}, {said}" in output
-    assert f"average  loss {result['val/ema_loss']:.4f}" in output
+    found = on_ranks(3, scored, f"run={trained}", "optim=sgd")[0][0]
+    assert found.scores.loss == pytest.approx(result["val/loss"])
+    assert found.ema.loss == pytest.approx(result["val/ema_loss"])
     assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    bare = ("eval_only=true", f"resume={trained}/best")  # the checkpoint knows model and data
     capsys.readouterr()
-    assert train(composed(*bare), context(tmp_path / "none")) == result["best_val/acc1"]
-    scores = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert scores["step"] == result["best_val/step"]
-    assert scores["val/loss"] == pytest.approx(result["val/loss"], rel=1e-6)  # of two ranks, and of one
-    given = ("data.limit=5", "data.repeats=2")  # the command says where it differs
-    place = context(trained)
-    assert train(composed("eval_only=true", f"run.dir={trained}", "data=fake", *given), place) in (
-        0,
-        20,
-        40,
-        60,
-        80,
-        100,
-    )
+    scored(f"run={trained}/best")
+    said = capsys.readouterr().out
+    assert f"evaluating step {result['best_val/step']} (" in said
+    scores = json.loads(said.splitlines()[-1])
+    assert (scores["step"], scores["val/loss"]) == (result["best_val/step"], result["val/loss"])
     assert export(f"run={trained}/best", f"out={tmp_path}/best.pth") == 0
+    plain = [word for word in RUN if not word.startswith("ema")]
     for weights, tag in (("raw", "val/loss"), ("ema", "val/ema_loss")):
         out = tmp_path / f"{weights}.pth"
         assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0
-        capsys.readouterr()
-        plain = ("eval_only=true", "ema.decay=null", f"model.weights={out}")
-        assert run(tmp_path / "none", *plain) == "finished"
-        assert f"val  loss {result[tag]:.4f}" in capsys.readouterr().out
-    assert not (tmp_path / "none").exists()
-    ending = run(tmp_path / "none", "eval_only=true")
-    assert "eval_only=true: there is no checkpoint in" in ending
-    assert "or plain weights (model.weights=FILE)" in ending
+        (found,) = scored(*plain, f"model.weights={out}")
+        assert (found.scores.loss, found.ema) == (pytest.approx(result[tag]), None)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

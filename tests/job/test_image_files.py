@@ -18,11 +18,12 @@ from shardtrain.job.data.check import require_readable
 from shardtrain.job.data.sets import class_notes
 from shardtrain.job.errors import UserError
 from shardtrain.job.preprocessing import Preprocessing
+from shardtrain.plan.__main__ import plan, read
 from shardtrain.recipes.photos import images_in, opened_image
 from shardtrain.train.loop import train
 
 from pool import each_rank
-from tiny import QUIET, VIT, composed, context, run_to_end, write_folders
+from tiny import ALONE, CPU, VIT, composed, context, write_folders
 
 PHOTOS: dict[str, Any] = {"image_size": 8, "resize": 8, "workers": 0}
 
@@ -181,11 +182,11 @@ def broken(root: Path) -> list[Path]:
     return paths
 
 
-ON_FOLDERS = ("data=imagefolder", "data.image_size=16", "data.resize=16", "data.workers=0", "dry_run=true")
+ON_FOLDERS = ("data=imagefolder", "data.image_size=16", "data.resize=16", "data.workers=0")
 
 
 @each_rank(1, 2, transport="auto")
-def test_a_dry_run_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Path) -> None:
+def test_a_check_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Path) -> None:
     root = tmp_path / "images"
     if comm.rank() == 0:
         broken(root)
@@ -206,28 +207,22 @@ def test_a_dry_run_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Pa
     progress = [line for line in lines if line.endswith(" images read")]
     assert progress[-1] == "val: 20 of 20 images read"
     assert progress[0] == "train: 12 of 20 images read"
-    ending = run_to_end(str(tmp_path / "run"), *ON_FOLDERS, f"data.root={root}", QUIET)
-    assert ending.startswith("UserError data=imagefolder: 5 of 40 images cannot be read")
 
 
-def test_a_dry_run_lists_all_images_where_the_first_one_stops_it_before(tmp_path: Path, capsys: Any) -> None:
+def test_a_check_lists_all_images_where_a_run_stops_at_the_first(tmp_path: Path, capsys: Any) -> None:
     """An augmentation is tried on image 0 before the first step."""
     broken(tmp_path)
-    keys = (
-        *VIT,
-        "train.batch_size=4",
-        *ON_FOLDERS,
-        f"data.root={tmp_path}",
-        "augment=photo",
-        "augment.policy=trivial",
-    )
+    keys = (*VIT, "train.batch_size=4", *ON_FOLDERS, f"data.root={tmp_path}", "augment=photo")
+    settings = read([*keys, "check=true"], False)
+    assert settings is not None
     with pytest.raises(UserError, match="5 of 40 images cannot be read"):
-        train(composed(*keys), context(tmp_path / "run"))
+        plan(settings, ALONE, CPU)
     assert capsys.readouterr().out.count("cannot read the image") == 5
-    with pytest.raises(
-        UserError, match=r"^cannot read the image .*; dry_run=true lists all images that cannot"
-    ):
-        train(composed(*keys, "dry_run=false"), context(tmp_path / "run"))
+    told = r"^cannot read the image .*; python -m shardtrain.plan … check=true lists all images that cannot"
+    with pytest.raises(UserError, match=told):
+        train(composed(*keys, "augment.policy=trivial"), context(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"^model.weights=nowhere.pth: there is no such file"):
+        plan(read([*keys, "check=true", "model.weights=nowhere.pth"], False), ALONE, CPU)
 
 
 def failing() -> Any:

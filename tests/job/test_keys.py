@@ -1,12 +1,9 @@
 """Every key of the training program acts: another value changes a run, or a test of its own shows what."""
 
-import dataclasses
 import io
-import typing
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,14 +13,14 @@ from torchvision.models import VisionTransformer
 
 from shardtrain import comm, introspect
 from shardtrain.job import build
-from shardtrain.job.config import Config, Reference
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
 from shardtrain.monitor import Monitor
 from shardtrain.train import loop
 
-from key_table import FOUR_STEPS, ROWS, UNITS, photos
+from key_table import FOUR_STEPS, ROWS, UNITS, keys_of, photos
 from pool import each_rank
-from tiny import CPU, VIT, composed, context
+from tiny import CPU, VIT, composed, context, over_transport
 
 ROOT = Path(__file__).parents[2]
 # Those on which a difference would not be enough, and the test that shows what they do.
@@ -32,23 +29,20 @@ ELSEWHERE = {
     "test_launch.py::test_the_job_gets_config_device_and_directory": "threads run.name run.dir",
     "test_resume.py::test_starting_anew_and_from_elsewhere": "resume",
     "test_resume.py::test_random_crops_micro_batches_and_workers_too": "data.workers",
-    "test_export.py::test_an_evaluation_alone_scores_test_images_too": "eval_only",
     "test_export.py::test_weights_are_a_start": "model.weights model.reset_head model.freeze",
-    "test_recipes.py::test_a_recipe_says_what_it_is": "reference",
     "test_recipes.py::test_an_optimizer_by_name_takes_its_keywords": ("optim._target_"),
     "test_cli.py::test_a_model_of_ones_own_runs_where_the_command_allows_it": (
         "allow train.loss monitor.scores"
     ),
     "test_scores.py::test_a_run_by_another_score": "train.best",
     "test_data.py::test_a_data_set_of_ones_own": "data._target_",
-    "test_data.py::test_photographs_as_a_fine_tuner_wants_them": "train.eval_batch_size",
     "test_train.py::test_channels_last_reaches_the_activations": "train.channels_last",
     "test_train.py::test_compiling_without_a_compiler_is_a_mistake": "parallel.compile",
     "test_config.py::test_groups_are_chosen_by_name_and_numbers_become_floats": ("augment._target_"),
-    "test_keys.py::test_the_transport_is_the_one_that_is_asked_for": "parallel.transport",
     "test_virtual.py::test_a_run_moves_between_numbers_of_ranks": "parallel.virtual_ranks",
     "test_replay.py::test_a_run_stops_before_the_update_where_a_rank_computes_wrong": "train.replay_every",
     "test_capture.py::test_the_program_replays_its_steps": "train.capture",
+    "test_plan.py::test_activations_are_computed_again": "parallel.activation_checkpoint",
     "test_config.py::test_mistakes_are_named": "parallel.offload",
     "test_data.py::test_images_in_folders": "data.root",
     "test_table.py::test_a_table_gives_labels_and_a_split_of_every_class": "data.table",
@@ -56,19 +50,6 @@ ELSEWHERE = {
     "test_data.py::test_batches_have_the_size_that_was_asked_for": "data.eval_size",
     "test_memory.py::test_crashes_lose_the_step_under_way_only": "checkpoint.memory_every_steps",
 }
-
-
-def keys_of(kind: Any, prefix: str = "") -> set[str]:
-    """Return the keys of a section, of any of the choices that it has."""
-    if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union:
-        return set().union(*(keys_of(each, prefix) for each in get_args(kind)))
-    if dataclasses.is_dataclass(kind) and kind is not Reference:
-        hints = get_type_hints(kind)
-        # A user's own keywords are no key, nor is what the choice from a group sets.
-        kept = {"others", "chosen"}
-        names = [field.name for field in dataclasses.fields(kind) if kept.isdisjoint(field.metadata)]
-        return set().union(*(keys_of(hints[name], f"{prefix}.{name}".lstrip(".")) for name in names))
-    return {prefix} - {"", "model", "augment"}  # of these two the files have the keys
 
 
 def test_every_key_is_in_the_table() -> None:
@@ -80,7 +61,7 @@ def test_every_key_is_in_the_table() -> None:
     shown = set(" ".join(ELSEWHERE.values()).split())
     assert changed.isdisjoint(shown)
     assert changed | shown == keys
-    assert len(keys) <= 88
+    assert len(keys) <= 81
     for place in ELSEWHERE:
         file, _, name = place.partition("::")
         [test_file] = (ROOT / "tests").rglob(file)
@@ -98,7 +79,9 @@ def evidence(folder: Path, *words: str) -> dict[str, Any]:
 
     with patch.object(Monitor, "log", logging), redirect_stdout(io.StringIO()) as said:
         usual = [word for word in FOUR_STEPS if words[:1] != ("data=imagefolder",) or word[:4] != "data"]
-        loop.train(composed(*VIT, *usual, *words), context(folder))
+        with over_transport(words) as words:
+            command = (*VIT, *usual, *words)
+            loop.train(composed(*command), context(folder, *command))
     comm.barrier()
 
     def of(*tags: str) -> list[Any]:
@@ -132,14 +115,14 @@ def require_acting(tmp_path: Path, rows: list[list[str]]) -> None:
 
 
 # Those that no other test of the default tier would miss.
-FIRST = ("clip_grad", "smoothing", "mixup", "cutmix", "train.tta", "crop_area", "resize")
+FIRST = ("clip_grad", "smoothing", "mixup", "cutmix", "crop_area", "resize")
 FIRST += ("every_steps=2", "activation_checkpoint", "parallel.reduce")
 
 
 def chosen(first: bool, ranks: int) -> list[list[str]]:
     """Return the rows of the default tier or the others, for one rank or for two, which `parallel` needs."""
     listed = [row for row in ROWS if any(word in row[1] for word in FIRST) == first]
-    return [row for row in listed if ("parallel." in row[1] and "dry_run" not in row[1]) == (ranks > 1)]
+    return [row for row in listed if ("parallel." in row[1]) == (ranks > 1)]
 
 
 def test_keys_act(tmp_path: Path) -> None:
@@ -166,8 +149,8 @@ def test_all_other_keys_of_several_ranks_act(tmp_path: Path) -> None:
 def test_the_transport_is_the_one_that_is_asked_for() -> None:
     kinds = {"process_group": comm.MessagesTransport, "shared_memory": comm.SharedMemoryTransport}
     for name, kind in kinds.items():
-        config = composed(*VIT, *FOUR_STEPS, f"parallel.transport={name}")
-        job, _ = build.build(config, comm.rank(), comm.world_size(), CPU)
+        with over_transport([f"SHARDTRAIN_TRANSPORT={name}"]):
+            job, _ = build.build(composed(*VIT, *FOUR_STEPS), comm.rank(), comm.world_size(), CPU)
         assert type(introspect(job.model).transport.transport) is kind
 
 

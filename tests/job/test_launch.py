@@ -35,8 +35,8 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
 from shardtrain.job.errors import UserError
 from shardtrain.job.format import write_any_text
+from shardtrain.job.hydra_app import require_run
 from shardtrain.job.launch import Context
-from shardtrain.job.record import record_of
 from shardtrain.train.resume import Identity, find_start, free_space, identify, locked, run_directory
 
 from pool import each_rank, ended
@@ -193,7 +193,12 @@ def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatc
         launch.run(lambda config, context: seen.append(context))
         assert torch.get_num_threads() == threads
     named, placed, by_default = seen
-    assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
+    assert (named.rank_info, named.device, named.run_dir) == (
+        ALONE,
+        torch.device("cpu"),
+        Path("outputs/here"),
+    )
+    assert named.words["run.name"] == "run.name=here"
     assert placed.run_dir == Path("/some/where")
     assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*-[0-9]*")
     with pytest.raises(UserError, match=r"run\.dir=: it is empty; expected a path"):  # `run.dir=$UNSET`
@@ -336,17 +341,6 @@ def taken(folder: Path, *arguments: str) -> list[str]:
         return news
 
 
-def test_a_scoring_leaves_a_live_runs_save_alone(tmp_path: Path) -> None:
-    half = tmp_path / "checkpoints/.tmp-step-00000004-abcd/rank-00000.safetensors"
-    half.parent.mkdir(parents=True)
-    half.write_text("half")
-    taken(tmp_path, "eval_only=true")
-    taken(tmp_path, "dry_run=true")
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [half]
-    taken(tmp_path)
-    assert not half.exists()
-
-
 def refused(body: Callable[..., Any], *arguments: Any) -> str:
     """What this rank is told."""
     try:
@@ -363,7 +357,6 @@ def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
     with locked(tmp_path) if comm.rank() == 1 else nullcontext():
         process = comm.broadcast(torch.tensor(os.getpid()), src=1)
         told = refused(find_start, configure(), context(tmp_path), Identity("", is_new=True))
-        assert taken(tmp_path, "eval_only=true") == []
     assert told.startswith(f"another job is writing into {tmp_path}: process {process} on ")
     assert told.endswith(f"remove {tmp_path}/.lock")
     comm.barrier()
@@ -419,7 +412,7 @@ def test_a_run_directory_out_of_reach_is_a_mistake(tmp_path: Path) -> None:
     assert told.endswith("; cannot write there; choose another run.dir")
 
 
-def test_checkpoints_that_cannot_be_read_are_a_mistake(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     user = os.geteuid()
@@ -427,14 +420,11 @@ def test_checkpoints_that_cannot_be_read_are_a_mistake(tmp_path: Path) -> None:
     if user == 0:  # who may read anything
         os.seteuid(65534)
     try:
-        own = refused(record_of, [f"run.dir={run}"])
-        other = refused(record_of, [f"resume={run}"])
+        told = refused(require_run, run)
     finally:
         os.seteuid(user)
         tmp_path.chmod(0o700)
-    assert own.startswith(f"the run {run}: [Errno 13] Permission denied: "), own
-    assert own.endswith("; expected checkpoints that can be read")
-    assert other.startswith(f"the run {run}: [Errno 13] Permission denied: "), other
+    assert told.startswith(f"run={run}: [Errno 13] Permission denied: "), told
 
 
 @pytest.mark.long
@@ -471,8 +461,8 @@ def test_hosts_that_are_started_with_different_settings_are_named() -> None:
         number = (lambda rank: 1.0 + rank) if key == "optim.lr" else lambda rank: 1 + rank
         expected = f"rank 1 has {key}={number(1)} where rank 0 has {key}={number(0)}"
         assert told == f"the command differs between ranks: {expected}"
-    told = refused(launch.require_same_command, configure(*["eval_only=true"] * comm.rank()))
-    assert told.endswith("rank 1 has eval_only=True where rank 0 has eval_only=False")
+    told = refused(launch.require_same_command, configure(*["train.capture=true"] * comm.rank()))
+    assert told.endswith("rank 1 has train.capture=True where rank 0 has train.capture=False")
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import dataclasses
 import io
 import json
 import re
@@ -17,29 +16,28 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from shardtrain import comm
-from shardtrain.evaluate.__main__ import Evaluation
+from shardtrain.checkpoint.store import step_name
 from shardtrain.evaluate.__main__ import read as read_evaluation
+from shardtrain.evaluate.__main__ import score
 from shardtrain.export import __main__ as exporting
 from shardtrain.job import data
 from shardtrain.job.config import Config
 from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import compose
 from shardtrain.job.inference import Inference, transform_of
 from shardtrain.job.model import load_weights, plain_model, read_weights
-from shardtrain.job.read import from_hydra, read_config
-from shardtrain.job.record import read_record
+from shardtrain.job.read import Command
 from shardtrain.job.schema import flat, typed
 from shardtrain.predict import __main__ as predicting
 from shardtrain.train.loop import train
 
 from key_table import FOUR_STEPS, ROWS, UNITS, photos
 from pool import each_rank
-from tiny import ALONE, CPU, VIT, context, result_of
+from tiny import ALONE, CPU, VIT, composed, context, result_of
 
 QUIET = ("monitor.writers=[]",)
 # Keys without a row of their own in `key_table.py`, with a value for this test.
 OTHERS = (
-    *("train.best=val/loss", "train.eval_batch_size=3", "train.channels_last=true"),
+    *("train.best=val/loss", "train.channels_last=true"),
     *("data.classes=[a,b,c,d,e,f,g,h,i,j]", "parallel.virtual_ranks=2", "checkpoint.memory_every_steps=1"),
     *("optim._target_=torch.optim.RAdam", "train.loss._target_=torch.nn.MultiMarginLoss", "threads=1"),
     *("augment=none", "model.freeze=[body]", "monitor.scores=[]"),
@@ -48,26 +46,25 @@ OTHERS = (
 )
 
 
-def command(*words: str) -> Config:
-    """Return the configuration of a command line, of the run that it continues, scores or starts from."""
-    config = read_config(words, False)
-    assert config is not None
-    return config
-
-
 def ran(folder: Path, *words: str) -> dict[str, Any]:
     """Train in ``folder``, and return result.json."""
     with contextlib.redirect_stdout(io.StringIO()):
-        train(command(f"run.dir={folder}", *words), context(folder))
+        command = (f"run.dir={folder}", *words)
+        train(composed(*command), context(folder, *command))
     comm.barrier()
     return result_of(folder)
 
 
-def scored(config: Config, *, all_held_out: bool = False) -> dict[str, float]:
-    """Return the scores of an evaluation alone, which rank 0 prints."""
-    place = dataclasses.replace(context(config.run.dir or "nowhere"), all_held_out=all_held_out)
+def evaluation(*words: str) -> Command:
+    command = read_evaluation(words)
+    assert command is not None
+    return command
+
+
+def scored_by(*words: str) -> dict[str, float]:
+    """Return the scores that `shardtrain.evaluate` prints on rank 0."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        train(config, place)
+        score(evaluation(*words), context("nowhere").rank_info, CPU)
     texts = comm.gather_texts(said.getvalue(), comm.plain_transport())
     scores: dict[str, float] = json.loads(texts[0].splitlines()[-1])
     return scores
@@ -112,10 +109,9 @@ def require_agreement(folder: Path, words: list[str]) -> None:
     names = [name for name in result if name.startswith(("val/", "test/"))]
     numbers = {name: pytest.approx(result[name], nan_ok=True, rel=1e-6) for name in names}
 
-    found = scored(command("eval_only=true", f"resume={run}"))
-    assert {name: found[name] for name in names} == numbers, "eval_only"
-    found = scored(command("eval_only=true", f"run.dir={run}"))
-    assert {name: found[name] for name in names} == numbers, "eval_only by run.dir"
+    for scored_run in (run, run / "checkpoints" / step_name(result["step"])):
+        found = scored_by(f"run={scored_run}")
+        assert {name: found[name] for name in names} == numbers, f"evaluate run={scored_run}"
 
     if comm.world_size() == 1:
         require_equal_export(run, folder / "out.pth", result)
@@ -125,8 +121,8 @@ def require_agreement(folder: Path, words: list[str]) -> None:
 def require_equal_export(run: Path, out: Path, result: dict[str, Any]) -> None:
     """Export the run, and score the file in plain PyTorch."""
     exported(run, out)
-    config = command(f"config={run}/config.yaml")
-    if config.train.tta == 0 and config.ema.decay is None and config.parallel.precision == "fp32":
+    config = composed(f"config={run}/config.yaml")
+    if config.ema.decay is None and config.parallel.precision == "fp32":
         assert accuracy_of_plain_model(out, config) == pytest.approx(result["val/acc1"])
 
 
@@ -134,17 +130,18 @@ def require_equal_continuations(
     run: Path, folder: Path, result: dict[str, Any], numbers: dict[str, Any]
 ) -> None:
     """Resume the run, start from it, and run its record again."""
-    again = ran(run)  # no word but the directory
+    base = f"config={run}/config.yaml"
+    again = ran(run, base)  # no word but the directory
     assert {name: again[name] for name in numbers} == numbers, "resume"
     assert again["step"] == result["step"]
 
     start = folder / "start"
-    ran(start, f"resume={run}", f"train.max_steps={result['step'] + 1}", "train.patience=null")
+    ran(start, base, f"resume={run}", f"train.max_steps={result['step'] + 1}", "train.patience=null")
     allowed = {"train.max_steps", "train.patience", "run.dir", "resume"}
     others = differences(run, start) - allowed
     assert not others, f"resume=PATH: {others}"
 
-    repeated = ran(folder / "repeated", f"config={run}/config.yaml")
+    repeated = ran(folder / "repeated", base)
     assert {name: repeated[name] for name in numbers} == numbers, "config=FILE"
     others = differences(run, folder / "repeated") - {"run.dir"}
     assert not others, f"config=FILE: {others}"
@@ -156,7 +153,8 @@ def rows(folder: Path) -> Iterator[list[str]]:
     photographs = f"{files} data.workers=0 augment=none"
     for _, text in ROWS:
         words = text.replace(" & ", " ").format(photos=photographs, units=" ".join(UNITS)).split()
-        if not {"dry_run=true", "checkpoint.keep=1", "parallel.replicate=2"} & {*words}:
+        words = [word for word in words if not word.startswith("SHARDTRAIN_TRANSPORT")]
+        if not {"checkpoint.keep=1", "parallel.replicate=2"} & {*words}:
             yield words
     yield from (text.split() for text in OTHERS)
 
@@ -188,7 +186,7 @@ def test_what_follows_a_run_agrees_with_it_for_every_key(part: int, tmp_path: Pa
 # What only several ranks divide, copy or send.
 OF_RANKS = (
     *(
-        "parallel.replicate=2 parallel.transport=process_group",
+        "parallel.replicate=2",
         "parallel.virtual_ranks=2 train.replay_every=1",
     ),
     *("train.accumulate=2 train.class_weights=balanced", "parallel.reduce=bf16 ema.decay=0.5"),
@@ -220,21 +218,9 @@ def photo_run(folder: Path, *words: str) -> Path:
     length = ("train.batch_size=8", "train.epochs=2", "optim.lr=0.2")
     with contextlib.redirect_stdout(io.StringIO()):
         words = (f"run.dir={folder / 'run'}", "data=imagefolder", *files, *length, *VIT, *QUIET, *words)
-        train(command(*words), context(folder / "run"))
+        train(composed(*words), context(folder / "run", *words))
     comm.barrier()
     return folder / "run"
-
-
-def evaluation(*words: str) -> Evaluation:
-    settings = read_evaluation(words, False)
-    assert settings is not None
-    return settings
-
-
-def scored_by(*words: str) -> dict[str, float]:
-    """Return the scores of `shardtrain.evaluate`."""
-    settings = evaluation(*words)
-    return scored(settings.config, all_held_out=settings.names_images)
 
 
 def predicted(run: Path, root: Path, out: Path, **keys: Any) -> list[list[str]]:
@@ -273,7 +259,7 @@ def test_predictions_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     lines = right_of(run, tmp_path / "photos/val", tmp_path / "classes.csv")
     exported(run, tmp_path / "out.pth")
     card = typed(Inference, json.loads((tmp_path / "out.pth.json").read_text()), "")
-    model = plain_model(command(f"config={run}/config.yaml").model).eval()
+    model = plain_model(composed(f"config={run}/config.yaml").model).eval()
     load_weights(model, read_weights(tmp_path / "out.pth"), "out.pth")
     for path, name, probability in lines:
         with torch.no_grad():
@@ -353,8 +339,8 @@ def test_what_an_evaluation_or_a_prediction_lacks_is_named(tmp_path: Path) -> No
     run = photo_run(tmp_path)
     with pytest.raises(UserError, match=r"^resume=none: run=RUN alone says what is scored$"):
         evaluation(f"run={run}", "resume=none")
-    with pytest.raises(UserError, match=r"^run is missing: add run=VALUE$"):
-        evaluation("data.root=photos")
+    with pytest.raises(UserError, match=r"^nothing to score: name a run \(run=RUN\), or plain weights \(mo"):
+        evaluation("data=imagefolder", "data.root=photos")
     with pytest.raises(UserError, match=r"^data.root=nowhere: there is no such folder$"):
         predicted(run, Path("nowhere"), tmp_path / "out.csv")
     (tmp_path / "empty").mkdir()
@@ -375,40 +361,33 @@ def test_a_start_from_a_run_that_patience_ended_trains_and_has_a_best_step_of_it
     tiny = (*FOUR_STEPS[:-2], *QUIET, *VIT, "train.epochs=6", "train.patience=1")
     stopped = ran(tmp_path / "a", *tiny, "optim.lr=1e-30")
     assert stopped["step"] == 4 < 12
-    started = ran(tmp_path / "b", f"resume={tmp_path}/a", "optim.lr=0.01", "train.patience=9")
+    words = (f"config={tmp_path}/a/config.yaml", f"resume={tmp_path}/a", "optim.lr=0.01", "train.patience=9")
+    started = ran(tmp_path / "b", *words)
     assert (started["step"], started["best_val/step"] > 4) == (12, True)
     assert "its best score and its patience begin anew" in (tmp_path / "b/log.txt").read_text()
     exported(tmp_path / "b/best", tmp_path / "b.pth")
 
 
-@pytest.mark.long
-def test_naming_the_run_s_own_choice_resets_nothing_and_another_one_its_section(tmp_path: Path) -> None:
-    tiny = (*FOUR_STEPS[:-2], *QUIET, *VIT, "train.max_steps=1")
-    ran(tmp_path / "a", *tiny, "data.mean=[0.3]", "optim=adamw", "optim.betas=[0.5,0.6]", "optim.lr=0.3")
-    same = command(f"run.dir={tmp_path}/a", "data=fake", "optim=adamw", "optim.lr=0.2")
-    assert (same.data.mean, same.optim.betas, same.optim.lr) == ((0.3,), (0.5, 0.6), 0.2)
-    other = command(f"config={tmp_path}/a/config.yaml", "optim=sgd")
-    assert (other.optim.name, other.optim.lr, other.optim.betas) == ("sgd", 0.04, None)
-    short = command(f"run.dir={tmp_path}/a", "debug=fdr")
-    assert (short.train.max_steps, short.data.limit, short.data.mean) == (2, 12, (0.3,))
-    with pytest.raises(UserError, match=r"train.batch_size=12, this one has 48; "):
-        ran(tmp_path / "a", "+recipe=resnet")
-    loss = command(
-        f"run.dir={tmp_path}/a", "train.loss._target_=torch.nn.MultiMarginLoss", "train.loss.margin=2"
-    )
-    assert loss.train.loss == {"_target_": "torch.nn.MultiMarginLoss", "margin": 2}
-
-
-def test_a_table_of_an_older_run_is_split_by_its_seed(tmp_path: Path) -> None:
-    words = ("data=csv", "data.root=a", "data.table=b", "seed=7")
-    older = dataclasses.asdict(from_hydra(compose([*words])))
-    del older["data"]["split"]
-    for name, split in (("csv", 7), ("imagefolder", None)):
-        older["data"]["name"] = name
-        (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(older))
-        record = read_record(tmp_path / "config.yaml", "")
-        assert record is not None
-        assert record.values["data"]["split"] == split
+def test_the_same_command_resumes_silently_and_another_says_what_changes(tmp_path: Path) -> None:
+    words = (*FOUR_STEPS[:-2], *QUIET, *VIT, "train.max_steps=1", "optim=adamw")
+    ran(tmp_path, *words, "data.mean=[0.3]", "seed=7")
+    log = tmp_path / "log.txt"
+    ran(tmp_path, *words, "data.mean=[0.3]", "seed=7")
+    assert "changed " not in log.read_text()
+    with pytest.raises(
+        UserError, match=r"run has data.mean=\[0.3\], .* name; this continues it: config=\S+ run.dir=\S+$"
+    ):
+        ran(tmp_path, *words, "seed=7")
+    with pytest.raises(
+        UserError, match=r"the run has train.epochs=2, this one has 9; .* name; this continues"
+    ):
+        ran(tmp_path, "data=fake", "seed=7")
+    with pytest.raises(UserError, match=r"saved by a run with seed=7, this one has 8, so its place among "):
+        ran(tmp_path, *words, "data.mean=[0.3]", "seed=8")
+    ran(tmp_path, f"config={tmp_path}/config.yaml", "train.max_steps=2", "train.log_every=2")
+    for key in ("train.max_steps", "train.log_every"):
+        assert f"  changed   {key}  1 → 2\n" in log.read_text()
+    assert result_of(tmp_path)["step"] == 2
 
 
 def test_weights_come_with_their_card(tmp_path: Path) -> None:
@@ -418,10 +397,10 @@ def test_weights_come_with_their_card(tmp_path: Path) -> None:
         exported(run, out)
     comm.barrier()
     files = (f"data.root={tmp_path}/photos", "data.image_size=8", "data.workers=0", "train.batch_size=8")
-    words = ("eval_only=true", "data=imagefolder", *files, *VIT, f"model.weights={out}")
-    assert scored(command(*words))["val/loss"] == pytest.approx(result_of(run)["val/loss"], rel=1e-6)
+    words = ("data=imagefolder", *files, *VIT, f"model.weights={out}")
+    assert scored_by(*words)["val/loss"] == pytest.approx(result_of(run)["val/loss"], rel=1e-6)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        train(command(*words, "data.mean=[0.1]"), context("nowhere"))
+        score(evaluation(*words, "data.mean=[0.1]"), context("nowhere").rank_info, CPU)
     if comm.rank() == 0:
         assert "warning: data.mean=[0.1,0.1,0.1], but " in said.getvalue()
         for old, new in (("cat", "dog"), ("dog", "fox")):
@@ -431,5 +410,5 @@ def test_weights_come_with_their_card(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"json: its classes are cat; dog, and those of .* are 0: dog.; 1: fox"
     ):
-        scored(command(*words))
-    assert scored(command(*words, "model.reset_head=true"))["step"] == 0
+        scored_by(*words)
+    assert scored_by(*words, "model.reset_head=true")["step"] == 0

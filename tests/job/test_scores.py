@@ -291,11 +291,6 @@ def test_functions_of_torchmetrics_are_scores_with_keywords() -> None:
     assert found["multiclass_f1_score"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
 
-def test_metrics_of_each_image_have_gone() -> None:
-    with pytest.raises(UserError, match=r"^monitor.metrics has gone: monitor.scores=\[PACKAGE"):
-        composed("monitor.metrics=[mine.seven]")
-
-
 def test_mixing_of_single_images_is_warned_of() -> None:
     assert losses.mix_notes(0.2, 0.0, 2) == losses.mix_notes(0.0, 0.0, 1) == []
     for mixup, cutmix in ((0.2, 0.0), (0.0, 0.2)):

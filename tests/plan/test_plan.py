@@ -33,7 +33,7 @@ from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.transport import Simulated
 
 from small import Block, OddNet, Parts, sgd
-from tiny import ALONE, CPU, VIT, composed, configure
+from tiny import ALONE, CPU, VIT, composed, over_transport
 
 MIB = 2**20
 RESNET = ["model=resnet18", "data.image_size=16"]
@@ -46,7 +46,8 @@ def settings(*arguments: str) -> PlanSettings:
 
 
 def planned(*arguments: str) -> Plan:
-    found = settings(*arguments)
+    with over_transport(arguments) as words:
+        found = settings(*words)
     return simulate(found.config, found.question)
 
 
@@ -85,7 +86,8 @@ def measured(*arguments: str) -> dict[str, Any]:
 
     The allocator is read between operations: what kernels take for a moment depends on the processor.
     """
-    job, config = build(composed(*FAKE, *arguments), comm.rank(), comm.world_size(), CPU)
+    with over_transport(arguments) as words:
+        job, config = build(composed(*FAKE, *words), comm.rank(), comm.world_size(), CPU)
     step = Step.of(job, config.train.clip_grad_norm)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     step(batches)
@@ -113,7 +115,7 @@ def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
 
 
 AGAIN = "parallel.activation_checkpoint=true"
-MESSAGES = "parallel.transport=process_group"
+MESSAGES = "SHARDTRAIN_TRANSPORT=process_group"
 LOW_GRADIENTS = "parallel.reduce=bf16"
 
 
@@ -123,7 +125,7 @@ CHANGES = "train.accumulate=2 parallel.precision=bf16 optim=adamw parallel.resha
 @pytest.mark.parametrize(
     ("world", "arguments"),
     [
-        pytest.param(2, [*VIT, "parallel.transport=shared_memory"], marks=pytest.mark.long),
+        pytest.param(2, [*VIT, "SHARDTRAIN_TRANSPORT=shared_memory"], marks=pytest.mark.long),
         (2, [*VIT, MESSAGES, *CHANGES.split(), "ema.decay=0.9"]),
         pytest.param(1, [*DEEPER, MESSAGES, AGAIN], marks=pytest.mark.long),
         pytest.param(2, [*VIT, MESSAGES, "optim=muon"], marks=pytest.mark.long),
@@ -137,6 +139,62 @@ def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None
     found = on_ranks(world, measured, *arguments)[plan.question.rank]
     assert_kept(plan, found)
     assert plan.peak == pytest.approx(found["allocated"], rel=0.1)
+
+
+def test_activations_are_computed_again() -> None:
+    kept, again = (planned(*DEEPER, "world_size=1", *words).timeline for words in ((), (AGAIN,)))
+    assert again.most("activations") < kept.most("activations")
+
+
+class Words(nn.Module):
+    """A language model of one block: indices in, a dictionary out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True)
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        return {"logits": self.block(self.embedding(words) * mask[..., None]), "text": "nothing"}
+
+
+def with_inputs(width: int = 8) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    return Words(width), torch.zeros(3, 7, dtype=torch.int64), torch.ones(3, 7)
+
+
+def on_images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten())
+
+
+def not_a_module() -> tuple[int, int]:
+    return 1, 2
+
+
+def of_function(name: str, *words: str) -> Plan:
+    found = read([f"test_plan.{name}", "optim=adamw", *words], speak=False)
+    assert found is not None
+    return simulate(found.config, found.question)
+
+
+def test_any_module_that_a_function_returns_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    small = of_function("with_inputs", "world_size=4")
+    large = of_function("with_inputs", "world_size=4", "model.width=16")
+    whole = sum(param.numel() for param in Words(8).parameters())
+    assert small.parameters == pytest.approx(4 * whole / 4, rel=0.1)
+    assert small.optimizer == pytest.approx(2 * small.parameters, rel=0.05)
+    assert large.parameters > 2 * small.parameters
+    assert small.sent["all_gather"] > 0
+    images = of_function("on_images", "world_size=2", "data.image_size=16", "train.batch_size=6")
+    assert images.timeline.most("activations") >= 3 * 5 * 14 * 14 * 4
+    with pytest.raises(UserError, match=r"returned \(int, int\), expected a module, or a module and tensors"):
+        of_function("not_a_module")
+    plan(read(["test_plan.with_inputs", "world_size=64"], speak=False), ALONE, CPU)
+    assert "64 ranks × 1 micro-batch × inputs of 3×7, 3×7\n" in capsys.readouterr().out
+    told = (
+        r"^the model does not take images of shape 6×3×16×16: .*, unless the function returns the inputs, t"
+    )
+    with pytest.raises(UserError, match=told):
+        of_function("Words", "model.width=8", "world_size=2", "data.image_size=16", "train.batch_size=12")
 
 
 def test_the_batch_is_a_whole_one() -> None:
@@ -332,7 +390,6 @@ def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, repli
 
     opened = lambda opening: Mine(opening.shards.rank, opening.shards.world)  # noqa: E731
     monkeypatch.setitem(comm.TRANSPORTS, "mine", opened)
-    assert configure("parallel.transport=mine").parallel.transport == "mine"
     with simulated_group(8):
         mesh = init_device_mesh("cpu", (replicas, 8 // replicas))
         model = shardtrain.shard(OddNet(), units=[], mesh=mesh, transport="mine")

@@ -107,7 +107,7 @@ def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
     pipe = "photos/train/class1/0.png"
     assert done.errors == (
         f"error: cannot read the image {pipe}: {pipe} is not a regular file; "
-        "dry_run=true lists all images that cannot be read\n"
+        "python -m shardtrain.plan … check=true lists all images that cannot be read\n"
     )
     assert done.codes == [2, 2]
     assert result_of(tmp_path / "outputs/here")["status"] == "failed"
@@ -250,7 +250,9 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     export = ["-m", "shardtrain.export", "run=outputs/own", "out=own.pth"]
     assert ended(1, *export, folder=tmp_path).codes == [2]
     done = ended(1, *export, "allow=[mine]", folder=tmp_path)
-    assert (done.codes, "checked: the plain model answers" in done.output) == ([0], True), done.errors
+    assert (done.codes, "checked: shardtrain.load_exported answers" in done.output) == ([0], True), (
+        done.errors
+    )
 
 
 BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"

@@ -1,18 +1,29 @@
 """What a run continues with: the same images of each class, and a learning rate that goes on."""
 
+import dataclasses
+import json
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+import shardtrain
 from shardtrain import comm
+from shardtrain.job.config import Config
 from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import EVERYTHING, require_version
+from shardtrain.job.saved import Change, changed_keys, record_of
+from shardtrain.job.schema import flat
+from shardtrain.train.continuation import forgotten, named_of, refused
 from shardtrain.train.loop import train
 
+from key_table import ROWS, keys_of
 from pool import each_rank
-from tiny import QUIET, VIT, composed, context, result_of, write_folders
+from tiny import QUIET, VIT, commanded, composed, context, result_of, write_folders
 
 SHORT = (
     *("data=imagefolder", "data.image_size=8", "data.resize=8", "data.workers=0", "train.batch_size=4"),
@@ -24,7 +35,8 @@ def ending(root: Path, run: str, *words: str) -> str:
     """Train on the images in ``root``; return what the run says at its start, or its mistake."""
     place = root.parent / run
     try:
-        train(composed(*SHORT, *VIT, f"data.root={root}", *words), context(place))
+        command = (*SHORT, *VIT, f"data.root={root}", *words)
+        train(composed(*command), context(place, *command))
     except UserError as error:
         return str(error)
     finally:
@@ -132,3 +144,168 @@ def test_a_length_that_makes_the_learning_rate_jump_is_named(
     ending(root, "new", then, *advice[2].split(), f"resume={before}")
     result = result_of(tmp_path / "new")
     assert (result["status"], result["lr/group0"]) == ("finished", float(advice[2].rpartition("=")[2]))
+
+
+# By composition alone: what continues a run, for every key.
+
+PHOTOS = "data=imagefolder data.root=photos"
+# Words of a command, and after the & a key with another value than its usual one, for keys without a row in
+# `key_table.py`.
+OTHER_VALUES = """
+& device=cpu
+& threads=1
+& data.workers=1
+& model.weights=w.pth
+& model.reset_head=true
+& model.freeze=[body]
+& train.loss={_target_:torch.nn.MultiMarginLoss}
+& train.channels_last=true
+& train.capture=true
+& train.best=val/loss
+& monitor.scores=[]
+& parallel.compile=true
+& parallel.offload=true
+& parallel.activation_checkpoint=true
+& parallel.virtual_ranks=2
+parallel.virtual_ranks=2 & train.replay_every=2
+& checkpoint.memory_every_steps=1
+& data.classes=[a,b]
+& data.eval_size=9
+data=imagefolder & data.root=elsewhere
+data=imagefolder & data._target_=shardtrain.recipes.table.image_table
+data=csv data.root=a & data.table=b
+& optim=adamw
+& augment=none
+& model=resnet34
+& data=fake
+"""
+# Keys that a run may continue with another value of.
+MAY_CHANGE = """
+checkpoint.every_steps checkpoint.keep checkpoint.memory_every_steps data.root data.table data.workers device
+monitor.profile_at monitor.scores monitor.writers parallel.activation_checkpoint parallel.compile
+parallel.layout parallel.offload parallel.replicate parallel.reshard_after_forward parallel.virtual_ranks
+threads train.accumulate train.best train.capture train.channels_last train.epochs train.eval_every
+train.log_every train.max_steps train.patience train.replay_every
+"""
+
+
+# Rows that need words of `FOUR_STEPS`, and one whose value is the usual one without them.
+REPLACED = {
+    "data.channels=3": "data=fake & data.channels=4",
+    "{photos} & data.resize=20": f"{PHOTOS} data.image_size=8 & data.resize=20",
+    "monitor.writers=[tensorboard]": "monitor.writers=[]",
+}
+
+
+def words_by_key() -> Iterator[tuple[list[str], str]]:
+    """Yield the words of a command, and a further one that gives a key another value."""
+    for _, row in ROWS:
+        text = REPLACED.get(row, row)
+        both, _, change = text.replace("{photos}", PHOTOS).replace("{units}", "").rpartition(" & ")
+        name = change.partition("=")[0]
+        yield [word for word in both.split() if not word.startswith(("SHARDTRAIN", f"{name}="))], change
+    for line in OTHER_VALUES.strip().splitlines():
+        both, _, change = line.partition("& ")
+        yield both.split(), change
+
+
+def changes_of(saved: Sequence[str], words: Sequence[str]) -> list[Change]:
+    """Return what the command ``words`` changes in a run of the command ``saved``."""
+    return changed_keys(record_of(composed(*saved)), dataclasses.asdict(composed(*words)))
+
+
+def usual_word(words: Sequence[str], name: str) -> str:
+    """Return the word that names the usual value of a key."""
+    if "." not in name and name not in ("seed", "device", "threads"):
+        return {
+            "optim": "optim=sgd",
+            "model": "model=resnet18",
+            "data": "data=digits",
+            "augment": "augment=digits",
+        }[name]
+    value = flat(dataclasses.asdict(composed(*words)))[name]
+    return f"{name}={json.dumps(value)}"
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_every_key_is_silent_printed_or_refused(part: int) -> None:
+    seen = set()
+    may_change = {*MAY_CHANGE.split()}
+    for number, (words, change) in enumerate(words_by_key()):
+        name = change.partition("=")[0]
+        seen.add(name)
+        if number % 2 != part:
+            continue
+        command = [*words, change]
+        assert changes_of(command, command) == [], change
+        if name != "data.table":  # which has to be given
+            left_out = changes_of(command, words)
+            assert left_out, change
+            assert named_of(left_out, commanded(*words).words) == [], change
+            assert named_of(left_out, EVERYTHING) == left_out  # with config=FILE every key is named
+        usual = [*words, "data.table=c" if name == "data.table" else usual_word(words, name)]
+        changes = changes_of(command, usual)
+        named = named_of(changes, commanded(*usual).words)
+        assert named, change
+        is_printed = named == changes and not refused(named, strict=True)
+        assert is_printed == (name in may_change), change
+    assert may_change <= seen
+    assert keys_of(Config) - seen == {"allow", "resume", "run.name", "run.dir", "optim._target_"}
+
+
+def test_what_belongs_to_the_command_is_no_change() -> None:
+    words = ["run.name=a", "resume=none", "allow=[mine]"]
+    assert changes_of(words, ["run.dir=b"]) == []
+    assert changes_of(["run.name=a"], ["run.name=a", "seed=3"])[0].in_words() == "seed=0, this one has 3"
+
+
+def test_the_line_to_paste_keeps_what_the_command_names() -> None:
+    saved = ["run.name=a", "optim.lr=0.5", "train.epochs=3"]
+    words = ["run.name=a", "train.epochs=4", "allow=[mine]", "data=digits", "train.log_every=10"]
+    changes = changes_of(saved, words)
+    given = commanded(*words).words
+    named = named_of(changes, given)
+    left_out = [each for each in changes if each not in named]
+    assert str(forgotten(left_out, named, given, Path("a.yaml"))) == (
+        "resume: the run has optim.lr=0.5, this one has 0.04, which the command does not name; this "
+        "continues it: config=a.yaml run.name=a train.epochs=4 'allow=[mine]'"
+    )
+
+
+def test_an_explicit_base_is_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    saved = composed("data=fake", "data.limit=7", "optim=adamw", "optim.lr=0.3", "run.name=a", "threads=1")
+    file.write_text(OmegaConf.to_yaml(record_of(saved)))
+    found = composed(f"config={file}", "train.epochs=2")
+    assert EVERYTHING.items() <= commanded(f"config={file}", "train.epochs=2").words.items()
+    run = dataclasses.replace(saved.run, name=None)
+    train = dataclasses.replace(saved.train, epochs=2)
+    assert found == dataclasses.replace(saved, run=run, train=train)
+    other = composed(f"config={file}", "optim=sgd")  # a group takes the place of the section
+    assert (other.optim.name, other.optim.lr, other.optim.betas, other.data.limit) == ("sgd", 0.04, None, 7)
+    for words, told in {
+        "train.epoch=2": "unknown key train.epoch; did you mean train.epochs?",
+        "+recipe=resnet": "recipe: config=FILE has all keys already; leave out one of the two",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(told)):
+            composed(f"config={file}", words)
+
+
+@pytest.mark.parametrize("version", ["0.3.0", "0.9.1", None])
+def test_a_run_of_another_version_is_refused_in_one_line(version: str | None, tmp_path: Path) -> None:
+    record = {**record_of(composed()), "version": version, "eval_only": False}
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(record))
+    told = (
+        f"config={file}: of shardtrain {version or '0.3.0 or older'}, and this is {shardtrain.__version__}: "
+    )
+    with pytest.raises(UserError, match=re.escape(told)) as caught:
+        composed(f"config={file}")
+    assert "\n" not in str(caught.value)
+    require_version("0.4.7", "here")
+
+
+def test_a_package_that_the_base_allowed_is_not_allowed(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(record_of(composed("allow=[mine]", "model._target_=mine.Net"))))
+    assert composed(f"config={file}").allow == ()

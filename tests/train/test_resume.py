@@ -146,12 +146,6 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(
         assert result_of(left)[key] == result_of(whole)[key], key
 
 
-@pytest.mark.long
-def test_a_signal_ends_a_scoring(undisturbed: Path) -> None:
-    with signal_in_an_evaluation():
-        assert run_to_end(str(undisturbed), "eval_only=true") == "Stopped stopped by SIGTERM"
-
-
 @contextlib.contextmanager
 def handlers_restored() -> Iterator[None]:
     """Restore the handlers of signals after the block."""
@@ -266,27 +260,6 @@ def test_what_cannot_be_continued_is_named(
     ending = run_to_end(str(folder), QUIET, *argument.format(tmp_path, undisturbed).split())
     assert ending.startswith("UserError ")
     assert text in ending
-
-
-@pytest.mark.long
-def test_a_dry_run_looks_where_the_run_would(tmp_path: Path, undisturbed: Path, capsys: Any) -> None:
-    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
-    assert run_to_end(str(undisturbed), "dry_run=true") == "finished"
-    said = capsys.readouterr().out
-    assert "continuing after step 10 of 10: nothing is left to do" in said
-    assert "The peak of " in said
-    assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
-    assert ": dry_run" in said
-    assert re.search(r"0\.\d*[1-9] MiB per rank and checkpoint, [\d,]+ MiB free on ", said), said
-    assert "optim=adamw, this one has sgd" in run_to_end(str(undisturbed), "dry_run=true", "optim=sgd")
-    given = ("dry_run=true", "optim=sgd", "train.epochs=3", f"resume={undisturbed}")
-    assert "its optimizer is AdamW, expected SGD; resume=none starts anew" in run_to_end(
-        str(undisturbed), *given
-    )
-    assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
-    (tmp_path / "file").write_text("")
-    ending = run_to_end(f"{tmp_path}/file/run", "dry_run=true")
-    assert f"run.dir={tmp_path}/file/run: [Errno 20] Not a directory: " in ending
 
 
 def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:

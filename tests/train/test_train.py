@@ -13,15 +13,15 @@ from torch._inductor import config as inductor
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
+from shardtrain.evaluate.__main__ import scores_as_json
 from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Evaluation, Scores, evaluate, views_of
+from shardtrain.job.evaluate import Evaluation, Scores, evaluate
 from shardtrain.job.model import parameter_groups, plain_model
 from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.train.loop import scores_as_json
 
 import tiny
 from small import Parts
@@ -95,7 +95,7 @@ def test_no_decay_on_norms_and_biases() -> None:
     assert len(decayed["params"]) + len(exempt["params"]) == 62
 
 
-def _evaluation(tta: int) -> Evaluation:
+def _evaluation() -> Evaluation:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
@@ -106,28 +106,14 @@ def _evaluation(tta: int) -> Evaluation:
     share = Share(1, 1, comm.rank(), comm.world_size())
     with patch("shardtrain.job.data.feed.EVAL_BATCH", 3):
         feed = EvalFeed(arrays, share, Prepare(how, 2, CPU), workers=0)
-    found = evaluate(model, feed, tta=tta)
+    found = evaluate(model, feed)
     assert model.training
     return found
 
 
-def test_views_of_an_image() -> None:
-    image = torch.arange(9.0).view(1, 1, 3, 3)
-    assert [weight for _, weight in views_of(image, 1)] == [0.5, 0.5]
-    assert [weight for _, weight in views_of(image, 0)] == [1.0]
-    views = views_of(image, 2)
-    assert sum(weight for _, weight in views) == 1
-    moved = [view for view, weight in views if weight == 1 / 8]
-    corner = torch.tensor([[4.0, 3, 4], [1, 0, 1], [4, 3, 4]])  # reflected above and to the left
-    assert torch.equal(moved[0][0, 0], corner)
-    assert torch.equal(moved[1], moved[0].flip(3))
-    assert torch.equal(moved[2], 8 - moved[0].flip(2, 3))
-
-
-@pytest.mark.parametrize("tta", [0, 2])
-def test_an_evaluation_does_not_depend_on_the_number_of_ranks(on_ranks: Any, tta: int) -> None:
-    alone = on_ranks(1, _evaluation, tta)[0]
-    for found in on_ranks(3, _evaluation, tta):
+def test_an_evaluation_does_not_depend_on_the_number_of_ranks(on_ranks: Any) -> None:
+    alone = on_ranks(1, _evaluation)[0]
+    for found in on_ranks(3, _evaluation):
         assert found.scalars() == pytest.approx(alone.scalars(), rel=1e-6)
 
 

@@ -110,12 +110,12 @@ def stratified(labels: Tensor, split: int) -> Tensor:
     return order[fractions[order].argsort(stable=True)]
 
 
-def with_validation(data: DataSet, amount: float, split: int | None = 0) -> DataSet:
+def with_validation(data: DataSet, amount: float, split: int = 0) -> DataSet:
     """Use ``amount`` (fraction or number) of the training images for validation, and ``data.val`` to test.
 
     The choice depends on the data and on ``split`` alone. It has about the same fraction of each class, if
-    labels are known before images are loaded. ``split=None`` is the permutation of 0.2.0, whatever the class.
-    Raises UserError for another amount.
+    labels are known before images are loaded. Raises
+    UserError for another amount.
     """
     images = len(data.train)
     count = round(amount if amount >= 1 else amount * images)
@@ -123,9 +123,7 @@ def with_validation(data: DataSet, amount: float, split: int | None = 0) -> Data
         raise UserError(f"data.validation={amount:g}: {data.name} has a validation part; set it to 0")
     if not 0 < count < images or (amount > 1 and count != amount):
         raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
-    if split is None:
-        order = torch.randperm(images, generator=generator("validation"))
-    elif data.train.labels is None:
+    if data.train.labels is None:
         order = torch.randperm(images, generator=generator("validation", split))
     else:
         order = stratified(data.train.labels, split)
