@@ -55,6 +55,11 @@ NAMES = {
         "test_engine.py::test_clipping_equals_ddp_s",
         "torch.Tensor.as_subclass, which makes a node for autograd",
     ),
+    "torch._C:_disabled_torch_function_impl": Row(
+        "to ask a parameter that shows a shard without asking its class",
+        "test_closed.py::test_what_tells_no_size_of_a_closed_unit_s_parameter_is_right",
+        "DisableTorchFunctionSubclass, which takes three times as long",
+    ),
     "torch._C._autograd:_profiler_enabled": Row(
         "to make ranges for a profile alone",
         "test_monitor.py::test_gathers_computation_reductions_and_waits_carry_unit_names",

@@ -61,7 +61,7 @@ DESCRIPTIONS = """
     _is_view backward dense_dim dim dim_order element_size get_device is_coalesced
     is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
     is_same_size is_set_to is_shared is_signed ndimension record_stream register_hook
-    register_post_accumulate_grad_hook retain_grad sparse_dim storage_offset
+    register_post_accumulate_grad_hook retain_grad share_memory_ sparse_dim storage_offset
     """
 # By these other packages' kernels read the memory of a tensor: in an optimizer's step alone (`is_kernel`).
 _MEMORY = {"const_data_ptr", "data_ptr", "untyped_storage"}

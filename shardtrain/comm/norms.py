@@ -139,7 +139,7 @@ for _name in _COMPUTING.split():
     setattr(PieceSize, f"__{_name}__", PieceSize.compute)
 
 
-def _uncompiled(ask: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(ask: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``ask``, a ``__torch_function__``, which ``torch.compile`` neither looks into nor compiles.
 
     It would call itself without end, or keep the first function asked about, and call that for all others.
@@ -213,7 +213,7 @@ class GradientPiece(Mark):
     """
 
     @classmethod
-    @_uncompiled
+    @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if PieceNorm in types:
@@ -272,7 +272,7 @@ class PieceNorm(Mark):
         return result
 
     @classmethod
-    @_uncompiled
+    @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         one = _first(cls, [*args, *kwargs.values()])
@@ -602,7 +602,8 @@ def _over_all_ranks(norms: Tensor, order: float, channel: Channel, owners: Owner
     local = (
         _by_interval(norms, order, owners.virtual) if by_interval else torch.linalg.vector_norm(norms, order)
     )
-    local = local.to(device, dtype, non_blocking=True)
+    # A copy, since autograd may need the norms: a loss of parameters at rest is refused in backward.
+    local = local.to(device, dtype, non_blocking=True, copy=True)
     all_ranks = channel.all_ranks
     if all_ranks.rank not in channel.primary_ranks:
         local.zero_()  # the gradients of replicas are equal and count once

@@ -19,7 +19,6 @@ from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.user_code import uncompiled
-from shardtrain.engine.users_hooks import Hooked, watch
 from shardtrain.layout import Policy
 
 
@@ -85,7 +84,7 @@ class Optimizers:
         if not steps:
             return False
         self.end_step(optimizer)  # the last one may have raised
-        self._hooks[optimizer].enclose(optimizer, self._driver.hooked)
+        self._hooks[optimizer].enclose(optimizer)
         driver = self._driver
         driver.reset_failed_backward()
         driver.require_reduced("an optimizer's step()")
@@ -125,7 +124,7 @@ class Optimizers:
         No user's code runs meanwhile: neither a hook nor a closure. For torch's own optimizers gradients are
         plain tensors, since each operation on a piece is a call of Python.
         """
-        self._driver.hooked.pause()  # a hook of another optimizer makes this step
+        self._driver.work(optimizer)
         plain = list[Plain]()
         if type(optimizer).__module__.startswith("torch.optim."):
             for member in self._marked:
@@ -139,8 +138,7 @@ class Optimizers:
         for member, piece in self._stepping.pop(optimizer, ()):
             member.mark_grad(piece)
         self._driver.root.channel.stepping = bool(self._stepping)
-        if not self._stepping:
-            self._driver.hooked.resume()
+        self._driver.rest(optimizer)
 
     def end_steps(self) -> None:
         """End the steps of optimizers that raised: torch calls no hook then."""
@@ -176,16 +174,12 @@ class StepHooks:
         self._before = optimizer.register_step_pre_hook(partial(_begin_step, known)).id
         self._after = optimizer.register_step_post_hook(partial(_end_step, known)).id
 
-    def enclose(self, optimizer: torch.optim.Optimizer, hooked: Hooked) -> None:
-        """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended.
-
-        Parameters are pieces there, by ``hooked``.
-        """
+    def enclose(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended."""
         before: Any = optimizer._optimizer_step_pre_hooks
         after: Any = optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before)
         after.move_to_end(self._after, last=False)
-        watch(optimizer, (self._before, self._after), hooked)
 
 
 @uncompiled

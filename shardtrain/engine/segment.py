@@ -34,6 +34,7 @@ from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout
+from shardtrain.pieces.parameter import Shard, Shards
 
 ALIGN_BYTES = 64  # of each parameter: as torch aligns CPU tensors, so that kernels compute the same bits
 
@@ -91,16 +92,33 @@ class ShardedParam:
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
         self.info = info
         self.name = info.name
-        self.param = info.parameter
+        self.hold(info.parameter)
         self.part = part
         self.offset = offset
         self.address = 0
+
+    def hold(self, param: nn.Parameter) -> None:
+        """Switch ``param`` from now on."""
+        self.param = param
+        own_class: type[nn.Parameter] = getattr(param, "own", type(param))
+        self.own_class = own_class
+        self.class_at_rest: type[nn.Parameter] | None = None  # unknown
+
+    def describe(self, shards: Shards, unit: str) -> type[nn.Parameter]:
+        """Tell ``shards`` what the parameter shows at rest; return its class there. ``unit``: its title."""
+        owners = self.owners and self.owners._replace(subject=f"{self.name}, a parameter at rest,")
+        # One without values keeps its class: torch replaces it to materialise it.
+        self.class_at_rest = self.own_class
+        if issubclass(self.own_class, nn.Parameter) and not self.param.is_meta:
+            self.class_at_rest = shards.add(self.param, Shard(owners, self.name, unit, self.part.shape))
+        return self.class_at_rest
 
     def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view = self.piece_of(local)
         self.full_view = full_view
         self.owners = owners
+        self.class_at_rest = None
         self.address = address_of(self.local_view)
         if not self.part.numel:
             with torch.no_grad():  # as views of reduced gradients are made
@@ -237,10 +255,6 @@ class Segment:
         starts = self.layout.starts
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.full.device)
         self.zeros = torch.zeros(len(starts), dtype=gradient_dtype, device=self.full.device)
-        another = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
-        self._of_another_dtype = self.local.new_empty(0, dtype=another)
-        # If dtype or device differ, showing `full` already makes autograd forget the node.
-        self._shows_alike = self.full.dtype == local.dtype and self.full.device == self.local.device
         self.flat = Flat(self.full, self.wire, self.layout)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
@@ -274,22 +288,6 @@ class Segment:
         """Allocate the memory of ``full``, or free it."""
         if self._releases:
             self._storage.resize_(self.full.nbytes if allocated else 0)
-
-    def forget_nodes(self) -> None:
-        """Make autograd create new accumulation nodes from now on. Parameters must show their pieces.
-
-        Autograd keeps one node per parameter while a graph holds it, and checks gradients against the shape
-        that the parameter had when the node was made. Assigning data of another dtype makes it forget the
-        node. So a loss on pieces reaches the hook that refuses it by name. What users have
-        replaced is adopted before.
-        """
-        if not self._shows_alike:
-            return
-        for member in self.members:
-            param = member.param
-            if param.requires_grad:  # others have no node
-                param.data = self._of_another_dtype
-                param.data = member.local_view
 
     @property
     def trains(self) -> bool:

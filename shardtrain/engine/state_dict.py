@@ -49,8 +49,6 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine.require_rest("unsharded() cannot be called")
     if grads:
         engine.driver.require_reduced("unsharded(grads=True)")
-    engine.driver.hooked.pause()
-    engine.driver.forget_nodes()
     gradients = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
@@ -71,8 +69,6 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             member.param.grad = None
             if grad is not None:
                 member.set_grad(grad)
-        engine.driver.forget_nodes()
-        engine.driver.hooked.resume()
 
 
 def _kept_grad(member: ShardedParam) -> Tensor | None:

@@ -93,4 +93,4 @@ class Ema:
         """Return each average with the tensor that it averages."""
         self._engine.driver.show_shards()  # a forward without a backward leaves full parameters shown
         pairs = [*self.averages.items(), *self._buffer_averages.items()]
-        return [(average, tensor.data) for tensor, average in pairs]
+        return [(average, plain(tensor.data)) for tensor, average in pairs]
