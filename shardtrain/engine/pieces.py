@@ -286,7 +286,7 @@ def _as_piece(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
     """Return ``value`` as a piece if it is a number or has the parameter's shape."""
     value = plain(value)  # an optimizer may have made it of gradients
     if value.ndim == 0:  # a step count, which may differ on a rank that has no elements
-        part = Part(part.name, (), (), 0, int(param.numel() > 0 or 0 in part.shape))
+        part = Part(part.name, (), (), 0, int(part.numel > 0 or 0 in part.shape))
     elif value.shape != param.shape:
         return value
     return LocalPiece.of(value, part)

@@ -107,15 +107,14 @@ def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
 def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     """Return every parameter's full gradient, or None if no rank has one."""
     # Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
-    params = [member.param for member in segment.members]
-    here = [param.grad is not None and param.numel() > 0 for param in params]
+    here = [member.param.grad is not None and member.part.numel > 0 for member in segment.members]
     present = segment.local.new_tensor(here, dtype=torch.float32)  # a dtype that has a maximum
     segment.channel.all_ranks.all_reduce(present, "max")
     local = torch.zeros_like(segment.local)
     for member in segment.members:
         if member.param.grad is not None:
             member.piece_of(local).copy_(plain(member.param.grad))
-    wholes = _whole(unit, segment, local) if present.any() else [None] * len(params)
+    wholes = _whole(unit, segment, local) if present.any() else [None] * len(here)
     return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
 
 

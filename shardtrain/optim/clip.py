@@ -35,7 +35,7 @@ def clip_grad_norm_(
     engine = engine_of(module)
     engine.driver.require_reduced("clip_grad_norm_()")
     params = [param for param in module.parameters() if param.grad is not None]
-    grads = [param.grad for param in params if param.grad is not None and param.numel()]
+    grads = [param.grad for param in params if param.grad is not None]
     widest = functools.reduce(torch.promote_types, (s.local.dtype for s in engine.segments), torch.float32)
     virtual = engine.virtual.count if engine.virtual else 0
     owners = Owners(weakref.ref(engine.channel), engine.driver.device, virtual=virtual)
