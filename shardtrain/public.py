@@ -22,7 +22,7 @@ from shardtrain.engine.unit import UnitOptions
 from shardtrain.engine.units import blocks
 from shardtrain.engine.virtual import virtual_rank
 from shardtrain.errors import ShardtrainError
-from shardtrain.optim import GradScaler, clip_grad_norm_
+from shardtrain.optim import GradScaler, clip_grad_norm_, trusted
 
 _REMOVED = {
     "compile_units": "call, before shard(): for block in shardtrain.blocks(model).values(): block.compile()",

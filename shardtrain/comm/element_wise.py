@@ -63,7 +63,7 @@ DESCRIPTIONS = """
     is_same_size is_set_to is_shared is_signed ndimension record_stream register_hook
     register_post_accumulate_grad_hook retain_grad share_memory_ sparse_dim storage_offset
     """
-# By these other packages' kernels read the memory of a tensor: in an optimizer's step alone (`is_kernel`).
+# By these other packages' kernels read the memory of a tensor.
 _MEMORY = {"const_data_ptr", "data_ptr", "untyped_storage"}
 # What a piece tells of its sizes, which are those of what this rank has of the gradient.
 SIZES = ("shape", "size", "numel", "nelement", "stride")
@@ -82,7 +82,6 @@ _NAMES += [f"{prefix}{name}" for prefix, name in product("ri", _NAMES)]
 _EXACT = {f"__{name}__" for name in _NAMES}
 _EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max", "min"}
 _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
-_OF_TORCH = {"aten", "prim", "prims"}
 JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
 _READING = {"__getitem__", "masked_select"}
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in OPERATORS.split())}
@@ -175,12 +174,6 @@ def is_collective(func: Any) -> bool:
 def reads_memory(func: Any) -> bool:
     """Return whether ``func`` tells where a tensor's elements lie, to read them."""
     return func.__name__ in _MEMORY
-
-
-def is_kernel(func: Any) -> bool:
-    """Return whether ``func`` is an operator of a package other than torch, of which only a trial tells."""
-    operator = str(getattr(func, "_qualified_op_name", "") or getattr(func, "_name", ""))
-    return "::" in operator and operator.split("::")[0] not in _OF_TORCH
 
 
 def _plain_name(name: str) -> str:

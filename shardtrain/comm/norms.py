@@ -14,8 +14,7 @@ as ``buffer.add_(grad)``, gets the class of a piece. So Python asks it from then
 
 Any other use of a piece's norm is refused, unless each gradient has one owner (``layout="whole"``). Then any
 function of it is right. Results are pieces, too: they must not be mixed with those of other gradients, nor
-leave as a number of Python, since ranks without the gradient do not have it. An optimizer's step may do both,
-since the optimizer was tried (``optim/trial.py``).
+leave as a number of Python, since ranks without the gradient do not have it.
 
 With V virtual ranks a norm does not depend on where cuts between ranks fall. A norm of a piece has V norms
 beside it (``intervals``), one per virtual rank's interval. The rank that owns an interval joins its norms.
@@ -50,7 +49,6 @@ from shardtrain.comm.element_wise import (
     describes,
     is_collective,
     is_element_wise,
-    is_kernel,
     name_of,
     overwrites,
     reads_memory,
@@ -95,10 +93,44 @@ class Owners(NamedTuple):
     waits: bool = False
 
     @property
-    def stepping(self) -> bool:
-        """Whether an optimizer that was tried makes a step of the model now."""
+    def step(self) -> OptimizerStep | None:
+        """The step of the model that an optimizer makes on pieces now."""
         channel = self.channel()
-        return channel is not None and channel.stepping
+        return None if channel is None else channel.step
+
+
+class OptimizerStep:
+    """A step that an optimizer makes on pieces: of parameters, gradients and its state.
+
+    ``optimizer``: its class. ``since``: the number of its latest step that was on pieces before this one, or
+    0. ``number``: of this step. ``end``: makes its state plain. ``sums``: whether it has asked for a sum over
+    ranks.
+    """
+
+    def __init__(self, optimizer: str, number: int, since: int, end: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._number = number
+        self._since = since
+        self._end = end
+        self.sums = False
+
+    def refuse(self, what: str) -> NoReturn:
+        """End the step, and raise ValueError for ``what`` it has asked for."""
+        self._end()
+        missed = ""
+        if self._number > self._since + 1:
+            missed = (
+                f" In step {self._number} this was seen for the first time; its steps {self._since + 1} to "
+                f"{self._number - 1} were not looked at, and checkpoints of these may be wrong."
+            )
+        raise ValueError(
+            f"{self._optimizer} cannot step on a sharded model: {what} would see what this rank holds "
+            "alone. For an optimizer that looks at one whole parameter at a time use "
+            "shard(..., layout='whole'). One that looks at all parameters together cannot be used: take SGD "
+            "or AdamW, or leave the parameters whole with shard(..., ignored=...). If what it asks is right "
+            "on a rank's part all the same, as a kernel of another package may be, say so: "
+            f"shardtrain.trusted(optimizer).{missed}"
+        )
 
 
 class PieceSize:
@@ -107,8 +139,9 @@ class PieceSize:
     No number, since Python adds a subclass of ``int`` to a float without a word.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, owners: Owners) -> None:
         self._size = size
+        self._owners = owners
 
     def __index__(self) -> int:
         return self._size
@@ -132,7 +165,7 @@ class PieceSize:
         return format(self._size, spec)
 
     def compute(self, *_: Any) -> NoReturn:
-        _refuse_text("arithmetic with a size of a gradient")
+        _refuse_text(f"arithmetic with a size of {self._owners.subject}", self._owners)
 
 
 for _name in _COMPUTING.split():
@@ -186,7 +219,7 @@ class Mark(Tensor):
 
     def __format__(self, spec: str) -> str:
         if self.plain.ndim == 0:  # it would be shown as a number, like that of the whole
-            _refuse_text(f"an f-string or format() of {self.subject}")
+            _refuse_text(f"an f-string or format() of {self.subject}", self.owners)
         return format(self.plain, spec)
 
     @classmethod
@@ -223,20 +256,16 @@ class GradientPiece(Mark):
         if func in NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
             return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
         _refuse_caller(func, owners)
-        free = owners.stepping
         if not owners.whole:
-            if tells_sizes(func) and not free:
+            if tells_sizes(func):
                 return _told(func, func(*plain(args), **kwargs), owners)
-            if not (is_element_wise(func, args, cls) or (free and (is_kernel(func) or reads_memory(func)))):
-                _refuse(func, owners.subject)
-        if not (owners.whole and free):
-            _require_same_elements(func, arguments)
+            if not is_element_wise(func, args, cls):
+                _refuse(func, owners)
+        _require_same_elements(func, arguments)
         result = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
         if func.__name__ == "__set__":  # `Module.to` sets a gradient's data
             with torch_private.DisableTorchFunctionSubclass():
                 func(args[0], plain(args[1]))
-        if owners.whole and free:
-            return result
         answer = _of_an_owner if owners.whole else _element_by_element
         result = answer(func, result, arguments)
         _mark_changed(func, args, kwargs, owners)
@@ -244,7 +273,7 @@ class GradientPiece(Mark):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.owners.subject == GRADIENT:
-            _refuse_text("pickle of a gradient")
+            _refuse_text("pickle of a gradient", self.owners)
         return self.plain.__reduce_ex__(protocol)
 
     def __copy__(self) -> GradientPiece:
@@ -288,7 +317,7 @@ class PieceNorm(Mark):
             if not isinstance(result, Tensor):
                 return result
         if not owners.whole:
-            _refuse(func, owners.subject)
+            _refuse(func, owners)
         # A norm of a gradient that one rank owns is a number of that gradient.
         pieces = [_as_pieces(arg) for arg in args]
         return func(*pieces, **{name: _as_pieces(arg) for name, arg in kwargs.items()})
@@ -307,6 +336,8 @@ def _same_norms(one: PieceNorm, channel: Channel, func: Any, args: Any, kwargs: 
     owners = one.owners
     intervals = one.intervals
     if isinstance(first, list | tuple):
+        if owners.whole and owners.step is not None:  # other ranks may have no gradient, and not ask
+            _refuse(func, owners, "norms of several gradients")
         # Replicated gradients count once: on rank 0, which owns the first interval.
         counts = channel.all_ranks.rank == 0
         first = [n if counts or isinstance(n, PieceNorm) else torch.zeros_like(n) for n in first]
@@ -385,7 +416,7 @@ def _require_same_elements(func: Any, args: Sequence[Any]) -> None:
     combined = args[1:] if _is_overwritten(func, args[0]) else args
     known = {piece.owners.elements for piece in combined if isinstance(piece, GradientPiece)}
     if len(known) > 1:
-        _refuse(func, "several gradients")
+        _refuse(func, _pieces(combined)[0].owners, "several gradients")
 
 
 def _is_overwritten(func: Any, target: Any) -> bool:
@@ -396,9 +427,9 @@ def _is_overwritten(func: Any, target: Any) -> bool:
 def _mark_changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], owners: Owners) -> None:
     """Mark the plain tensors that ``func`` has changed in place: what they hold is of pieces now.
 
-    Not in an optimizer's step, which was tried. Tensors that take a parameter stay plain, too.
+    Between steps tensors that take a parameter stay plain: averages by hand are read and saved so.
     """
-    if owners.stepping or owners.subject != GRADIENT:
+    if owners.subject != GRADIENT and owners.step is None:
         return
     changed = kwargs.get("out")
     if changed is None and args and changes_in_place(func):
@@ -451,9 +482,9 @@ def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
     if isinstance(args[0], list | tuple):  # joined
         owners = owners._replace(elements=tuple([piece.owners.elements for piece in pieces]), parts=())
     elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0].plain):
-        _refuse(func, f"{owners.subject} and a tensor of another shape")
+        _refuse(func, owners, f"{owners.subject} and a tensor of another shape")
     elif reshapes(func) and isinstance(result, Tensor) and not _is_reshaped(result, pieces[0].plain):
-        _refuse(func, f"{owners.subject} into rows")
+        _refuse(func, owners, f"{owners.subject} into rows")
     elif counts_elements(func, args):
         owners = owners._replace(parts=(), selected=True)
     return _marked(result, owners, args)
@@ -471,9 +502,9 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
     if func.__name__.startswith("_foreach_"):
         return _marked_by_position(result, args[0], pieces[0])
     if len({piece.owners.elements for piece in pieces}) > 1:
-        _refuse(func, "several gradients")
+        _refuse(func, pieces[0].owners, "several gradients")
     if result is not None and not isinstance(result, Tensor | list | tuple):
-        _refuse(func, pieces[0].owners.subject)
+        _refuse(func, pieces[0].owners)
     return _marked(result, pieces[0].owners, args)
 
 
@@ -498,10 +529,12 @@ def _is_reshaped(result: Tensor, piece: Tensor) -> bool:
 def _told(func: Any, result: Any, owners: Owners) -> Any:
     """Return the sizes that ``func`` returns, so that nothing computes with them."""
     if owners.selected:
-        _refuse(func, f"elements of {owners.subject} that a mask selects")
+        _refuse(func, owners, f"elements of {owners.subject} that a mask selects")
     if func.__name__ == "__len__":  # Python wants a number
-        _refuse(func, owners.subject)
-    return PieceSize(result) if isinstance(result, int) else tuple(map(PieceSize, result))
+        _refuse(func, owners)
+    if isinstance(result, int):
+        return PieceSize(result, owners)
+    return tuple([PieceSize(size, owners) for size in result])
 
 
 def _refuse_caller(func: Any, owners: Owners) -> None:
@@ -509,7 +542,7 @@ def _refuse_caller(func: Any, owners: Owners) -> None:
     if is_collective(func):
         refuse_collective(func.__name__)
     if owners.taken and func.__name__ == "size" and _is_vmap_asking():
-        _refuse_text(f"vmap of a tensor that took {owners.subject}")
+        _refuse_text(f"vmap of a tensor that took {owners.subject}", owners)
 
 
 def _is_vmap_asking() -> bool:
@@ -597,6 +630,8 @@ def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
 def _over_all_ranks(norms: Tensor, order: float, channel: Channel, owners: Owners) -> Tensor:
     """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective."""
     device = owners.device
+    if owners.step is not None:
+        owners.step.sums = True
     dtype = torch.promote_types(norms.dtype, torch.float32)
     by_interval = owners.virtual and order != math.inf
     local = (
@@ -629,12 +664,14 @@ def refuse_pieces(name: str, tensors: Iterable[Any]) -> None:
         refuse_collective(name)
 
 
-def _refuse(func: Any, subject: str = GRADIENT) -> NoReturn:
+def _refuse(func: Any, owners: Owners, subject: str = "") -> NoReturn:
     name = name_of(func).strip("_").replace("getitem", "an index").replace("setitem", "an index")
-    _refuse_text(f"{name} of {subject}")
+    _refuse_text(f"{name} of {subject or owners.subject}", owners)
 
 
-def _refuse_text(what: str) -> NoReturn:
+def _refuse_text(what: str, owners: Owners) -> NoReturn:
+    if owners.step is not None:
+        owners.step.refuse(what)
     raise ValueError(
         f"{what} would see this rank's piece alone: call torch's or shardtrain's "
         "clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), read whole ones inside "

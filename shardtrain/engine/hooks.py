@@ -32,7 +32,7 @@ from shardtrain.engine.changes import Changes
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.initialize import Initialization
 from shardtrain.engine.module_class import Addition, add, lend
-from shardtrain.engine.optimizers import Optimizers, Trial
+from shardtrain.engine.optimizers import Optimizers, Rule
 from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.segment import ShardedParam
@@ -184,9 +184,9 @@ class Engine:
         """The parameters of the model: sharded, or ignored on purpose."""
         return self._changes.known
 
-    def before_step(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
-        """Prepare a step of ``optimizer``. Raises ValueError if it is not right on local shards."""
-        if self.optimizers.before_step(optimizer, self._hooked, trial) and self.channel.all_ranks.world > 1:
+    def before_step(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+        """Prepare a step of ``optimizer``. Raises ValueError if it may not step local shards, by ``rule``."""
+        if self.optimizers.before_step(optimizer, self._hooked, rule) and self.channel.all_ranks.world > 1:
             _warn_of_unreduced(optimizer)
 
     # between steps
@@ -270,8 +270,8 @@ class Entrance(Unwrapped, Uncopied):
 
 
 @functools.cache
-def check_optimizers(trial: Trial) -> None:
-    """Check every optimizer before it steps, once for all engines; ``trial`` raises if one is not right.
+def check_optimizers(rule: Rule) -> None:
+    """Check every optimizer before it steps, once for all engines, by ``rule``.
 
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """
@@ -279,7 +279,7 @@ def check_optimizers(trial: Trial) -> None:
     @user_code.uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
-            engine.before_step(optimizer, trial)
+            engine.before_step(optimizer, rule)
         pieces.refuse_pickled(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

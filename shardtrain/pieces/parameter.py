@@ -42,6 +42,7 @@ _DESCRIBING = """
 PASSING = frozenset(_DESCRIBING.split())
 _SIZES = ("shape", "size", "stride", "__len__", "nbytes")  # plain numbers, of the shard
 _COUNTS = ("numel", "nelement")  # of the whole parameter
+_MEMORY = ("data_ptr", "untyped_storage")  # by which kernels of other packages read elements
 
 _unasked: Any = torch_private.disabled_torch_function_impl
 _GRAD: Any = Tensor.grad
@@ -149,7 +150,7 @@ class PieceParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         use = _name_of_use(func)
-        if use in PASSING:
+        if use in PASSING and not (use in _MEMORY and _is_stepped(args[0])):
             return _unasked(func, (), args, kwargs)
         shown = [
             leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, PieceParameter)
@@ -158,9 +159,12 @@ class PieceParameter(nn.Parameter):
             shards = param.shards()
             if shards is not None and shards.in_forward:
                 shards.of(param).refuse_in_forward(use)
-        if use in _COUNTS and (shards := shown[0].shards()) is not None:
-            return math.prod(shards.of(shown[0]).shape)
-        if use in _SIZES or func.__name__ in ("__set__", "__delete__") or _changes_leaf(func, args):
+        if not _is_stepped(shown[0]):  # by an optimizer whose plain steps see other sizes
+            if use in _COUNTS and (shards := shown[0].shards()) is not None:
+                return math.prod(shards.of(shown[0]).shape)
+            if use in _SIZES:
+                return _unasked(func, (), args, kwargs)
+        if func.__name__ in ("__set__", "__delete__") or _changes_leaf(func, args):
             return _unasked(func, (), args, kwargs)
         pieces, named = torch_private.tree_map(_piece, (tuple(args), kwargs))
         return func(*pieces, **named)
@@ -181,6 +185,12 @@ def _piece(value: Any) -> Any:
         return value
     shards = value.shards()
     return value.as_subclass(Tensor) if shards is None else shards.of(value).piece(value)
+
+
+def _is_stepped(param: Any) -> bool:
+    """Return whether an optimizer makes a step on pieces of the model of ``param`` now."""
+    shards = param.shards()
+    return shards is not None and shards.of(param).owners.step is not None
 
 
 def _changes_leaf(func: Any, args: Any) -> bool:
