@@ -105,7 +105,6 @@ class Channel(Ranks):
     uploads = False
     step: Any = None  # `OptimizerStep`, while an optimizer makes one on pieces; set by the engine
     stages: Sequence[Sequence[int]] = ()
-    norms: type[Tensor] = Tensor  # the class of a norm of all gradients
 
     def __init__(
         self, transport: Transport, all_ranks: Ranks | None = None, guard: Guard | None = None

@@ -28,11 +28,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardtrain.comm.norms import GradientPiece
 from shardtrain.comm.transport import Gradient, Pending
-from shardtrain.engine.part import strided
 from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
+from shardtrain.pieces.part import strided
+from shardtrain.pieces.piece import Piece
 
 
 class Mean(NamedTuple):
@@ -197,7 +197,7 @@ class Reduction:
         self._expected = [s for s in segments if s.trains or not awaited.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
-            if isinstance(grad, GradientPiece):
+            if isinstance(grad, Piece):
                 grad.owners = grad.owners._replace(waits=False)
             if now is grad and now._version == version:
                 if own:
@@ -283,7 +283,7 @@ class Reduction:
                 member.give_grad(total.own_part(member))
             grad = member.param.grad
             assert grad is not None
-            if isinstance(grad, GradientPiece):
+            if isinstance(grad, Piece):
                 grad.owners = grad.owners._replace(waits=True)
             self._shown[member] = grad, grad._version, own
 

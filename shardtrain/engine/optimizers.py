@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import torch_private
-from shardtrain.comm.norms import GradientPiece, OptimizerStep, plain
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.user_code import uncompiled
+from shardtrain.pieces.piece import OptimizerStep, Piece, plain
 
 _LOOKS = 20
 _EVERY = 101  # a prime, so that what comes every so many steps is met sooner or later
@@ -38,7 +38,7 @@ _EVERY = 101  # a prime, so that what comes every so many steps is met sooner or
 # Says whether an optimizer is known to be right on what ranks hold; the second is whether parameters are
 # whole. It raises ValueError for one that never is.
 Rule = Callable[[torch.optim.Optimizer, bool], bool]
-Plain = list[tuple[ShardedParam, GradientPiece]]  # parameters whose gradient is plain
+Plain = list[tuple[ShardedParam, Piece]]  # parameters whose gradient is plain
 
 
 @dataclass
@@ -294,7 +294,7 @@ def _piece_of_state(member: ShardedParam, value: Any) -> Any:
     if value.shape != member.part.local_shape and not (member.part.whole and value.ndim):
         return value
     assert member.owners is not None
-    return GradientPiece.on(value, member.owners._replace(subject=f"the state of {member.name}"))
+    return Piece.on(value, member.owners._replace(subject=f"the state of {member.name}"))
 
 
 def _cut_state(member: ShardedParam, state: dict[str, Any]) -> None:

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain import torch_private
-from shardtrain.comm.element_wise import ATTRIBUTES
-from shardtrain.comm.norms import plain
-from shardtrain.engine.part import Index, Part
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
+from shardtrain.pieces.functions import ATTRIBUTES
+from shardtrain.pieces.part import Index, Part
+from shardtrain.pieces.piece import plain
 
 if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from shardtrain.comm.channel import Channel
-from shardtrain.comm.norms import GradientPiece, Owners
 from shardtrain.comm.transport import Flat
 from shardtrain.engine.deferred_init import InitialValues, become
-from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout
 from shardtrain.pieces.parameter import Shard, Shards
+from shardtrain.pieces.part import Part, dense_stride
+from shardtrain.pieces.piece import Owners, Piece
 
 ALIGN_BYTES = 64  # of each parameter: as torch aligns CPU tensors, so that kernels compute the same bits
 
@@ -110,7 +110,7 @@ class ShardedParam:
         # One without values keeps its class: torch replaces it to materialise it.
         self.class_at_rest = self.own_class
         if issubclass(self.own_class, nn.Parameter) and not self.param.is_meta:
-            self.class_at_rest = shards.add(self.param, Shard(owners, self.name, unit, self.part.shape))
+            self.class_at_rest = shards.add(self.param, Shard(owners, self.name, unit, self.part))
         return self.class_at_rest
 
     def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
@@ -123,7 +123,7 @@ class ShardedParam:
         if not self.part.numel:
             with torch.no_grad():  # as views of reduced gradients are made
                 empty = self.piece_of(local)
-            self._empty_grad = empty if owners is None else GradientPiece.on(empty, owners)
+            self._empty_grad = empty if owners is None else Piece.on(empty, owners)
 
     def piece_of(self, interval: torch.Tensor) -> torch.Tensor:
         """Return a view of this parameter's piece of ``interval``, the rank's, in the shape at rest."""
@@ -150,8 +150,8 @@ class ShardedParam:
 
     def set_grad(self, grad: torch.Tensor) -> None:
         """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""
-        if self.owners is not None and not isinstance(grad, GradientPiece):
-            grad = GradientPiece.on(grad, self.owners)
+        if self.owners is not None and not isinstance(grad, Piece):
+            grad = Piece.on(grad, self.owners)
         self._write_grad(grad)
 
     def give_grad(self, piece: torch.Tensor) -> None:
@@ -162,15 +162,15 @@ class ShardedParam:
             return
         self.set_grad(piece if self.part.numel else self._empty_grad)
 
-    def unmark_grad(self) -> GradientPiece | None:
+    def unmark_grad(self) -> Piece | None:
         """Let ``.grad`` be plain until `mark_grad`; return the piece that it was, if it was one."""
         grad = self.param.grad
-        if not isinstance(grad, GradientPiece):
+        if not isinstance(grad, Piece):
             return None
         self._write_grad(grad.plain)
         return grad
 
-    def mark_grad(self, piece: GradientPiece) -> None:
+    def mark_grad(self, piece: Piece) -> None:
         """Undo `unmark_grad`, unless ``.grad`` is another by now."""
         if self.param.grad is piece.plain:
             self._write_grad(piece)
@@ -263,10 +263,9 @@ class Segment:
         if virtual and channel.all_ranks.world == 1:
             alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
         owners = Owners(weakref.ref(channel), self.full.device, self.layout.whole, virtual)
-        owners = owners._replace(memory=self.local.untyped_storage()._cdata)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
-            owners_of_member = owners._replace(parts=parts, elements=member.part.elements)
+            owners_of_member = owners._replace(parts=parts, elements=member.part.elements, part=member.part)
             member.set_views(self.local, view, None if alone else owners_of_member)
             become(member.param, member.local_view)
         self.hold_full(False)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.comm.channel import Ranks
-from shardtrain.comm.norms import plain
 from shardtrain.comm.transport import Flat
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.segment import Segment, ShardedParam, plain_name
 from shardtrain.engine.unit import Unit
+from shardtrain.pieces.piece import plain
 
 
 class Spec(NamedTuple):

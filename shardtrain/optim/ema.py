@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.comm.norms import plain
 from shardtrain.engine.hooks import engine_of
+from shardtrain.pieces.piece import plain
 
 
 class Ema:

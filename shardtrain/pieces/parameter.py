@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import torch_private
-from shardtrain.comm.element_wise import changes_in_place, name_of
-from shardtrain.comm.norms import GradientPiece, Owners, uncompiled
+from shardtrain.pieces.functions import COUNTS, changes_in_place, name_of
+from shardtrain.pieces.part import Part
+from shardtrain.pieces.piece import Owners, Piece, uncompiled
 
 # Attributes and methods that tell neither elements nor sizes.
 _DESCRIBING = """
@@ -41,7 +42,6 @@ _DESCRIBING = """
     """
 PASSING = frozenset(_DESCRIBING.split())
 _SIZES = ("shape", "size", "stride", "__len__", "nbytes")  # plain numbers, of the shard
-_COUNTS = ("numel", "nelement")  # of the whole parameter
 _MEMORY = ("data_ptr", "untyped_storage")  # by which kernels of other packages read elements
 
 _unasked: Any = torch_private.disabled_torch_function_impl
@@ -53,19 +53,19 @@ class Shard(NamedTuple):
     """Describe the shard that a parameter shows.
 
     ``owners``: of its pieces; None on a rank that has all. ``unit``: the title of the unit that gathers it.
-    ``shape``: of the whole parameter.
+    ``part``: which elements of the parameter it has.
     """
 
     owners: Owners | None
     name: str
     unit: str
-    shape: tuple[int, ...]
+    part: Part
 
     def piece(self, param: nn.Parameter) -> Tensor:
         """Return the shard that ``param`` shows as a piece, from which no gradient comes back."""
         learns = torch.is_grad_enabled() and _unasked(_REQUIRES_GRAD.__get__, (), (param,), {})
         shown = _Unlearned.apply(param, self) if learns else _unasked(Tensor.detach, (), (param,), {})
-        return shown if self.owners is None else GradientPiece.on(shown, self.owners)
+        return shown if self.owners is None else Piece.on(shown, self.owners)
 
     def refuse_in_forward(self, use: str) -> NoReturn:
         raise ValueError(
@@ -160,8 +160,8 @@ class PieceParameter(nn.Parameter):
             if shards is not None and shards.in_forward:
                 shards.of(param).refuse_in_forward(use)
         if not _is_stepped(shown[0]):  # by an optimizer whose plain steps see other sizes
-            if use in _COUNTS and (shards := shown[0].shards()) is not None:
-                return math.prod(shards.of(shown[0]).shape)
+            if use in COUNTS and (shards := shown[0].shards()) is not None:
+                return math.prod(shards.of(shown[0]).part.shape)
             if use in _SIZES:
                 return _unasked(func, (), args, kwargs)
         if func.__name__ in ("__set__", "__delete__") or _changes_leaf(func, args):
@@ -169,8 +169,18 @@ class PieceParameter(nn.Parameter):
         pieces, named = torch_private.tree_map(_piece, (tuple(args), kwargs))
         return func(*pieces, **named)
 
+    def full_tensor(self) -> Tensor:
+        """Return the whole parameter on every rank, as a tensor without a gradient. Collective."""
+        shards = self.shards()
+        assert shards is not None, "the model is gone"
+        piece = self.detach()
+        return piece.full_tensor() if isinstance(piece, Piece) else shards.of(self).part.padded(piece, 0)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self.detach().clone())
+        copied = self.detach().clone()
+        if not isinstance(copied, Piece):
+            copied = self.own(copied, self.requires_grad)
+        return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ValueError(
@@ -190,7 +200,8 @@ def _piece(value: Any) -> Any:
 def _is_stepped(param: Any) -> bool:
     """Return whether an optimizer makes a step on pieces of the model of ``param`` now."""
     shards = param.shards()
-    return shards is not None and shards.of(param).owners.step is not None
+    owners = None if shards is None else shards.of(param).owners
+    return owners is not None and owners.step is not None
 
 
 def _changes_leaf(func: Any, args: Any) -> bool:

@@ -27,9 +27,9 @@ from torch.utils.dlpack import to_dlpack
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.comm import element_wise
-from shardtrain.comm.norms import GradientPiece
+from shardtrain.pieces import functions as element_wise
 from shardtrain.pieces.parameter import PieceParameter
+from shardtrain.pieces.piece import Piece
 from shardtrain.recipes.muon import Muon
 
 from pool import Ranks, each_rank
@@ -245,12 +245,12 @@ def test_a_plain_tensor_that_takes_a_gradient_is_a_piece(layout: str) -> None:
     for grad in grads:
         for name, take in TAKES.items():
             buffer = take(grad)
-            assert isinstance(buffer, GradientPiece), name
+            assert isinstance(buffer, Piece), name
             number = raised_soon(ValueError, lambda taken=buffer: taken.sum().item())
             assert SEES in number, name
             columns = raised_soon(ValueError, lambda taken=buffer: torch.vmap(torch.sum)(taken[None]))
             assert columns.startswith("vmap of a tensor that took a gradient "), name
-            others = GradientPiece.on(torch.ones(buffer.shape), grad.owners._replace(elements="others"))
+            others = Piece.on(torch.ones(buffer.shape), grad.owners._replace(elements="others"))
             assert "several gradients" in raised_soon(ValueError, lambda a=buffer, b=others: a + b)
 
 
@@ -272,7 +272,7 @@ def test_momentum_by_hand_is_right_and_its_buffers_are_free_when_zeroed() -> Non
     squares = torch.zeros(model[0].weight.shape)
     for grad in (with_gradients()[0].weight.grad, with_gradients()[0].weight.grad):
         squares.copy_(grad).mul_(squares)
-        assert isinstance(squares, GradientPiece)
+        assert isinstance(squares, Piece)
     squares.zero_()
     assert type(squares) is Tensor
     assert squares.sum() == 0
@@ -312,7 +312,7 @@ def test_sizes_of_a_piece_are_told_and_not_computed_with() -> None:
         for name, look in SIZE_LOOKS.items():
             text = raised_soon(ValueError, lambda look=look, grad=grad: look(grad))
             assert text.startswith("arithmetic with a size of a gradient would see this rank's piece"), name
-        assert repr(grad).startswith("GradientPiece(tensor(")
+        assert repr(grad).startswith("Piece(tensor(")
         for count in (
             lambda grad=grad: bool(grad[grad.abs() > 1.0].numel()),
             lambda grad=grad: torch.masked_select(grad, grad > 1.0).abs().shape[0],
@@ -399,7 +399,7 @@ def test_torchscript_and_whole_graphs_end_in_torch_s_own_errors() -> None:
         with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter"):
             function(grad)
     graph = torch.compile(mean_of, backend="eager", fullgraph=True)
-    with pytest.raises(Unsupported, match="GradientPiece"):
+    with pytest.raises(Unsupported, match="Piece"):
         graph(grad)
 
 
@@ -433,7 +433,7 @@ def test_the_promise_is_as_wide_as_the_list() -> None:
     [sizes] = [line for line in lines if line.startswith("| arithmetic with sizes of a gradient")]
     start = next(number for number, line in enumerate(lines) if line.startswith("- Not seen in a gradient"))
     unseen = " ".join([lines[start], *itertools.takewhile(lambda line: line[:1] == " ", lines[start + 1 :])])
-    assert "`shardtrain/comm/element_wise.py`" in refused
+    assert "`shardtrain/pieces/functions.py`" in refused
     assert tuple(re.findall("`([a-z_]+)`", sizes.split("|")[1])) == (*element_wise.SIZES, "len")
     assert tuple(re.findall("`([a-z_]+)`", unseen)) == element_wise.UNSEEN == tuple(UNSEEN_USES)
 
@@ -441,19 +441,19 @@ def test_the_promise_is_as_wide_as_the_list() -> None:
     model(torch.ones(1, 8)).sum().backward()
     grad = model.weight.grad
     for look in UNSEEN_USES.values():
-        assert not isinstance(look(grad), GradientPiece)
+        assert not isinstance(look(grad), Piece)
     for functions in torch.overrides.get_overridable_functions().values():
         for function in functions:
             # Functions of lists are asked with one.
             args = ([grad],) if function.__name__ in element_wise.JOINING else (grad,)
-            listed = element_wise.is_element_wise(function, args, GradientPiece)
+            listed = element_wise.is_element_wise(function, args, Piece)
             if not listed and function not in element_wise.NORMS:
                 text = raised_soon(ValueError, lambda f=function: ask(f, grad))
                 assert "piece alone" in text or "leave it out" in text, function
 
 
 def ask(function: Any, grad: Tensor) -> object:
-    return GradientPiece.__torch_function__(function, (GradientPiece,), (grad,), {})
+    return Piece.__torch_function__(function, (Piece,), (grad,), {})
 
 
 class Two(nn.Module):
@@ -822,7 +822,7 @@ def test_a_user_s_hook_of_a_step_uses_the_model() -> None:
     optimizer.step()
     names = {type(value).__name__ for value in model.state_dict().values()}
     assert {kind.__name__ for kind in seen[0].values()} == names
-    assert {type(value) for value in average} == {GradientPiece}
+    assert {type(value) for value in average} == {Piece}
     with shardtrain.unsharded(model):
         torch.testing.assert_close(params[0].norm().item(), 1.0)
 
@@ -903,7 +903,7 @@ def test_gradients_are_plain_while_torch_s_optimizer_steps_and_pieces_after_one_
     model = with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()  # after its trial
-    with patch.object(GradientPiece, "__torch_function__", side_effect=AssertionError("a call of Python")):
+    with patch.object(Piece, "__torch_function__", side_effect=AssertionError("a call of Python")):
         optimizer.step()
     weight = model[0].weight
 
@@ -989,7 +989,7 @@ def test_compiled_functions_of_gradients_are_pieces_or_refused() -> None:
     classify(model, 0).backward()
     grad = model.fc.weight.grad
     doubled = torch.compile(lambda g: g * 2 + 1, backend="eager")(grad)
-    assert type(doubled) is GradientPiece
+    assert type(doubled) is Piece
     assert torch.equal(doubled.as_subclass(Tensor), grad.as_subclass(Tensor) * 2 + 1)
     with pytest.raises(ValueError, match=r"^mean of a gradient would see"):
         torch.compile(lambda g: g.mean(), backend="eager")(grad)

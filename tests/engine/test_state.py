@@ -25,8 +25,8 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.part import Part
 from shardtrain.engine.pieces import LocalPiece
+from shardtrain.pieces.part import Part
 
 from pool import Ranks, each_rank
 from small import (

@@ -46,7 +46,7 @@ SPECIAL = """
 # Copies, conversions and tensors of the same shape.
 COPIES = """
     alias apply bfloat16 bool byte cdouble cfloat chalf char clone contiguous copy cpu cuda detach
-    double empty_like fill float full_like half int long mtia ones_like pin_memory requires_grad short to type
+    double empty_like fill float full_like half int long mtia ones_like pin_memory short to type
     type_as xpu zero zeros_like
     """
 NEW = "new_empty new_full new_ones new_tensor new_zeros"  # unrelated tensors
@@ -67,6 +67,7 @@ DESCRIPTIONS = """
 _MEMORY = {"const_data_ptr", "data_ptr", "untyped_storage"}
 # What a piece tells of its sizes, which are those of what this rank has of the gradient.
 SIZES = ("shape", "size", "numel", "nelement", "stride")
+COUNTS = ("numel", "nelement")  # which are of the whole tensor, as a DTensor's
 # What asks no class. If it did for sizes, TorchScript and `to_dlpack` would be seen, and each step would cost
 # 8 µs more per parameter, since setting ``.grad`` asks, too. Nothing is asked where `data` is set.
 UNSEEN = ("to_dlpack", "size", "data")
