@@ -76,8 +76,9 @@ class Optimizers:
         self._hooks: weakref.WeakKeyDictionary[Any, StepHooks] = weakref.WeakKeyDictionary()
         # Optimizers whose own code runs now, on plain tensors or on pieces.
         self._stepping: weakref.WeakKeyDictionary[Any, Plain | OptimizerStep] = weakref.WeakKeyDictionary()
-        # Those whose gradients are marked as pieces: none on a silent rank.
+        # Those whose gradients are pieces: none on a rank that has all. And those that may be in a step.
         self._marked = [member for member in members if member.owners is not None]
+        self._markable = [member for member in members if member.step_owners is not None]
 
     def before_step(
         self,
@@ -157,7 +158,7 @@ class Optimizers:
         No user's code runs meanwhile: neither a hook nor a closure.
         """
         stepper = self._steppers[optimizer]
-        if stepper.steps_pieces and self._marked:
+        if stepper.steps_pieces and self._markable:
             self._begin_on_pieces(optimizer, stepper)
             return
         self._driver.work(optimizer)
@@ -175,7 +176,8 @@ class Optimizers:
         end = partial(_end_step, weakref.ref(self), known)
         step = OptimizerStep(name, stepper.number, stepper.looked, end)
         stepper.looked = stepper.number
-        for member in self._marked:
+        for member in self._markable:
+            member.mark_for_step()
             _change_tensors(optimizer.state.get(member.param, {}), partial(_piece_of_state, member))
         self._stepping[optimizer] = step
         self._driver.root.channel.step = step
@@ -185,8 +187,10 @@ class Optimizers:
         step = self._stepping.pop(optimizer, None)
         if isinstance(step, OptimizerStep):
             self._steppers[optimizer].sums |= step.sums
-            for member in self._marked:
+            for member in self._markable:
                 _change_tensors(optimizer.state.get(member.param, {}), plain)
+                if member.owners is None:
+                    member.unmark_grad()
             others = [other for other in self._stepping.values() if isinstance(other, OptimizerStep)]
             self._driver.root.channel.step = others[-1] if others else None
         elif step is not None:
@@ -293,8 +297,8 @@ def _piece_of_state(member: ShardedParam, value: Any) -> Any:
         return value
     if value.shape != member.part.local_shape and not (member.part.whole and value.ndim):
         return value
-    assert member.owners is not None
-    return Piece.on(value, member.owners._replace(subject=f"the state of {member.name}"))
+    assert member.step_owners is not None
+    return Piece.on(value, member.step_owners._replace(subject=f"the state of {member.name}"))
 
 
 def _cut_state(member: ShardedParam, state: dict[str, Any]) -> None:

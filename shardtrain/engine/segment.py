@@ -85,7 +85,8 @@ class ShardedParam:
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
     ``owners``: marks gradients as pieces, for norms; None on a simulated rank, and on a single one
-    without virtual ranks.
+    without virtual ranks. ``step_owners``: marks pieces in an optimizer's step, on these ranks, too; None for
+    a plan's fake tensors.
     ``address``: where ``local_view`` lies.
     """
 
@@ -106,18 +107,23 @@ class ShardedParam:
 
     def describe(self, shards: Shards, unit: str) -> type[nn.Parameter]:
         """Tell ``shards`` what the parameter shows at rest; return its class there. ``unit``: its title."""
-        owners = self.owners and self.owners._replace(subject=f"{self.name}, a parameter at rest,")
+        owners = self.step_owners and self.step_owners._replace(subject=f"{self.name}, a parameter at rest,")
         # One without values keeps its class: torch replaces it to materialise it.
         self.class_at_rest = self.own_class
         if issubclass(self.own_class, nn.Parameter) and not self.param.is_meta:
-            self.class_at_rest = shards.add(self.param, Shard(owners, self.name, unit, self.part))
+            self.class_at_rest = shards.add(
+                self.param, Shard(owners, self.owners is None, self.name, unit, self.part)
+            )
         return self.class_at_rest
 
-    def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
+    def set_views(
+        self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None, step_owners: Owners | None
+    ) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view = self.piece_of(local)
         self.full_view = full_view
         self.owners = owners
+        self.step_owners = step_owners
         self.class_at_rest = None
         self.address = address_of(self.local_view)
         if not self.part.numel:
@@ -169,6 +175,12 @@ class ShardedParam:
             return None
         self._write_grad(grad.plain)
         return grad
+
+    def mark_for_step(self) -> None:
+        """Let a plain ``.grad`` be a piece until `unmark_grad`."""
+        grad = self.param.grad
+        if grad is not None and not isinstance(grad, Piece) and self.step_owners is not None:
+            self._write_grad(Piece.on(grad, self.step_owners))
 
     def mark_grad(self, piece: Piece) -> None:
         """Undo `unmark_grad`, unless ``.grad`` is another by now."""
@@ -260,13 +272,15 @@ class Segment:
         self.memory = self._storage._cdata
         self._releases = not (channel.in_place or self.full.is_meta)
         alone = channel.silent
+        is_fake = type(self.local) is not torch.Tensor  # in a plan
         if virtual and channel.all_ranks.world == 1:
-            alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
+            alone = is_fake
         owners = Owners(weakref.ref(channel), self.full.device, self.layout.whole, virtual)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
             owners_of_member = owners._replace(parts=parts, elements=member.part.elements, part=member.part)
-            member.set_views(self.local, view, None if alone else owners_of_member)
+            marks = None if alone else owners_of_member
+            member.set_views(self.local, view, marks, None if is_fake else owners_of_member)
             become(member.param, member.local_view)
         self.hold_full(False)
 

@@ -52,11 +52,13 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 class Shard(NamedTuple):
     """Describe the shard that a parameter shows.
 
-    ``owners``: of its pieces; None on a rank that has all. ``unit``: the title of the unit that gathers it.
-    ``part``: which elements of the parameter it has.
+    ``owners``: of its pieces; None if it has no values. ``alone``: the rank has all, and makes pieces in an
+    optimizer's step alone. ``unit``: the title of the unit that gathers it. ``part``: which elements
+    of the parameter it has.
     """
 
     owners: Owners | None
+    alone: bool
     name: str
     unit: str
     part: Part
@@ -65,7 +67,9 @@ class Shard(NamedTuple):
         """Return the shard that ``param`` shows as a piece, from which no gradient comes back."""
         learns = torch.is_grad_enabled() and _unasked(_REQUIRES_GRAD.__get__, (), (param,), {})
         shown = _Unlearned.apply(param, self) if learns else _unasked(Tensor.detach, (), (param,), {})
-        return shown if self.owners is None else Piece.on(shown, self.owners)
+        if self.owners is None or (self.alone and self.owners.step is None):
+            return shown
+        return Piece.on(shown, self.owners)
 
     def refuse_in_forward(self, use: str) -> NoReturn:
         raise ValueError(

@@ -44,7 +44,7 @@ def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
         assert param.shape == (shape if 0 not in param.shape else (0, *(1 for _ in shape[1:]))), name
         if 0 not in param.shape and full.ndim:
             assert param.stride() == full.stride(), name
-            assert torch.equal(param, full), name
+            assert torch.equal(param.data.as_subclass(torch.Tensor), full), name
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,8 @@ def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
     optimizer = kind(model.parameters(), lr=0.1)
     loss = model(torch.ones(2, 7)).square().sum()
     loss.backward()
+    if kind is Clipping and all(param.grad is None for param in model.parameters()):
+        return  # it has asked for nothing: the others end
     with pytest.raises(
         ValueError, match=f"^{kind.__name__} .*looks at all parameters together cannot be used"
     ):
