@@ -66,7 +66,7 @@ class Shard(NamedTuple):
     def piece(self, param: nn.Parameter) -> Tensor:
         """Return the shard that ``param`` shows as a piece, from which no gradient comes back."""
         learns = torch.is_grad_enabled() and _unasked(_REQUIRES_GRAD.__get__, (), (param,), {})
-        shown = _Unlearned.apply(param, self) if learns else _unasked(Tensor.detach, (), (param,), {})
+        shown: Tensor = _Unlearned.apply(param, self) if learns else _unasked(Tensor.detach, (), (param,), {})
         if self.owners is None or (self.alone and self.owners.step is None):
             return shown
         return Piece.on(shown, self.owners)

@@ -117,7 +117,6 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "an operator": ("sum", lambda g: torch.ops.aten.sum(g)),
     "a count of a mask": ("sum", lambda g: torch.isclose(g, torch.zeros_like(g)).sum()),
     "some of the memory": ("as_strided", lambda g: g.as_strided((1,), (1,))),
-    "length": ("len", lambda g: len(g)),
     "storage": ("storage", lambda g: g.storage()),
     "its storage": ("untyped_storage", lambda g: torch.empty(0).set_(g.untyped_storage())),
     "its address": ("data_ptr", lambda g: g.data_ptr()),
@@ -134,7 +133,7 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "torch.save": ("pickle", lambda g: torch.save({"grads": [g]}, io.BytesIO())),
     "a pickle of a copy": ("pickle", lambda g: pickle.dumps(g.clone())),
     "copy.copy": ("sum", lambda g: copy.copy(g).sum()),
-    "a parameter": ("sum", lambda g: nn.Parameter(g).sum()),
+    "a parameter": ("requires_grad", lambda g: nn.Parameter(g)),
     "another's memory": ("set", lambda g: torch.empty(0).set_(g)),
     "no class asked": ("sum", lambda g: without_classes(lambda: g.sum())),
     "dlpack": ("dlpack_device", lambda g: torch.from_dlpack(g)),
@@ -248,14 +247,12 @@ def test_a_plain_tensor_that_takes_a_gradient_is_a_piece(layout: str) -> None:
             assert isinstance(buffer, Piece), name
             number = raised_soon(ValueError, lambda taken=buffer: taken.sum().item())
             assert SEES in number, name
-            columns = raised_soon(ValueError, lambda taken=buffer: torch.vmap(torch.sum)(taken[None]))
-            assert columns.startswith("vmap of a tensor that took a gradient "), name
             others = Piece.on(torch.ones(buffer.shape), grad.owners._replace(elements="others"))
             assert "several gradients" in raised_soon(ValueError, lambda a=buffer, b=others: a + b)
 
 
 @each_rank(2, transport="auto")
-def test_momentum_by_hand_is_right_and_its_buffers_are_free_when_zeroed() -> None:
+def test_momentum_by_hand_is_right() -> None:
     model, replica = sharded_and_replica(small, units=[nn.Linear])
     for net in (model, replica):
         params = [*net.parameters()]
@@ -269,13 +266,6 @@ def test_momentum_by_hand_is_right_and_its_buffers_are_free_when_zeroed() -> Non
                     shard_of_it.sub_(buffer, alpha=0.01)
                     param.grad = None
     assert_same_parameters(model, replica)
-    squares = torch.zeros(model[0].weight.shape)
-    for grad in (with_gradients()[0].weight.grad, with_gradients()[0].weight.grad):
-        squares.copy_(grad).mul_(squares)
-        assert isinstance(squares, Piece)
-    squares.zero_()
-    assert type(squares) is Tensor
-    assert squares.sum() == 0
 
 
 SIZE_LOOKS: dict[str, Callable[[Tensor], object]] = {
@@ -291,27 +281,24 @@ SIZE_LOOKS: dict[str, Callable[[Tensor], object]] = {
     "many": lambda g: g.numel() > 1,
     "half": lambda g: g.numel() // 2,
     "negative": lambda g: -g.numel(),
+    "length": lambda g: len(g),
 }
 
 
 @each_rank(2)
-def test_sizes_of_a_piece_are_told_and_not_computed_with() -> None:
-    """They are those of the parameter at rest, equal if equal; tensors are made of them."""
+def test_sizes_of_a_piece_are_numbers_and_numel_is_the_whole_s() -> None:
+    """As those of the parameter at rest; in an optimizer's step on pieces nothing computes with them."""
     model = with_gradients()
-    for param in model.parameters():
+    wholes = dict(small().named_parameters())
+    for name, param in model.named_parameters():
         grad = param.grad
         assert grad.shape == param.shape == grad.size()
-        assert param.shape == grad.shape
-        assert hash(grad.shape) == hash(param.shape)
-        assert (grad.size(0), grad.stride()) == (param.size(0), param.stride())
-        assert grad.numel() == grad.nelement() == torch.numel(grad) == math.prod(param.shape)
-        assert f"{grad.shape} {grad.numel():3d}" == f"{tuple(param.shape)} {math.prod(param.shape):3d}"
-        assert bool(grad.numel()) == (grad.numel() > 0) == (0 not in param.shape)
-        assert torch.zeros(grad.shape).shape == torch.zeros(grad.size(0), 2)[:, :1].view(grad.shape).shape
-        assert grad.nbytes == param.nbytes
-        for name, look in SIZE_LOOKS.items():
-            text = raised_soon(ValueError, lambda look=look, grad=grad: look(grad))
-            assert text.startswith("arithmetic with a size of a gradient would see this rank's piece"), name
+        assert (grad.size(0), grad.stride(), len(grad)) == (param.size(0), param.stride(), len(param))
+        assert grad.numel() == grad.nelement() == torch.numel(grad) == wholes[name].numel()
+        assert param.numel() == param.nelement() == torch.numel(param) == wholes[name].numel()
+        assert grad.numel() * grad.element_size() == wholes[name].nbytes
+        assert (grad.flatten() * 2).numel() == wholes[name].numel()
+        assert grad.nbytes == param.nbytes == 4 * len(grad)
         assert repr(grad).startswith("Piece(tensor(")
         for count in (
             lambda grad=grad: bool(grad[grad.abs() > 1.0].numel()),
@@ -319,6 +306,25 @@ def test_sizes_of_a_piece_are_told_and_not_computed_with() -> None:
         ):
             text = raised_soon(ValueError, count)
             assert " of elements of a gradient that a mask selects would see this rank's piece" in text
+        joined = torch.cat([grad, grad])
+        assert "several pieces of a gradient would" in raised_soon(ValueError, joined.numel)
+    for name, look in SIZE_LOOKS.items():
+        optimizer = Looking(model.parameters(), look)
+        text = raised_soon(ValueError, optimizer.step)
+        says = "Looking cannot step on a sharded model: (arithmetic with a size|len) of a gradient would see"
+        assert re.match(says, text), name
+
+
+class Looking(torch.optim.Optimizer):
+    """Look at each gradient in a step."""
+
+    def __init__(self, params: Any, look: Callable[[Tensor], object]) -> None:
+        super().__init__(params, {})
+        self.look = look
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.look(param.grad)
 
 
 @each_rank(2)
@@ -347,7 +353,7 @@ def test_sizes_of_a_whole_gradient_are_its_owner_s() -> None:
 
 
 class ByShape(torch.optim.SGD):
-    """Ask sizes and addresses of gradients in a step: a trial has found that nothing depends on them."""
+    """Ask sizes and addresses of gradients in a step, of which nothing depends on them."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -359,13 +365,13 @@ class ByShape(torch.optim.SGD):
 
 
 @each_rank(2)
-def test_an_optimizer_that_was_tried_computes_with_sizes() -> None:
+def test_an_optimizer_that_is_trusted_computes_with_sizes() -> None:
     model = with_gradients()
     before = shardtrain.full_state_dict(model)
     with shardtrain.unsharded(model, grads=True):
         for name, param in model.named_parameters():
             before[name].sub_(param.grad)
-    ByShape(model.parameters(), lr=0.1).step()
+    shardtrain.trusted(ByShape(model.parameters(), lr=0.1)).step()
     after = shardtrain.full_state_dict(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -474,7 +480,7 @@ def test_pieces_of_other_elements_are_not_combined() -> None:
     model(torch.ones(())).backward()
     first = model.first.grad
     second = model.second.grad
-    assert [first.numel(), second.numel()] == [[64, 0], [32, 32], [0, 64]][dist.get_rank()]
+    assert [len(first), len(second)] == [[64, 0], [32, 32], [0, 64]][dist.get_rank()]
     for combine in (
         lambda: first + second,
         lambda: first.lerp_(second, 0.5),
@@ -484,6 +490,9 @@ def test_pieces_of_other_elements_are_not_combined() -> None:
     torch.testing.assert_close(
         torch.stack([torch.cat([first, second]).norm()]).norm(), torch.tensor(192.0).sqrt()
     )
+    if len(first) == len(second):  # what is overwritten is a piece of what was copied
+        scratch = first.clone().copy_(second)
+        assert torch.equal((scratch + second).plain, 2 * second.plain)
 
 
 # Directions that look at all of one gradient.
@@ -621,7 +630,7 @@ def scaled(values: Tensor, by: float) -> Tensor:
 
 
 class ByKernel(torch.optim.Optimizer):
-    """Step by an operator of another package, of which only the trial says that it is right."""
+    """Step by an operator of another package, of which only its user says that it is right."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -634,7 +643,7 @@ class ByKernel(torch.optim.Optimizer):
 
 
 @each_rank(2, transport="auto")
-def test_an_operator_of_another_package_steps_if_the_trial_finds_it_right() -> None:
+def test_an_operator_of_another_package_steps_if_the_user_says_that_it_is_right() -> None:
     model = with_gradients()
     whole = shardtrain.full_state_dict(model)
     with shardtrain.unsharded(model, grads=True):
@@ -642,7 +651,8 @@ def test_an_operator_of_another_package_steps_if_the_trial_finds_it_right() -> N
             whole[name].sub_(0.1 * param.grad.as_subclass(Tensor))
     text = raised_soon(ValueError, lambda: scaled(model[0].weight.grad, 0.1))
     assert "tests_of_gradients" in text or "scaled" in text, text
-    ByKernel(model.parameters(), 0.1).step()
+    assert "scaled" in raised_soon(ValueError, ByKernel(model.parameters(), 0.1).step)
+    shardtrain.trusted(ByKernel(model.parameters(), 0.1)).step()
     for name, value in shardtrain.full_state_dict(model).items():
         assert torch.equal(value, whole[name]), name
 
@@ -797,7 +807,7 @@ def test_a_user_s_hook_of_a_step_uses_the_model() -> None:
     """Whole parameters, a state dict, a forward, another optimizer: all as after the step."""
     model = with_gradients()
     params = [*model.parameters()]
-    inner = Careful(params[1:], lr=0.1)
+    inner = shardtrain.trusted(Careful(params[1:], lr=0.1))
     optimizer = torch.optim.SGD(params[:1], lr=0.1)
     average = [param.detach().clone() for param in params]
     seen = list[object]()

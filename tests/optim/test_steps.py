@@ -17,7 +17,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 import shardtrain
-from shardtrain.comm.norms import GradientPiece
+from shardtrain.pieces.piece import Piece
 
 import small
 from pool import each_rank
@@ -180,8 +180,8 @@ class Looking(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         self.number += 1
         param = self.param_groups[0]["params"][0]
-        kinds = {isinstance(param.data, GradientPiece), isinstance(param.grad, GradientPiece)}
-        kinds |= {isinstance(state["momentum_buffer"], GradientPiece) for state in self.state.values()}
+        kinds = {isinstance(param.data, Piece), isinstance(param.grad, Piece)}
+        kinds |= {isinstance(state["momentum_buffer"], Piece) for state in self.state.values()}
         assert len(kinds) == 1, self.number
         self.on_pieces += [self.number] if True in kinds else []
         if self.number == self.asks:
@@ -224,7 +224,7 @@ def test_torch_s_own_and_trusted_ones_see_plain_tensors() -> None:
     optimizer = shardtrain.trusted(Looking(net.parameters()))
     optimizer.step()
     assert optimizer.on_pieces == []
-    assert type(net.weight.grad) is GradientPiece
+    assert type(net.weight.grad) is Piece
 
 
 TORCH_S = [
