@@ -14,11 +14,9 @@ stores tensors would store this rank's part under the parameter's name, and is r
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
@@ -191,7 +189,6 @@ def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedPa
     members = WeakSet(members)  # so that the optimizer does not keep the model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        _refuse_whole()
         described = _changed(_as_piece, members, optimizer, saved)
         parts = {key: part for key, _, part in _parts_of(members, optimizer, saved)}
         return {**described, "state": LocalState(described["state"], parts)}
@@ -205,23 +202,6 @@ def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedPa
 
     optimizer.register_state_dict_post_hook(give)
     optimizer.register_load_state_dict_pre_hook(take)
-
-
-def _refuse_whole() -> None:
-    """Raise ValueError if torch's ``get_optimizer_state_dict`` asks, to gather whole state on rank 0.
-
-    It would fail on the ranks by different errors, and asks for nothing else that tells.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        info = frame.f_locals.get("info")
-        if frame.f_code.co_name == "_get_optim_state_dict" and getattr(info, "full_state_dict", False):
-            raise ValueError(
-                "an optimizer's state is not gathered: leave full_state_dict=True out, and save "
-                "shardtrain.optimizer_state_dict(model, optimizer) with torch.distributed.checkpoint, from "
-                "whose files unsharded models load it, too"
-            )
-        frame = frame.f_back
 
 
 def refuse_pickled(optimizer: torch.optim.Optimizer) -> None:

@@ -246,7 +246,7 @@ class Piece(Tensor):
         if func in NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
             return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
         if is_collective(func):
-            refuse_collective(func.__name__)
+            refuse_collective(func.__name__, owners.subject)
         if func is Tensor.requires_grad_ and args[1:] != (False,):  # nn.Parameter() of a piece does so, too
             _refuse(func, owners)
         if not owners.whole:
@@ -265,9 +265,7 @@ class Piece(Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.owners.subject == GRADIENT:
-            _refuse_text("pickle of a gradient", self.owners)
-        return self.plain.__reduce_ex__(protocol)
+        _refuse_text(f"pickle of {self.owners.subject}", self.owners)
 
     def full_tensor(self) -> Tensor:
         """Return the whole tensor on every rank, on the model's device. Collective."""
@@ -395,15 +393,17 @@ def total_norm(tensors: Sequence[Tensor], order: float, owners: Owners, dtype: t
     assert channel is not None
     if channel.silent and not any(type(tensor) is Piece for tensor in tensors):  # perhaps torch's fake ones
         owners = owners._replace(virtual=0)
-        return _total(get_total_norm(tensors, order), order, channel, owners)
+        return _total(get_total_norm([t for t in tensors if t.numel()], order), order, channel, owners)
     device = tensors[0].device if tensors else owners.device
     none = torch.empty(0, dtype=dtype, device=device)  # so that every rank has one
     counts = channel.all_ranks.rank == 0  # replicated gradients count once, in the first interval
     counted = [none]
     intervals = list[Intervals]([()])
     for tensor in tensors:
-        counted.append(tensor.plain if isinstance(tensor, Piece) else tensor if counts else none)
-        intervals.append(tensor.owners.parts if isinstance(tensor, Piece) else ())
+        held = plain(tensor)
+        if held.numel():
+            counted.append(held if counts or held is not tensor else none)
+            intervals.append(tensor.owners.parts if isinstance(tensor, Piece) else ())
     if owners.virtual:
         return _total(interval_norms(counted, intervals, order, owners.virtual), order, channel, owners)
     norms = list[Tensor]()
@@ -429,7 +429,13 @@ def _total(norms: Tensor, order: float, channel: Channel, owners: Owners) -> Tot
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
     """Return the first tensor of ``kind`` in ``args``, lists included."""
-    return next(leaf for leaf in _leaves(args) if isinstance(leaf, kind))
+    for arg in args:
+        if isinstance(arg, kind):
+            return arg
+        for item in arg if isinstance(arg, list | tuple) else ():
+            if isinstance(item, kind):
+                return item
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def _leaves(args: Sequence[Any]) -> list[Any]:
@@ -614,9 +620,9 @@ def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **na
     return None if dim is not None or norm is torch.linalg.norm or isinstance(order, str) else float(order)
 
 
-def refuse_collective(name: str) -> NoReturn:
+def refuse_collective(name: str, subject: str = GRADIENT) -> NoReturn:
     raise ValueError(
-        f"{name}() of a gradient would combine pieces of different elements: a sharded model's gradients are "
+        f"{name}() of {subject} would combine pieces of different elements: a sharded model's gradients are "
         "means over all ranks already, so leave it out; for the sum over ranks multiply by their number"
     )
 
@@ -637,6 +643,6 @@ def _refuse_text(what: str, owners: Owners) -> NoReturn:
         owners.step.refuse(what)
     raise ValueError(
         f"{what} would see this rank's piece alone: call torch's or shardtrain's "
-        "clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), read whole ones inside "
-        "shardtrain.unsharded(model, grads=True), or the piece as grad.as_subclass(torch.Tensor)"
+        "clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), or, on all ranks, "
+        ".full_tensor() for the whole tensor, or of a norm; .as_subclass(torch.Tensor) is the piece"
     )
