@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from shardtrain import torch_private
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.pieces.functions import ATTRIBUTES
+from shardtrain.pieces.functions import describes, tells_sizes
 from shardtrain.pieces.part import Index, Part
 from shardtrain.pieces.piece import plain
 
@@ -67,7 +67,7 @@ class LocalPiece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ATTRIBUTES:
+        if describes(func) or tells_sizes(func):
             with torch_private.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if not isinstance(result, Tensor):  # as `.data` is

@@ -164,16 +164,17 @@ class Unit:
         if self._rests or self.shards.work or self.shown is not Shown.SHARD:
             return
         self._rests = True
-        for member in self.members:
-            member.param.__class__ = member.class_at_rest or member.describe(self.shards, self.title)
+        self._give([m.class_at_rest or m.describe(self.shards, self.title) for m in self.members])
 
     def wake(self) -> None:
         """Undo `rest`."""
-        if not self._rests:
-            return
-        self._rests = False
-        for member in self.members:
-            member.param.__class__ = member.own_class
+        if self._rests:
+            self._rests = False
+            self._give([member.own_class for member in self.members])
+
+    def _give(self, classes: Sequence[type[nn.Parameter]]) -> None:
+        for member, kind in zip(self.members, classes, strict=True):
+            member.param.__class__ = kind
 
     def show_private(self, values: Mapping[ShardedParam, torch.Tensor]) -> None:
         """Let parameters show ``values``, full tensors that no other rank sees."""

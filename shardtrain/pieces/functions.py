@@ -97,8 +97,6 @@ UNMARKED = {*NEW.split()}
 NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
 SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
 SAME_NORMS |= {torch.cat, torch.stack}
-# What a state dict's values answer, and nothing else: the first returns attributes.
-ATTRIBUTES = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
 
 
 def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:

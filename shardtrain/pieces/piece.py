@@ -197,7 +197,7 @@ class Piece(Tensor):
     since other ranks have the rest.
     """
 
-    number = "a number of a gradient"  # in messages
+    number = "a number"  # in messages
     plain: Tensor
     owners: Owners
 
@@ -225,7 +225,7 @@ class Piece(Tensor):
 
     def __format__(self, spec: str) -> str:
         if self.plain.ndim == 0:  # it would be shown as a number, like that of the whole
-            _refuse_text(f"an f-string or format() of {self.number}", self.owners)
+            _refuse_text(f"an f-string or format() of {self.number} of {self.owners.subject}", self.owners)
         return format(self.plain, spec)
 
     @classmethod
@@ -300,7 +300,7 @@ class PieceNorm(Piece):
     ``intervals``: with V virtual ranks, the norms of each one's interval: V more than the norms' dimensions.
     """
 
-    number = "a norm of a gradient"
+    number = "a norm"
     order: float
     intervals: Tensor | None
 
