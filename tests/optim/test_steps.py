@@ -47,15 +47,15 @@ class Own(torch.optim.Optimizer):
 Direction = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], Tensor]
 SIZES = "arithmetic with a size of"
 REFUSED: dict[str, tuple[str, int, Direction]] = {
-    "trust ratio": ("truediv", 1, lambda p, g, s, o: g * (p.norm() / g.norm())),
+    "trust ratio": ("div", 1, lambda p, g, s, o: g * (p.norm() / g.norm())),
     "trust ratio after a warm-up": (
-        "truediv",
+        "div",
         101,
         lambda p, g, s, o: g * (p.norm() / g.norm()) if s["step"] > 50 else g,
     ),
     "clips by the root mean square": ("mean", 1, lambda p, g, s, o: g / g.square().mean().sqrt()),
     "its largest element": ("amax", 1, lambda p, g, s, o: g / g.abs().amax()),
-    "normalizes by a method": ("norm", 1, lambda p, g, s, o: g / max(1.0, float(g.norm()))),
+    "normalizes by a method": ("float", 1, lambda p, g, s, o: g / max(1.0, float(g.norm()))),
     "centralization of filters": (
         "mean",
         1,
@@ -105,7 +105,8 @@ def with_gradients(net: nn.Module) -> nn.Module:
 def test_what_depends_on_whole_parameters_is_refused_by_its_name(name: str) -> None:
     """Also on a single rank, whose parameters have the shapes of pieces."""
     words, at, direction = REFUSED[name]
-    optimizer = Own(with_gradients(model()).parameters(), direction, lr=1e-6)
+    net = with_gradients(model())
+    optimizer = Own(net.parameters(), direction, lr=1e-6)
     for _ in range(at - 1):
         optimizer.step()
     check_refused(optimizer, words, at)
