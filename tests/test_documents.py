@@ -303,6 +303,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
         (r"a core of ([\d,]+) lines of code", core),
         (r"What makes it safe and complete is ([\d,]+) more in `shardtrain/engine/`", others),
         (r"is ([\d,]+) in `shardtrain/comm/`", [*(ROOT / "shardtrain/comm").glob("*.py")]),
+        (r"is ([\d,]+) in `shardtrain/pieces/`", [*(ROOT / "shardtrain/pieces").glob("*.py")]),
         (r"`shardtrain/collectives/`, ([\d,]+), has", [*(ROOT / "shardtrain/collectives").glob("*.py")]),
     ):
         (lines,) = re.findall(sentence, text)
@@ -376,8 +377,7 @@ OUTSIDE = [  # where names without dots may come from
 OTHERS = {  # names of others
     "a user's": """FOLDER/recipe/NAME.yaml configs/optim/NAME.yaml data.train logit_scale mine.py mine.yaml
         net.blocks opening.shards self.h self.mean self.w""",
-    "other packages'": """Accelerator.prepare ConfigStore.__deepcopy__ EventFileWriter Figure
-        GraphModule.recompile
+    "other packages'": """Accelerator.prepare GraphModule.recompile ConfigStore.__deepcopy__ EventFileWriter Figure
         ModelParallelStrategy PeriodicModelAverager PostLocalSGDOptimizer apply_fsdp cpu_ram_efficient_loading
         empty_init load_state merge_and_unload mixed_precision save_file save_pretrained timm.create_model""",
     "torch's arguments and private names": """FakeTensorMode _foreach _post_backward_hook_state autograd.grad

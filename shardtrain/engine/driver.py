@@ -378,14 +378,14 @@ class Driver:
             member.set_grad(grad)
         self._put_aside = []
         self._fence(LEAVE)
-        given = give(self._reduced)
-        self.asked.update(dict.fromkeys(given.asked))
+        params, asked = give(self._reduced)
+        self.asked.update(dict.fromkeys(asked))
         self._reduced = []
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.channel.uploads:
             finish_downloads(self.device)
-        hooked = [param for param in given.params if param._post_accumulate_grad_hooks]
+        hooked = [param for param in params if param._post_accumulate_grad_hooks]
         self.rest(BACKWARD)
         call_postponed(hooked)
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be

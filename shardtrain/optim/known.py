@@ -1,4 +1,7 @@
-"""Say which optimizers are known to be right on what a rank holds of parameters, and take users' words."""
+"""Say which optimizers are known to be right on what a rank holds of parameters, and take users' words.
+
+Its own file, since the engine, which asks, does not name optimizers.
+"""
 
 from __future__ import annotations
 

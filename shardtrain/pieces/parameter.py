@@ -66,7 +66,9 @@ class Shard(NamedTuple):
     def piece(self, param: nn.Parameter) -> Tensor:
         """Return the shard that ``param`` shows as a piece, from which no gradient comes back."""
         learns = torch.is_grad_enabled() and _unasked(_REQUIRES_GRAD.__get__, (), (param,), {})
-        shown: Tensor = _Unlearned.apply(param, self) if learns else _unasked(Tensor.detach, (), (param,), {})
+        shown: Tensor = _unasked(Tensor.detach, (), (param,), {})
+        if learns:
+            shown = _Unlearned.apply(torch.empty(0, requires_grad=True), shown, self)
         if self.owners is None or (self.alone and self.owners.step is None):
             return shown
         return Piece.on(shown, self.owners)
@@ -90,13 +92,16 @@ def refuse_gradient(name: str, unit: str) -> NoReturn:
 
 
 class _Unlearned(torch.autograd.Function):
-    """Return what a parameter shows, and refuse its gradient, which would be this rank's shard's alone."""
+    """Return what a parameter shows, and refuse its gradient, which would be this rank's shard's alone.
+
+    ``anchor``: requires a gradient in the parameter's place. A node of autograd for the parameter would keep
+    the shape of the shard, and the next forward would use it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, param: nn.Parameter, shard: Shard) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, shown: Tensor, shard: Shard) -> Tensor:
         ctx.shard = shard
-        shown: Tensor = _unasked(Tensor.detach, (), (param,), {})
-        return shown
+        return shown.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
@@ -210,9 +215,9 @@ def _is_stepped(param: Any) -> bool:
 
 def _changes_leaf(func: Any, args: Any) -> bool:
     """Return whether ``func`` changes a leaf that requires a gradient, which torch refuses."""
-    if not (changes_in_place(func) and torch.is_grad_enabled() and isinstance(args[0], PieceParameter)):
+    if not (args and changes_in_place(func) and torch.is_grad_enabled()):
         return False
-    return bool(args[0].requires_grad)
+    return isinstance(args[0], PieceParameter) and args[0].requires_grad
 
 
 def _name_of_use(func: Any) -> str:

@@ -49,10 +49,12 @@ def test_what_a_parameter_shows_decides_its_class() -> None:
         return all(isinstance(param, PieceParameter) and isinstance(param, nn.Parameter) for param in params)
 
     assert at_rest()
-    y = model(batch(0))
+    kept = [param.norm() for param in params]  # whose nodes in autograd are not the parameters'
+    x = batch(0).requires_grad_()
     inside = set[type]()
-    y.register_hook(lambda grad: inside.update(map(type, params)))
-    y.sum().backward()
+    x.register_hook(lambda grad: inside.update(map(type, params)))
+    model(x).sum().backward()
+    assert len(kept) == len(params)
     assert inside == {nn.Parameter}
     assert at_rest()
     optimizer = shardtrain.trusted(Watched(params, lr=0.1))
@@ -103,7 +105,7 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Parameter], object]]] = {
     "a test": ("all of ", lambda p: p.isfinite().all()),
     "numpy": ("numpy of ", lambda p: p.detach().cpu().numpy()),
     "another object": ("requires_grad of ", lambda p: nn.Parameter(p.detach())),
-    "initialization": ("uniform of ", lambda p: nn.init.kaiming_uniform_(p)),
+    "initialization": ("kaiming_uniform of ", lambda p: nn.init.kaiming_uniform_(p)),
     "a file": ("a parameter of a sharded model", lambda p: torch.save([p], io.BytesIO())),
     "a file of its data": ("pickle of ", lambda p: pickle.dumps(p.detach())),
     "a collective": ("all_reduce() of ", lambda p: torch.distributed.all_reduce(p.data)),
