@@ -204,15 +204,6 @@ IN_PLACE = {
         "test_engine.py::test_edits_and_conversions_after_sharding_take_effect",
         "data_ptr, which is 0 for all empty ones",
     ),
-    "torch:ops.aten.add._qualified_op_name": Row(
-        "to tell operators of other packages from torch's",
-        "test_gradients.py::test_an_operator_of_another_package_steps_if_the_trial_finds_it_right",
-    ),
-    "torch:ops.aten.add.default._name": Row(
-        "to tell operators of other packages from torch's",
-        "test_gradients.py::test_an_operator_of_another_package_steps_if_the_trial_finds_it_right",
-        "name(), of one kind only",
-    ),
     "torch:_foreach_norm": Row(
         "to launch an operation once for many tensors; so do all torch._foreach_*",
         "test_engine.py::test_clipping_equals_ddp_s",

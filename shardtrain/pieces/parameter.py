@@ -210,7 +210,9 @@ def _is_stepped(param: Any) -> bool:
 
 def _changes_leaf(func: Any, args: Any) -> bool:
     """Return whether ``func`` changes a leaf that requires a gradient, which torch refuses."""
-    if not (changes_in_place(func) and torch.is_grad_enabled() and isinstance(args[0], PieceParameter)):
+    if not (args and changes_in_place(func) and torch.is_grad_enabled()):
+        return False
+    if not isinstance(args[0], PieceParameter):
         return False
     return bool(args[0].requires_grad)
 
