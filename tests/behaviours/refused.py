@@ -5,7 +5,6 @@ CLOSED = (
     r"blocks.1\.\S+ was used \({}\) in forward outside of a call of blocks.1, .* change it, between steps"
 )
 REFUSED = {
-    "SAM: cannot be built from its groups alone": "Sam cannot be tried",
     "Adafactor": f"Adafactor {CANNOT}",
     "Muon": f"Muon {CANNOT}",
     "LARS in a warm-up that begins with a learning rate of 0": f"Lars {CANNOT}",

@@ -914,7 +914,7 @@ def test_parameters_are_pieces_until_a_user_s_hook_of_a_step_ends(use: str) -> N
 def test_gradients_are_plain_while_torch_s_optimizer_steps_and_pieces_after_one_that_failed() -> None:
     model = with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step()  # after its trial
+    optimizer.step()
     with patch.object(Piece, "__torch_function__", side_effect=AssertionError("a call of Python")):
         optimizer.step()
     weight = model[0].weight

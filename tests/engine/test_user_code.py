@@ -352,7 +352,7 @@ def test_only_plain_tensors_are_sharded() -> None:
 
 
 @each_rank(2)
-def test_nothing_is_left_of_a_method_called_as_forward_or_of_an_optimizer_s_trial() -> None:
+def test_nothing_is_left_of_a_method_called_as_forward_and_a_step_calls_hooks_once() -> None:
     model = sharded()
     block = model.blocks[0]
     shardtrain.forward_method(block, "plain")

@@ -463,6 +463,7 @@ def trained(
         return optimizer
 
     optimizer = optimizer_of(net, False)
+    kept = [net]  # alive until all ranks have read its weights
     for step in range(STEPS):
         if step == MIDDLE and scene == "grows":
             optimizer.add_param_group({"params": [*net[1].parameters()], "lr": 0.02})
@@ -471,6 +472,7 @@ def trained(
             torch.save(optimizer.state_dict(), file)
             file.seek(0)
             net = again(net)
+            kept.append(net)
             optimizer = optimizer_of(net, True)
             optimizer.load_state_dict(torch.load(file))
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()
