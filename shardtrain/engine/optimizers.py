@@ -92,19 +92,23 @@ class Optimizers:
 
         Raises ValueError if it cannot be right on local shards, by ``rule``, or if gradients wait.
         """
-        stepper = self._steppers.setdefault(optimizer, Stepper())
-        is_inside = optimizer in self._stepping  # a step of a base class, or one after a step that raised
-        stepper.number += not is_inside
+        stepper = self._steppers.get(optimizer)
+        if stepper is None:
+            stepper = Stepper()
+            self._steppers[optimizer] = stepper
         groups = optimizer.param_groups
         sizes = len(groups), sum([len(group["params"]) for group in groups]), len(hooked)
         is_new = stepper.sizes != sizes
         if is_new:
             params = {param for param, _ in hooked.values()}
             stepper.steps = not all(params.isdisjoint(group["params"]) for group in groups)
-            stepper.first = stepper.number
         if not stepper.steps:
             stepper.sizes = sizes
             return False
+        is_inside = optimizer in self._stepping  # a step of a base class, or one after a step that raised
+        stepper.number += not is_inside
+        if is_new:
+            stepper.first = stepper.number
         stepper.known = rule(optimizer, self._segments[0].layout.whole)
         if is_new:
             self._adopt_state(optimizer)

@@ -171,7 +171,7 @@ saved = once(saves, "one")
 
 def refused(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str:
     """Return why ``path`` does not load into the model and the optimizer, which stay as they were."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [tensor.as_subclass(torch.Tensor) for tensor in (*model.parameters(), *model.buffers())]
     copies = [tensor.detach().clone() for tensor in tensors]
     with pytest.raises(ValueError, match=r"does not fit, nothing was loaded: |is damaged: ") as caught:
         checkpoint.load(path, model, optimizer)

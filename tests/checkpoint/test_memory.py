@@ -63,7 +63,8 @@ def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:
-    return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
+    tensors = [*model.parameters(), *model.buffers()]
+    return [value.as_subclass(torch.Tensor).detach().clone() for value in tensors]
 
 
 def save(store: Store, steps: range) -> Any:

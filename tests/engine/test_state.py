@@ -730,7 +730,7 @@ def test_tied_names_whose_values_differ_are_refused_and_one_alone_is_taken() -> 
 
 
 @each_rank(2)
-def test_whole_optimizer_state_by_torch_is_refused_alike() -> None:
+def test_whole_optimizer_state_by_torch_is_refused() -> None:
     """And a rank's pickled state in the optimizer of an unsharded model is named, as it steps."""
     model = shard(OddNet())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -738,6 +738,8 @@ def test_whole_optimizer_state_by_torch_is_refused_alike() -> None:
     optimizer.step()
     for offload in (True, False):
         options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        if offload and dist.get_rank():  # where torch returns nothing
+            continue
         with pytest.raises(ValueError, match=r"^a rank's piece of [a-z0-9.]+ must not be (used by|pickled)"):
             state = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
             torch.save(state, io.BytesIO())
