@@ -391,7 +391,7 @@ def test_cudnn_moves_weights_and_changes_none(layers: int, both: bool, projected
         lstm.flatten_parameters()
         assert len({param.untyped_storage().data_ptr() for param in lstm.parameters()}) == 1
         for (value, version), param in zip(before, lstm.parameters(), strict=True):
-            assert torch.equal(param.detach().cpu(), value)
+            assert torch.equal(param.as_subclass(torch.Tensor).cpu(), value)
             assert param._version == version
 
 
