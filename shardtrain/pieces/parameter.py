@@ -2,7 +2,7 @@
 
 What a parameter shows decides its class. Whole, it has its own. While it shows this rank's shard it is a
 `PieceParameter`: a function asked of it is asked of a piece that is its shard, by the list of
-``element_wise.py``. What treats each element by itself is right, a norm is that of all ranks, and all else is
+``functions.py``. What treats each element by itself is right, a norm is that of all ranks, and all else is
 refused by name. So is a loss, since its gradient would be one of this rank's shard alone.
 
 While the root's forward runs other ranks may compute with a shard, and its values and sizes are not those
