@@ -54,7 +54,7 @@ GRADIENT = (
 )
 ROW = 30  # pixels
 # Rooms in the colors of the parts that the documents call so.
-ENGINE = ("layout", "device", "comm", "engine", "torch_private", "errors")
+ENGINE = ("layout", "device", "comm", "pieces", "engine", "torch_private", "errors")
 
 
 class Room(NamedTuple):

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
@@ -121,15 +121,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let the method need full parameters, too. As in FSDP2, other modules than units are left alone."""
     if isinstance(module, FSDPModule):
         forward_method(module, method_name)
-
-
-class FullNorm(Tensor):
-    """Be a norm of all gradients, a plain tensor, that answers what FSDP2's scripts ask of their DTensor."""
-
-    __torch_function__ = nn.Parameter.__torch_function__  # results are plain
-
-    def full_tensor(self) -> Tensor:
-        return self.as_subclass(Tensor)
 
 
 def _accept(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -275,7 +266,6 @@ def _shard(root: nn.Module) -> None:
     units = {module: mark.options for module, mark in marks.items()}
     ignored = set[nn.Parameter]().union(*[mark.ignored for mark in marks.values()])
     shard(root, units=units, ignored=ignored, **own.shared)
-    engine_of(root).channel.norms = FullNorm
     for mark in marks.values():
         mark.root = root
 

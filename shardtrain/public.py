@@ -26,7 +26,7 @@ from shardtrain.engine.unit import UnitOptions
 from shardtrain.engine.units import blocks
 from shardtrain.engine.virtual import virtual_rank
 from shardtrain.errors import ShardtrainError
-from shardtrain.optim import GradScaler, clip_grad_norm_
+from shardtrain.optim import GradScaler, clip_grad_norm_, trusted
 
 if TYPE_CHECKING:  # what is imported here alone is no public name
     from collections.abc import Callable, Sequence

@@ -55,6 +55,11 @@ NAMES = {
         "test_engine.py::test_clipping_equals_ddp_s",
         "torch.Tensor.as_subclass, which makes a node for autograd",
     ),
+    "torch._C:_disabled_torch_function_impl": Row(
+        "to ask a parameter that shows a shard without asking its class",
+        "test_closed.py::test_what_tells_no_size_of_a_closed_unit_s_parameter_is_right",
+        "DisableTorchFunctionSubclass, which takes three times as long",
+    ),
     "torch._C._autograd:_profiler_enabled": Row(
         "to make ranges for a profile alone",
         "test_monitor.py::test_gathers_computation_reductions_and_waits_carry_unit_names",
@@ -198,15 +203,6 @@ IN_PLACE = {
         "to compare storages",
         "test_engine.py::test_edits_and_conversions_after_sharding_take_effect",
         "data_ptr, which is 0 for all empty ones",
-    ),
-    "torch:ops.aten.add._qualified_op_name": Row(
-        "to tell operators of other packages from torch's",
-        "test_gradients.py::test_an_operator_of_another_package_steps_if_the_trial_finds_it_right",
-    ),
-    "torch:ops.aten.add.default._name": Row(
-        "to tell operators of other packages from torch's",
-        "test_gradients.py::test_an_operator_of_another_package_steps_if_the_trial_finds_it_right",
-        "name(), of one kind only",
     ),
     "torch:_foreach_norm": Row(
         "to launch an operation once for many tensors; so do all torch._foreach_*",

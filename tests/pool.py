@@ -177,10 +177,7 @@ def _serve(pipe: Connection, path: list[str], fresh: bool) -> None:
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
     warnings.filterwarnings("ignore", r".torch.jit.\w+. is deprecated")  # torch's own, of two categories
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
-    import trials  # after `sys.path` is set; the process that starts ranks has imported what it needs
-
-    with trials.remembered():
-        _answer_calls(pipe, fresh)
+    _answer_calls(pipe, fresh)
 
 
 def _answer_calls(pipe: Connection, fresh: bool) -> None:

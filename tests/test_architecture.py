@@ -24,6 +24,7 @@ ENGINE = [
     "layout",
     "device",
     "comm",
+    "pieces",
     "engine",
     "optim",
     "collectives",

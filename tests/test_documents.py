@@ -305,6 +305,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
         (r"a core of ([\d,]+) lines of code", core),
         (r"What makes it safe and complete is ([\d,]+) more in `shardtrain/engine/`", others),
         (r"is ([\d,]+) in `shardtrain/comm/`", [*(ROOT / "shardtrain/comm").glob("*.py")]),
+        (r"is ([\d,]+) in `shardtrain/pieces/`", [*(ROOT / "shardtrain/pieces").glob("*.py")]),
         (r"`shardtrain/collectives/`, ([\d,]+), has", [*(ROOT / "shardtrain/collectives").glob("*.py")]),
     ):
         (lines,) = re.findall(sentence, text)

@@ -61,7 +61,7 @@ def save(
                 problem = f"{path}: exists already, and a checkpoint is never overwritten"
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
-    with engine.driver.hooked.plain():  # a user's hook of a step may save
+    with engine.driver.working():
         content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
     Draft(path, content, all_ranks).save(writer_of(content))
 
@@ -94,5 +94,5 @@ def load(
             f"{path} has moving averages of the parameters, which are not loaded: pass averages=ema.averages",
             stacklevel=2,
         )
-    with engine.driver.hooked.plain():
+    with engine.driver.working():
         return load_into(opened, module, optimizer, averages)

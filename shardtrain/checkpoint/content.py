@@ -35,13 +35,13 @@ from shardtrain import comm
 from shardtrain.checkpoint.files import DTYPES
 from shardtrain.checkpoint.manifest import Entry, Manifest, dtype_name, file_name, parse_entry
 from shardtrain.comm.channel import Ranks
-from shardtrain.comm.norms import plain
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.pieces import LocalPiece
 from shardtrain.engine.segment import plain_name
 from shardtrain.engine.state_dict import equal_buffers, persistent_buffers
 from shardtrain.errors import SaveFailed
+from shardtrain.pieces.part import Part, dense_stride
+from shardtrain.pieces.piece import plain
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
 Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]

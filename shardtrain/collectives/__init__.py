@@ -40,10 +40,10 @@ from shardtrain.collectives.calls import (
     reduce_scatter_tensor,
 )
 from shardtrain.comm.arithmetic import op_name
-from shardtrain.comm.norms import refuse_pieces
 from shardtrain.comm.opening import plain_transport
 from shardtrain.comm.process_group import guarded
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, count
+from shardtrain.pieces.piece import refuse_pieces
 
 __all__ = [
     "Group",

@@ -34,9 +34,9 @@ from shardtrain.collectives.agreement import Row, check_agreement, start_sharing
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import check_op, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
-from shardtrain.comm.norms import refuse_pieces
 from shardtrain.comm.process_group import guarded
 from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement, count
+from shardtrain.pieces.piece import refuse_pieces
 
 Op = dist.ReduceOp.RedOpType
 Group = dist.ProcessGroup

@@ -7,7 +7,7 @@ Read the files in this order. Each imports only from those before it:
 - ``transport``: what a transport is; ``channel``: the collectives of a model, over any transport
 - ``messages``: collectives by messages; ``native``: what a process group can do
 - ``activity``: whether this process works; ``reports``: the guard over gloo, and ranks that are lost
-- ``element_wise``, ``norms``: gradients' pieces, and what is right on them
+- ``norms``: norms of what each rank holds, added up over ranks
 - ``process_group``: the transports between any ranks; ``agreement``: texts of all ranks
 - ``shared``, ``signals``, ``shared_memory``: ranks of one host that share memory
 - ``wrappers``: offload and replicas, around any of these

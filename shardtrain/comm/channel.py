@@ -14,7 +14,7 @@ ranks of one shard group. With several replicas there are more ranks than in one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,9 +103,8 @@ class Channel(Ranks):
     """
 
     uploads = False
-    stepping = False  # an optimizer that was tried steps now (see ``norms.py``); set by the engine
+    step: Any = None  # `OptimizerStep`, while an optimizer makes one on pieces; set by the engine
     stages: Sequence[Sequence[int]] = ()
-    norms: type[Tensor] = Tensor  # the class of a norm of all gradients
 
     def __init__(
         self, transport: Transport, all_ranks: Ranks | None = None, guard: Guard | None = None

@@ -1,586 +1,68 @@
-"""Mark gradients as pieces, pass what treats each element by itself, and compute norms of whole gradients.
+"""Add norms of what each rank holds up to norms of the whole, the same on all ranks.
 
-`element_wise.py` lists what is right on a piece. All else is refused by name, alike on all ranks.
+A norm of order p of several parts is that of their norms, so one all-reduce of one number makes it::
 
-A mark is a tensor on the memory of a plain one, which does the work. Python's calls ask for the class first
-(``__torch_function__``). Code in C++, such as vmap, TorchScript, ``torch.tensor`` and process groups, asks
-when it calls an operator (``__torch_dispatch__``). Both ask the same list. A plain tensor that takes a piece,
-as ``buffer.add_(grad)``, gets the class of a piece. So Python asks it from then on, but C++ does not.
-
-``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
-
-    norms = [vector_norm(grad) for grad in grads]    of this rank's pieces (`PieceNorm`)
-    total = vector_norm(stack(norms))                over all ranks: one all-reduce
-
-Any other use of a piece's norm is refused, unless each gradient has one owner (``layout="whole"``). Then any
-function of it is right. Results are pieces, too: they must not be mixed with those of other gradients, nor
-leave as a number of Python, since ranks without the gradient do not have it. An optimizer's step may do both,
-since the optimizer was tried (``optim/trial.py``).
+    rank 0   norms 3, 4 -> 3² + 4² = 25 \\
+                                         sum 169 -> 13 on both ranks
+    rank 1   norm 12    -> 12²    = 144 /
 
 With V virtual ranks a norm does not depend on where cuts between ranks fall. A norm of a piece has V norms
-beside it (``intervals``), one per virtual rank's interval. The rank that owns an interval joins its norms.
-The V sums are then exchanged beside zeros, which change none of them, and added in one order.
+beside it, one per virtual rank's interval. The rank that owns an interval joins its norms. The V sums are
+then exchanged beside zeros, which change none of them, and added in one order.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeVar
-from weakref import ReferenceType
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils import get_total_norm
 
-from shardtrain import torch_private
 from shardtrain.comm.channel import Channel
-from shardtrain.comm.element_wise import (
-    NORMS,
-    SAME_NORMS,
-    UNMARKED,
-    changes_in_place,
-    changes_no_shape,
-    counts_elements,
-    describes,
-    is_collective,
-    is_element_wise,
-    is_kernel,
-    name_of,
-    overwrites,
-    reads_memory,
-    reshapes,
-    tells_sizes,
-)
 from shardtrain.comm.trace import ALL_REDUCE, waiting
 
-M = TypeVar("M", bound="Mark")
+Intervals = Sequence[tuple[int, slice]]  # virtual ranks, each with its slice of a piece
 
-# What `PieceSize` refuses, without underscores.
-_COMPUTING = """
-    abs add ceil divmod float floor floordiv ge int le lt mod mul neg pow radd rdivmod rfloordiv rmod rmul
-    round rpow rsub rtruediv sub truediv
-    """
-GRADIENT = "a gradient"
-_VMAP = "torch._functorch.vmap"
 _ROWS = 1 << 12  # norms of one interval are padded to a multiple of this
 
 
-class Owners(NamedTuple):
-    """Name the ranks that share gradients (``whole``: each has one owner), and the norms' device.
-
-    ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
-    meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
-    equal ones correspond, element by element. ``selected``: by a mask, so that their number is a result, too.
-    ``taken``: by a tensor that was plain, as ``buffer.add_(grad)`` does. ``memory``: that of the parameter's
-    shard, to which users add gradients. ``subject``: what the pieces are of, in messages. ``waits``: under
-    ``no_sync``, to be reduced: other ranks' gradients are not in it.
-    """
-
-    channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
-    device: torch.device
-    whole: bool = False
-    virtual: int = 0
-    parts: Sequence[tuple[int, slice]] = ()
-    elements: object = None
-    selected: bool = False
-    taken: bool = False
-    memory: int = 0
-    subject: str = GRADIENT
-    waits: bool = False
-
-    @property
-    def stepping(self) -> bool:
-        """Whether an optimizer that was tried makes a step of the model now."""
-        channel = self.channel()
-        return channel is not None and channel.stepping
-
-
-class PieceSize:
-    """Tell a size of a piece: to print, to compare with others for equality, and to make tensors of.
-
-    No number, since Python adds a subclass of ``int`` to a float without a word.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __index__(self) -> int:
-        return self._size
-
-    def __eq__(self, other: object) -> bool:
-        return self._size == (other._size if isinstance(other, PieceSize) else other)
-
-    def __hash__(self) -> int:
-        return hash(self._size)
-
-    def __bool__(self) -> bool:
-        return self._size != 0
-
-    def __gt__(self, other: object) -> bool:
-        return bool(self) if other == 0 else self.compute()
-
-    def __repr__(self) -> str:
-        return repr(self._size)
-
-    def __format__(self, spec: str) -> str:
-        return format(self._size, spec)
-
-    def compute(self, *_: Any) -> NoReturn:
-        _refuse_text("arithmetic with a size of a gradient")
-
-
-for _name in _COMPUTING.split():
-    setattr(PieceSize, f"__{_name}__", PieceSize.compute)
-
-
-def _uncompiled(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``ask``, a ``__torch_function__``, which ``torch.compile`` neither looks into nor compiles.
-
-    It would call itself without end, or keep the first function asked about, and call that for all others.
-    """
-    broken = torch_private.disable_dynamo(ask)
-
-    @functools.wraps(ask)
-    def either(cls: type[Any], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
-            return broken(cls, func, types, args, kwargs)
-        return ask(cls, func, types, args, kwargs)
-
-    return either
-
-
-class Mark(Tensor):
-    """Mark the memory of the tensor ``plain``, which computes in its place."""
-
-    subject = "a number of a gradient"  # in messages
-    plain: Tensor
-    owners: Owners
-
-    @classmethod
-    def on(cls: type[M], plain: Tensor, owners: Owners) -> M:
-        mark: M = plain.as_subclass(cls)
-        mark.plain = plain
-        mark.owners = owners
-        return mark
-
-    @classmethod
-    def become(cls, tensor: Tensor, owners: Owners) -> None:
-        """Make the plain ``tensor`` a mark: the same object, of this class from now on."""
-        memory = tensor.as_subclass(Tensor)
-        mark: Any = tensor
-        mark.__class__ = cls
-        mark.plain = memory
-        mark.owners = owners
-
-    def as_subclass(self, cls: type[Any]) -> Any:
-        return self.plain.as_subclass(cls)  # torch's does not ask
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.plain!r})"
-
-    def __format__(self, spec: str) -> str:
-        if self.plain.ndim == 0:  # it would be shown as a number, like that of the whole
-            _refuse_text(f"an f-string or format() of {self.subject}")
-        return format(self.plain, spec)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if sys._getframe(1).f_globals["__name__"] == dist.distributed_c10d.__name__:
-            refuse_collective("a collective")  # which copies a list of pieces in C++
-        asked: Any = cls.__torch_function__
-        return asked(getattr(func, "overloadpacket", func), types, args, kwargs)
-
-
-def plain(value: Any) -> Any:
-    """Return ``value`` with the plain tensor of each mark in it, lists included."""
-    if isinstance(value, Mark):
-        return value.plain
-    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
-
-
-class GradientPiece(Mark):
-    """Mark this rank's piece of a gradient, possibly empty. Results of arithmetic are pieces, too.
-
-    What combines elements (sums, means, dot products) is refused, since other ranks have the rest.
-    """
-
-    @classmethod
-    @_uncompiled
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if PieceNorm in types:
-            return NotImplemented  # so that `PieceNorm` decides
-        arguments = [*args, *kwargs.values()]
-        owners = _first(cls, arguments).owners
-        if func in NORMS and args and (order := _order(func, *args, **kwargs)) is not None:
-            return _norms(func, args[0] if func is torch._foreach_norm else args[:1], order)
-        _refuse_caller(func, owners)
-        free = owners.stepping
-        if not owners.whole:
-            if tells_sizes(func) and not free:
-                return _told(func, func(*plain(args), **kwargs), owners)
-            if not (is_element_wise(func, args, cls) or (free and (is_kernel(func) or reads_memory(func)))):
-                _refuse(func, owners.subject)
-        if not (owners.whole and free):
-            _require_same_elements(func, arguments)
-        result = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
-        if func.__name__ == "__set__":  # `Module.to` sets a gradient's data
-            with torch_private.DisableTorchFunctionSubclass():
-                func(args[0], plain(args[1]))
-        if owners.whole and free:
-            return result
-        answer = _of_an_owner if owners.whole else _element_by_element
-        result = answer(func, result, arguments)
-        _mark_changed(func, args, kwargs, owners)
-        return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.owners.subject == GRADIENT:
-            _refuse_text("pickle of a gradient")
-        return self.plain.__reduce_ex__(protocol)
-
-    def __copy__(self) -> GradientPiece:
-        return self.on(self.plain, self.owners)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self.clone())
-
-
-class PieceNorm(Mark):
-    """Mark norms of order ``order`` of this rank's pieces of gradients.
-
-    ``intervals``: with V virtual ranks, the norms of each one's interval: V more than the norms' dimensions.
-    """
-
-    subject = "a norm of a gradient"
-    order: float
-    intervals: Tensor | None
-
-    @classmethod
-    def of(cls, norm: Tensor, order: float, owners: Owners, intervals: Tensor | None) -> PieceNorm:
-        result = cls.on(norm, owners)
-        result.order = order
-        result.intervals = intervals
-        return result
-
-    @classmethod
-    @_uncompiled
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        one = _first(cls, [*args, *kwargs.values()])
-        owners = one.owners
-        channel = owners.channel()
-        if channel and func in NORMS and _order(func, *args, **kwargs) == one.order:
-            local = one.plain if one.intervals is None else one.intervals
-            return _over_all_ranks(local, one.order, channel, owners).as_subclass(channel.norms)
-        if channel and func in SAME_NORMS:
-            return _same_norms(one, channel, func, args, kwargs)
-        if describes(func) or tells_sizes(func):
-            result = func(*plain(args), **kwargs)
-            if not isinstance(result, Tensor):
-                return result
-        if not owners.whole:
-            _refuse(func, owners.subject)
-        # A norm of a gradient that one rank owns is a number of that gradient.
-        pieces = [_as_pieces(arg) for arg in args]
-        return func(*pieces, **{name: _as_pieces(arg) for name, arg in kwargs.items()})
-
-
-def _as_pieces(value: Any) -> Any:
-    """Mark each norm in ``value``, a tensor or a list of them, as a number that belongs to one gradient."""
-    if isinstance(value, PieceNorm):
-        return GradientPiece.on(value.plain, value.owners)
-    return type(value)(map(_as_pieces, value)) if type(value) in (list, tuple) else value
-
-
-def _same_norms(one: PieceNorm, channel: Channel, func: Any, args: Any, kwargs: Any) -> PieceNorm:
-    """Return the norms that ``func`` copies, converts or joins."""
-    first = args[0]
-    owners = one.owners
-    intervals = one.intervals
-    if isinstance(first, list | tuple):
-        # Replicated gradients count once: on rank 0, which owns the first interval.
-        counts = channel.all_ranks.rank == 0
-        first = [n if counts or isinstance(n, PieceNorm) else torch.zeros_like(n) for n in first]
-        if intervals is not None:
-            zeros = 0, max(0, owners.virtual - 1)
-            tables = [n.intervals if isinstance(n, PieceNorm) else F.pad(n[..., None], zeros) for n in first]
-            intervals = func(tables, *args[1:], **kwargs)
-        owners = owners._replace(whole=False)  # norms of several gradients, which are of no use by themselves
-    elif intervals is not None:
-        intervals = func(intervals, *args[1:], **kwargs)
-    return PieceNorm.of(func(plain(first), *args[1:], **kwargs), one.order, owners, intervals)
-
-
-def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: torch.dtype) -> Tensor:
-    """Return the norm of all gradients, pieces or whole: 0-dim, ``dtype``, equal on all ranks. Collective."""
-    channel = owners.channel()
-    marked = any(isinstance(grad, GradientPiece) for grad in grads)
-    if channel is not None and channel.silent and not marked:  # plain tensors, or torch's fake ones
-        return _over_all_ranks(get_total_norm(grads, order), order, channel, owners._replace(virtual=0))
-    device = grads[0].device if grads else owners.device
-    none = torch.empty(0, dtype=dtype, device=device)  # so that every rank has a piece
-    return get_total_norm([GradientPiece.on(none, owners), *grads], order, foreach=True)
-
-
-def _first(kind: type[Any], args: Sequence[Any]) -> Any:
-    """Return the first tensor of ``kind`` in ``args``, lists included."""
-    return next(leaf for leaf in _leaves(args) if isinstance(leaf, kind))
-
-
-def _leaves(args: Sequence[Any]) -> list[Any]:
-    """Return ``args`` with each list replaced by its items."""
-    leaves = list[Any]()
-    for arg in args:
-        if isinstance(arg, list | tuple):
-            leaves += arg
-        else:
-            leaves.append(arg)
-    return leaves
-
-
-def _norms(func: Any, grads: Sequence[Tensor], order: float) -> Any:
-    """Return the norm of each of ``grads``, as ``func`` does: one, or a list. ``order``: above 0."""
-    if not order > 0:  # the norm of an empty piece would count
-        raise ValueError(
-            f"a norm of order {order} of a gradient cannot be added up over ranks: call clip_grad_norm_ with "
-            "a positive norm_type"
-        )
-    piece = _first(GradientPiece, grads)
-    if any(each.owners.waits for each in _pieces(grads)):
-        raise ValueError(
-            "the norm of gradients that wait under no_sync would see this rank's alone: run the last "
-            "backward outside of no_sync first, then measure or clip"
-        )
-    table: Sequence[Tensor | None] = [None] * len(grads)
-    if piece.owners.virtual:
-        intervals = _interval_norms(grads, order, piece.owners.virtual)
-        table = intervals.unbind()
-        # A gradient that is whole lies in one interval, and sums of one number and zeros are exact.
-        local = [*intervals.sum(1).unbind()]
-    else:
-        local = _local_norms(grads, order)
-    norms = [
-        PieceNorm.of(norm, order, grad.owners, parts) if isinstance(grad, GradientPiece) else norm
-        for grad, norm, parts in zip(grads, local, table, strict=True)
-    ]
-    return norms if func is torch._foreach_norm else norms[0]
-
-
-def _pieces(args: Sequence[Any]) -> list[GradientPiece]:
-    """Return the pieces in ``args``, lists included."""
-    return [leaf for leaf in _leaves(args) if isinstance(leaf, GradientPiece)]
-
-
-def _require_same_elements(func: Any, args: Sequence[Any]) -> None:
-    """Raise ValueError if ``func`` would combine pieces of different elements, but for lists of them."""
-    combined = args[1:] if _is_overwritten(func, args[0]) else args
-    known = {piece.owners.elements for piece in combined if isinstance(piece, GradientPiece)}
-    if len(known) > 1:
-        _refuse(func, "several gradients")
-
-
-def _is_overwritten(func: Any, target: Any) -> bool:
-    """Return whether ``func`` gives a tensor that had taken a piece other values, whatever it held."""
-    return isinstance(target, GradientPiece) and target.owners.taken and overwrites(func)
-
-
-def _mark_changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], owners: Owners) -> None:
-    """Mark the plain tensors that ``func`` has changed in place: what they hold is of pieces now.
-
-    Not in an optimizer's step, which was tried. Tensors that take a parameter stay plain, too.
-    """
-    if owners.stepping or owners.subject != GRADIENT:
-        return
-    changed = kwargs.get("out")
-    if changed is None and args and changes_in_place(func):
-        changed = args[0]
-    if changed is None:
-        return
-    targets = changed if isinstance(changed, list | tuple) else [changed]
-    for position, target in enumerate(targets):
-        source = _first_at(position, [*args, *kwargs.values()], target)
-        if _is_overwritten(func, target):
-            target.__class__ = Tensor  # as it was before it took a piece
-        if source is not None and _is_buffer(target, source.owners):
-            taken = source.owners._replace(taken=True)
-            base = target._base
-            GradientPiece.become(target, taken)
-            if type(base) is Tensor:  # other parts of it are of other elements
-                GradientPiece.become(base, taken._replace(elements=id(base), parts=()))
-
-
-def _is_buffer(target: Any, owners: Owners) -> bool:
-    """Return whether ``target`` is a plain tensor of a user's: no parameter, nor the memory of one."""
-    if type(target) is not Tensor or target.requires_grad:
-        return False
-    return not owners.memory or target.untyped_storage()._cdata != owners.memory
-
-
-def _first_at(position: int, args: Sequence[Any], target: Any) -> GradientPiece | None:
-    """Return the first piece in ``args`` but ``target``. Of lists ``position`` counts."""
-    for arg in args:
-        value = arg
-        if isinstance(arg, list | tuple):
-            value = arg[position] if position < len(arg) else None
-        if isinstance(value, GradientPiece) and value is not target:
-            return value
-    return None
-
-
-def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
-    """Return the ``result`` of the element-wise ``func`` of ``args``, with new tensors marked as pieces.
-
-    Raises ValueError if a tensor of another shape has taken part: it was made for the whole gradient.
-    """
-    name = func.__name__
-    if not isinstance(result, Tensor | list | tuple) or (name in UNMARKED and not _pieces(args[1:])):
-        return result
-    pieces = _pieces(args)
-    if name.startswith("_foreach_"):
-        return _marked_by_position(result, args[0], pieces[0])
-    owners = pieces[0].owners
-    if isinstance(args[0], list | tuple):  # joined
-        owners = owners._replace(elements=tuple([piece.owners.elements for piece in pieces]), parts=())
-    elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0].plain):
-        _refuse(func, f"{owners.subject} and a tensor of another shape")
-    elif reshapes(func) and isinstance(result, Tensor) and not _is_reshaped(result, pieces[0].plain):
-        _refuse(func, f"{owners.subject} into rows")
-    elif counts_elements(func, args):
-        owners = owners._replace(parts=(), selected=True)
-    return _marked(result, owners, args)
-
-
-def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
-    """Return the ``result`` of ``func`` of one gradient, which one rank owns, with new tensors marked.
-
-    Raises ValueError if a number would leave that only the owner has.
-    """
-    tells = describes(func) or tells_sizes(func) or reads_memory(func)
-    if func.__name__ in UNMARKED or (tells and not isinstance(result, Tensor)):
-        return result
-    pieces = _pieces(args)
-    if func.__name__.startswith("_foreach_"):
-        return _marked_by_position(result, args[0], pieces[0])
-    if len({piece.owners.elements for piece in pieces}) > 1:
-        _refuse(func, "several gradients")
-    if result is not None and not isinstance(result, Tensor | list | tuple):
-        _refuse(func, pieces[0].owners.subject)
-    return _marked(result, pieces[0].owners, args)
-
-
-def _marked(result: Any, owners: Owners, args: Any) -> Any:
-    """Return ``result`` with new tensors in it marked as pieces: not those of ``args``, changed in place."""
-    if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
-        return type(result)([_marked(item, owners, args) for item in result])
-    if type(result) is not Tensor:
-        return result
-    for leaf in _leaves(args if isinstance(args, list | tuple) else [args]):
-        if result is leaf or (isinstance(leaf, Mark) and result is leaf.plain):
-            return leaf
-    return GradientPiece.on(result, owners)
-
-
-def _is_reshaped(result: Tensor, piece: Tensor) -> bool:
-    """Return whether ``result`` is flat, or has the dimensions of ``piece``. Rows would be of this rank's."""
-    sizes = _sizes(result)
-    return len(sizes) < 2 or sorted(sizes) == sorted(_sizes(piece))
-
-
-def _told(func: Any, result: Any, owners: Owners) -> Any:
-    """Return the sizes that ``func`` returns, so that nothing computes with them."""
-    if owners.selected:
-        _refuse(func, f"elements of {owners.subject} that a mask selects")
-    if func.__name__ == "__len__":  # Python wants a number
-        _refuse(func, owners.subject)
-    return PieceSize(result) if isinstance(result, int) else tuple(map(PieceSize, result))
-
-
-def _refuse_caller(func: Any, owners: Owners) -> None:
-    """Raise ValueError if a collective asks by ``func``, or ``vmap`` of a tensor that took a piece."""
-    if is_collective(func):
-        refuse_collective(func.__name__)
-    if owners.taken and func.__name__ == "size" and _is_vmap_asking():
-        _refuse_text(f"vmap of a tensor that took {owners.subject}")
-
-
-def _is_vmap_asking() -> bool:
-    """Return whether ``vmap`` asks, which then computes with plain tensors in C++."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals["__name__"] == __name__:
-        frame = frame.f_back
-    return frame is not None and frame.f_globals["__name__"] == _VMAP
-
-
-def _marked_by_position(result: Any, first: Sequence[Tensor], piece: GradientPiece) -> Any:
-    """Return the ``result`` of a ``_foreach`` function, whose positions are those of the list ``first``."""
-    if result is None:
-        return None
-    owners = [tensor.owners if isinstance(tensor, GradientPiece) else piece.owners for tensor in first]
-    return type(result)([_marked(*row) for row in zip(result, owners, first, strict=True)])
-
-
-def _sizes(tensor: Tensor) -> list[int]:
-    """Return the sizes that count when tensors are combined element by element."""
-    return [size for size in tensor.shape if size != 1]
-
-
-def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:
-    """Return the order of a call of ``norm`` over all elements; None for a norm of another kind."""
-    order = named.get("p", named.get("ord", order))
-    dim = named.get("dim", dim)
-    if named.get("out") is not None:
-        return None
-    if order in (None, "fro") and dim is None:
-        return 2.0
-    return None if dim is not None or norm is torch.linalg.norm or isinstance(order, str) else float(order)
-
-
-def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Return the norm of each of ``grads``; 0 for an empty one."""
-    unmarked = [plain(grad) for grad in grads]
-    present = [grad for grad in unmarked if grad.numel()]
+def local_norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of each of ``tensors``; 0 for an empty one."""
+    present = [tensor for tensor in tensors if tensor.numel()]
     norms = iter(torch._foreach_norm(present, order) if present else ())
-    return [next(norms) if g.numel() else g.new_zeros((), dtype=g.real.dtype) for g in unmarked]
+    return [next(norms) if t.numel() else t.new_zeros((), dtype=t.real.dtype) for t in tensors]
 
 
-def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> Tensor:
-    """Return the norms of each of ``grads`` by virtual rank, [grads, virtual].
+def interval_norms(
+    tensors: Sequence[Tensor], intervals: Sequence[Intervals], order: float, virtual: int
+) -> Tensor:
+    """Return the norms of each of ``tensors`` by virtual rank, [tensors, virtual].
 
-    An edited piece of another length counts as its first virtual rank's.
+    One without intervals, or of another length than these, counts as its first virtual rank's.
     """
     present = list[Tensor]()
     runs = list[tuple[int, int]]()  # zeros before a run, and its length
     position = 0
-    for index, grad in enumerate(grads):
-        flat = plain(grad).flatten()
-        parts = [(0, slice(None))]
-        if isinstance(grad, GradientPiece) and grad.owners.parts:
-            parts = [*grad.owners.parts]
-            if parts[-1][1].stop != len(flat):
-                parts = [(parts[0][0], slice(None))]
+    for index, (tensor, parts) in enumerate(zip(tensors, intervals, strict=True)):
+        flat = tensor.flatten()
+        if not parts or parts[-1][1].stop != len(flat):
+            parts = [(parts[0][0] if parts else 0, slice(None))]
         if len(flat):
             first = index * virtual + parts[0][0]
             runs.append((first - position, len(parts)))
             position = first + len(parts)
             present += [flat[part] for _, part in parts]
-    like = plain(grads[0]).real
-    zeros = like.new_zeros(len(grads) * virtual, dtype=torch.promote_types(like.dtype, torch.float32))
+    like = tensors[0].real
+    zeros = like.new_zeros(len(tensors) * virtual, dtype=torch.promote_types(like.dtype, torch.float32))
     run_norms = torch.stack(torch._foreach_norm(present, order)).to(zeros.dtype) if present else zeros
     blocks = list[Tensor]()
     taken = 0
     for gap, length in runs:
         blocks += [zeros[:gap], run_norms[taken : taken + length]]
         taken += length
-    return torch.cat([*blocks, zeros[position:]]).view(len(grads), virtual)
+    return torch.cat([*blocks, zeros[position:]]).view(len(tensors), virtual)
 
 
 def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
@@ -594,15 +76,18 @@ def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
     return joined
 
 
-def _over_all_ranks(norms: Tensor, order: float, channel: Channel, owners: Owners) -> Tensor:
-    """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective."""
-    device = owners.device
+def over_all_ranks(
+    norms: Tensor, order: float, channel: Channel, device: torch.device, virtual: int = 0
+) -> Tensor:
+    """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective.
+
+    ``virtual``: ``norms`` are [..., virtual], by virtual rank.
+    """
     dtype = torch.promote_types(norms.dtype, torch.float32)
-    by_interval = owners.virtual and order != math.inf
-    local = (
-        _by_interval(norms, order, owners.virtual) if by_interval else torch.linalg.vector_norm(norms, order)
-    )
-    local = local.to(device, dtype, non_blocking=True)
+    by_interval = virtual and order != math.inf
+    local = _by_interval(norms, order, virtual) if by_interval else torch.linalg.vector_norm(norms, order)
+    # A copy, since autograd may need the norms: a loss of parameters at rest is refused in backward.
+    local = local.to(device, dtype, non_blocking=True, copy=True)
     all_ranks = channel.all_ranks
     if all_ranks.rank not in channel.primary_ranks:
         local.zero_()  # the gradients of replicas are equal and count once
@@ -613,29 +98,3 @@ def _over_all_ranks(norms: Tensor, order: float, channel: Channel, owners: Owner
             return torch.where(both[1] > 0, torch.nan, both[0])
         all_ranks.all_reduce(local.pow_(order))
         return local.sum().pow_(1.0 / order)
-
-
-def refuse_collective(name: str) -> NoReturn:
-    raise ValueError(
-        f"{name}() of a gradient would combine pieces of different elements: a sharded model's gradients are "
-        "means over all ranks already, so leave it out; for the sum over ranks multiply by their number"
-    )
-
-
-def refuse_pieces(name: str, tensors: Iterable[Any]) -> None:
-    """Raise ValueError if a piece of a gradient is among the ``tensors`` of the collective ``name``."""
-    if any(isinstance(tensor, GradientPiece | PieceNorm) for tensor in tensors):
-        refuse_collective(name)
-
-
-def _refuse(func: Any, subject: str = GRADIENT) -> NoReturn:
-    name = name_of(func).strip("_").replace("getitem", "an index").replace("setitem", "an index")
-    _refuse_text(f"{name} of {subject}")
-
-
-def _refuse_text(what: str) -> NoReturn:
-    raise ValueError(
-        f"{what} would see this rank's piece alone: call torch's or shardtrain's "
-        "clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), read whole ones inside "
-        "shardtrain.unsharded(model, grads=True), or the piece as grad.as_subclass(torch.Tensor)"
-    )

@@ -86,8 +86,10 @@ class Changes:
             if any(segment.converts(local) for segment, local in zip(replaced, locals_, strict=True)):
                 require_reduced("parameters were converted")
                 converted = True
+            unit.wake()
             for segment, local in zip(replaced, locals_, strict=True):
                 segment.adopt(local)
+            unit.rest()
         return converted
 
     def refuse_attached(self) -> None:
@@ -236,7 +238,7 @@ def shown_local(segment: Segment) -> torch.Tensor:
     of its part's size, or if dtypes or devices differ.
     """
     for member in segment.members:
-        member.param = member.info.parameter
+        member.hold(member.info.parameter)
     first = segment.members[0]
     local = first.param.new_zeros(segment.layout.length(segment.channel.rank))
     for member in segment.members:

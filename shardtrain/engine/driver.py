@@ -20,15 +20,16 @@ from shardtrain.comm.trace import ADD, ENTER, LEAVE, STEP, TRAIN, Movement, wait
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
 from shardtrain.engine.changes import Changes, frozen, trained_in_words
-from shardtrain.engine.closed import Closed
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import warn_of_scattered
-from shardtrain.engine.users_hooks import Hooked, call_postponed, postpone
+from shardtrain.engine.users_hooks import call_postponed, postpone
+from shardtrain.pieces.parameter import Shards, refuse_gradient
 
+BACKWARD = "backward"  # what works on shards
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
 
@@ -39,8 +40,9 @@ class Driver:
         self.units = tuple(units)
         self.root = units[0]
         self.changes = changes
-        self.closed = Closed(units)
-        self.hooked = Hooked(units)
+        self.shards = Shards()
+        for unit in units:
+            unit.shards = self.shards
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
@@ -104,14 +106,36 @@ class Driver:
             self._frozen = names
             self.root.channel.fence(TRAIN, trained_in_words(names))
 
+    # parameters that show shards
+
+    def work(self, what: object) -> None:
+        """Let parameters have their own classes until `rest`, while ``what`` works on them."""
+        self.shards.work.add(what)
+        for unit in self.units:
+            unit.wake()
+
+    def rest(self, what: object) -> None:
+        """Undo `work`, unless something else works, too."""
+        self.shards.work.discard(what)
+        for unit in self.units:
+            unit.rest()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """`work` inside."""
+        what = object()
+        self.work(what)
+        try:
+            yield
+        finally:
+            self.rest(what)
+
     # verbs: what the schedule decides
 
     def gather(self, unit: Unit) -> None:
         unit.gather()
 
     def show(self, unit: Unit) -> None:
-        self.closed.allow([unit])
-        self.hooked.pause()  # a backward in a user's hook of a step
         unit.show()
         if self.schedule.backward is None:
             self.changes.note(unit)
@@ -120,8 +144,6 @@ class Driver:
 
     def hide(self, unit: Unit) -> None:
         unit.hide()
-        if self.schedule.in_forward and not self.schedule.backward:
-            self.closed.forbid(unit)
 
     def release(self, unit: Unit) -> None:
         unit.release()
@@ -145,28 +167,15 @@ class Driver:
         """
         if self.schedule.backward:
             return
-        self.show_shards()
-        self.hooked.pause()
-        self.schedule.begin_forward(self._training())
-        for unit in self.units:
-            unit.cast()
-            self.changes.note(unit)
-        self._agree_on_frozen()
-        self._fence(ENTER)
-        self.forget_nodes()
-        self._forbid()
-
-    def _forbid(self) -> None:
-        """Refuse to compute with parameters that show shards, until their units are called."""
-        for unit in self.units:
-            if unit.shown is Shown.SHARD:
-                self.closed.forbid(unit)
-
-    def forget_nodes(self) -> None:
-        """Make autograd forget its nodes, so that a loss on shards reaches the hook that refuses it."""
-        if torch.is_grad_enabled():
+        with torch_private.DisableTorchFunctionSubclass():
+            self.show_shards()
+            self.schedule.begin_forward(self._training())
             for unit in self.units:
-                unit.forget_nodes()
+                unit.cast()
+                self.changes.note(unit)
+            self._agree_on_frozen()
+            self._fence(ENTER)
+        self.shards.in_forward = True
 
     def _room(self) -> int:
         """Return the bytes of full gradients whose reductions may be under way: as many as the largest one's.
@@ -182,18 +191,18 @@ class Driver:
 
     def reshard_and_cast(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
-        self.schedule.reshard_alone(unit, self._training())
-        unit.cast()
-        self.changes.note(unit)
-        self._agree_on_frozen()
-        self._fence(ENTER)
+        with torch_private.DisableTorchFunctionSubclass():
+            self.schedule.reshard_alone(unit, self._training())
+            unit.cast()
+            self.changes.note(unit)
+            self._agree_on_frozen()
+            self._fence(ENTER)
 
     def end_forward(self, failed: bool) -> None:
         """End the forward as the root module returns or (``failed``) raises.
 
         Raises ValueError if a local shard was changed that other ranks may still read.
         """
-        self.closed.allow(self.units)
         if self.schedule.backward:
             return
         try:
@@ -201,24 +210,24 @@ class Driver:
                 self._refuse_edits_between(None)
         finally:
             self.schedule.end_forward(failed)
+            self.shards.in_forward = False
         if failed:  # an exception must not wait for other ranks
             return
         if self._looks_for_scattered:
             self._looks_for_scattered = False
             warn_of_scattered(self.schedule.order)
-        for unit in self.units:
-            self.changes.require_same_shards(unit)
-        self.forget_nodes()
-        self._fence(LEAVE)
+        with torch_private.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                self.changes.require_same_shards(unit)
+                unit.rest()
+            self._fence(LEAVE)
 
     def begin_call(self, unit: Unit) -> None:
         """Gather ``unit`` as one of its modules is called."""
         schedule = self.schedule
         is_outermost = unit not in schedule.calls
         if is_outermost and not schedule.backward:
-            if schedule.in_forward:
-                self.closed.allow([unit])
-            else:  # called by itself, perhaps after an update
+            if not schedule.in_forward:  # called by itself, perhaps after an update
                 self.reshard_and_cast(unit)
             self._refuse_edits_between(unit)
         schedule.enter(unit)
@@ -326,7 +335,7 @@ class Driver:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        self.closed.allow(self.units)  # a backward inside forward
+        self.work(BACKWARD)
         self.refuse_edits()
         self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
@@ -355,11 +364,7 @@ class Driver:
         """
         schedule = self.schedule
         if not fits or not (unit.shown is not Shown.SHARD or unit in schedule.unannounced):
-            raise ValueError(
-                f"the gradient of {name} comes from its piece, which code outside of the forward of "
-                f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
-                "backward; for a penalty on weights use the optimizer's weight_decay"
-            )
+            refuse_gradient(name, unit.title)
         # The root's, used after forward; or shown as a shard since (`show_shards`).
         self.reset_failed_backward()
         if schedule.backward is None:
@@ -373,18 +378,16 @@ class Driver:
             member.set_grad(grad)
         self._put_aside = []
         self._fence(LEAVE)
-        given = give(self._reduced)
-        self.asked.update(dict.fromkeys(given.asked))
+        params, asked = give(self._reduced)
+        self.asked.update(dict.fromkeys(asked))
         self._reduced = []
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.channel.uploads:
             finish_downloads(self.device)
-        call_postponed(given.params)
-        if self.schedule.in_forward:
-            self._forbid()
-        else:
-            self.hooked.resume()
+        hooked = [param for param in params if param._post_accumulate_grad_hooks]
+        self.rest(BACKWARD)
+        call_postponed(hooked)
         if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
             names = ", ".join(self._captured)
             self._captured = []
@@ -427,6 +430,7 @@ class Driver:
         self.schedule.drop()
         for pending in reducing:
             pending.settle()
+        self.rest(BACKWARD)
 
 
 def _may_need_unannounced(unit: Unit, outputs: Iterable[Any]) -> bool:

@@ -23,27 +23,19 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from shardtrain.comm.norms import GradientPiece
 from shardtrain.comm.transport import Gradient, Pending
-from shardtrain.engine.part import strided
 from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
+from shardtrain.pieces.part import strided
+from shardtrain.pieces.piece import Piece
 
-
-class Mean(NamedTuple):
-    """Hold this rank's part of the mean gradient of one parameter: a new view, in the shape at rest.
-
-    ``is_certain``: this rank has had a gradient of it. Otherwise another rank may have, or none.
-    """
-
-    member: ShardedParam
-    value: torch.Tensor
-    is_certain: bool
+# This rank's part of the mean gradient of one parameter: a new view, in the shape at rest; and whether this
+# rank has had a gradient of it. Otherwise another rank may have, or none.
+Mean = tuple[ShardedParam, torch.Tensor, bool]
 
 
 class Sum:
@@ -137,7 +129,7 @@ class Sum:
             if is_certain or member in self.unknown:
                 # An empty piece lies nowhere: it needs no view per step.
                 value = member.piece_of(interval) if member.part.numel else member.local_view
-                means.append(Mean(member, value, is_certain))
+                means.append((member, value, is_certain))
         return means
 
     def own_means(self) -> list[Mean]:
@@ -150,7 +142,7 @@ class Sum:
             narrow = values
             values = [member.piece_of(interval) for member in members]
             torch._foreach_copy_(values, narrow)
-        return [Mean(member, value, True) for member, value in zip(members, values, strict=True)]
+        return [(member, value, True) for member, value in zip(members, values, strict=True)]
 
 
 class Reduction:
@@ -197,7 +189,7 @@ class Reduction:
         self._expected = [s for s in segments if s.trains or not awaited.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
-            if isinstance(grad, GradientPiece):
+            if isinstance(grad, Piece):
                 grad.owners = grad.owners._replace(waits=False)
             if now is grad and now._version == version:
                 if own:
@@ -283,7 +275,7 @@ class Reduction:
                 member.give_grad(total.own_part(member))
             grad = member.param.grad
             assert grad is not None
-            if isinstance(grad, GradientPiece):
+            if isinstance(grad, Piece):
                 grad.owners = grad.owners._replace(waits=True)
             self._shown[member] = grad, grad._version, own
 
@@ -338,15 +330,10 @@ def _join(sums: list[Sum], micro_batch: int) -> None:
         left.add(right.grads)
 
 
-class Given(NamedTuple):
-    """Say which parameters have a gradient. ``asked``: names of those of which the device was asked."""
+def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> tuple[list[nn.Parameter], list[str]]:
+    """Set the gradients of parameters to their means, after backward's last barrier.
 
-    params: list[nn.Parameter]
-    asked: list[str]
-
-
-def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> Given:
-    """Set the gradients of parameters to their means, after backward's last barrier; return these parameters.
+    Return these parameters, and the names of those of which the device was asked.
 
     ``reduced``: what each reduction of this backward returned, in order. Where no rank has a gradient, none
     is set. A rank with an empty part cannot know, and sets an empty one. If another rank holds the whole
@@ -356,12 +343,12 @@ def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> Given:
     means = list[Mean]()
     for reduction, of_unit in reduced:
         if reduction.divide_by is not None and of_unit:
-            values = [mean.value for mean in of_unit]
+            values = [value for _, value, _ in of_unit]
             torch._foreach_mul_(values, reduction.unit.channel.all_ranks.world / reduction.divide_by)
         means += of_unit
     # A mean of -0.0 throughout is absent. The host waits for the device once, for the means of all units.
-    unsure = [mean for mean in means if not mean.is_certain and mean.value.numel()]
-    answers = [((mean.value == 0) & torch.signbit(mean.value.real)).all() for mean in unsure]
+    unsure = [(member, value) for member, value, certain in means if not certain and value.numel()]
+    answers = [((value == 0) & torch.signbit(value.real)).all() for _, value in unsure]
     absent = iter(torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else [])
     params = list[nn.Parameter]()
     for member, value, is_certain in means:
@@ -370,4 +357,4 @@ def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> Given:
             member.give_grad(value)
         if exists:
             params.append(member.param)
-    return Given(params, [mean.member.name for mean in unsure])
+    return params, [member.name for member, _ in unsure]

@@ -14,13 +14,11 @@ need. Another hook checks each optimizer before it steps: see `optimizers.py`.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,17 +26,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import casts, closed, pieces, user_code, virtual
+from shardtrain import torch_private
+from shardtrain.engine import casts, pieces, user_code, virtual
 from shardtrain.engine.changes import Changes
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.initialize import Initialization
 from shardtrain.engine.module_class import Addition, add, lend
-from shardtrain.engine.optimizers import Optimizers, Trial
+from shardtrain.engine.optimizers import Optimizers, Rule
 from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.engine.units import note_shards, note_uncaught
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
@@ -98,14 +96,15 @@ class Engine:
         for module, lent in methods.items():  # none to modules without sharded parameters
             self._marks += [(module, name) for name in lend(module, lent)]
         self._handles += casts.attach(self.units)
-        self._handles += closed.attach(self.module, self.units, self.driver.closed)
+        self._open_layers()
         self._handles.append(self.module.register_state_dict_pre_hook(self._before_state_dict))
         after = partial(Engine._after_state_dict, self)  # on which torch sets an attribute
         self._handles.append(self.module.register_state_dict_post_hook(after))
         self._mark(self.module, _ENGINE, self)
         self._mark(self.module, virtual.MARK, self.virtual)
         _ENGINES.add(self)
-        explain_uncaught()
+        for unit in self.units:
+            unit.rest()
 
     def _mark(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of ``module`` until `detach`."""
@@ -120,6 +119,7 @@ class Engine:
     def detach(self) -> None:
         """Undo `attach`."""
         _ENGINES.discard(self)
+        self.driver.work(self)
         for handle in [*self._handles, *(handle for _, handle in self._hooked.values())]:
             handle.remove()
         self._handles.clear()
@@ -140,13 +140,30 @@ class Engine:
 
         self._handles.append(module.register_forward_hook(after))
 
+    def _open_layers(self) -> None:
+        """Let ``nn.TransformerEncoder`` see plain parameters of layers that it looks at.
+
+        So it takes its fast path, with zeros for what is padded. It computes nothing with them.
+        """
+
+        @user_code.undisturbed
+        def before(layers: Sequence[Unit], *_: Any) -> None:
+            for unit in layers:
+                unit.wake()
+
+        for encoder in self.module.modules():
+            if isinstance(encoder, nn.TransformerEncoder):
+                below = set(encoder.modules())
+                layers = [unit for unit in self.units if not below.isdisjoint(unit.modules.values())]
+                self._handles.append(encoder.register_forward_pre_hook(partial(before, layers)))
+
     def _before_state_dict(self, *_: Any) -> None:
-        """Have a state dict show parameters as they are, also in a user's hook of a step."""
-        self.driver.hooked.pause()
+        """Have a state dict show parameters as they are."""
         self.driver.refuse_edits()
+        self.driver.work("state dict")
 
     def _after_state_dict(self, *_: Any) -> None:
-        self.driver.hooked.resume()
+        self.driver.rest("state dict")
 
     # gradients and optimizers
 
@@ -167,9 +184,9 @@ class Engine:
         """The parameters of the model: sharded, or ignored on purpose."""
         return self._changes.known
 
-    def before_step(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
-        """Prepare a step of ``optimizer``. Raises ValueError if it is not right on local shards."""
-        if self.optimizers.before_step(optimizer, self._hooked, trial) and self.channel.all_ranks.world > 1:
+    def before_step(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+        """Prepare a step of ``optimizer``. Raises ValueError if it may not step local shards, by ``rule``."""
+        if self.optimizers.before_step(optimizer, self._hooked, rule) and self.channel.all_ranks.world > 1:
             _warn_of_unreduced(optimizer)
 
     # between steps
@@ -195,7 +212,7 @@ class Engine:
         if not self.driver.is_idle:
             return
         self.optimizers.end_steps()
-        with self.driver.hooked.plain():
+        with torch_private.DisableTorchFunctionSubclass():
             if self._changes.adopt(self.driver.require_reduced):
                 self._place()
             self._hook_parameters()
@@ -217,13 +234,9 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
 
     @user_code.undisturbed
     def end(output: Any, error: BaseException | None) -> None:
-        if error is not None and not driver.schedule.backward:
-            note_shards(error, engine.units)
         driver.end_call(unit, leaves(output), error is not None)
         if is_root and unit not in driver.schedule.calls:
             driver.end_forward(error is not None)
-        if driver.is_idle:
-            driver.hooked.resume()
 
     def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
@@ -257,8 +270,8 @@ class Entrance(Unwrapped, Uncopied):
 
 
 @functools.cache
-def check_optimizers(trial: Trial) -> None:
-    """Check every optimizer before it steps, once for all engines; ``trial`` raises if one is not right.
+def check_optimizers(rule: Rule) -> None:
+    """Check every optimizer before it steps, once for all engines, by ``rule``.
 
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """
@@ -266,7 +279,7 @@ def check_optimizers(trial: Trial) -> None:
     @user_code.uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
-            engine.before_step(optimizer, trial)
+            engine.before_step(optimizer, rule)
         pieces.refuse_pickled(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
@@ -288,19 +301,6 @@ def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
             "shard(model)), unless DistributedDataParallel or you reduce them",
             stacklevel=5,
         )
-
-
-@functools.cache
-def explain_uncaught() -> None:
-    """Have an error that ends the program name the shards whose sizes it tells, once for all engines."""
-    report = sys.excepthook
-
-    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for engine in engines():
-            note_uncaught(error, engine.units)
-        report(kind, error, trace)
-
-    sys.excepthook = explain
 
 
 def engine_of(module: nn.Module) -> Engine:

@@ -90,8 +90,8 @@ class Initialization:
     def whole(self, module: nn.Module, below: bool) -> Iterator[None]:
         """Show whole parameters in ``module``: of one unit, its own, or (``below``) of all units in it.
 
-        Inside a step, `unsharded` or another call nothing changes. Raises ValueError if parameters of other
-        units are changed, or if values depend on other ranks' elements.
+        Inside a step, `unsharded` or another call nothing changes. Raises ValueError if values depend on
+        other ranks' elements.
         """
         if not self._driver.is_idle or self._is_under_way:
             yield
@@ -105,19 +105,8 @@ class Initialization:
         if len(units) > 1 and not below:
             units = {table[param][0] for param in module.parameters(recurse=False) if param in table}
         shown = [member for unit, member in inside if unit in units]
-        others = [member for unit, member in inside if unit not in units]
-        versions = [member.param._version for member in others]
-        with self._driver.hooked.plain(), self._shown(units, shown):
+        with self._shown(units, shown):
             yield
-        changed = []
-        for member, version in zip(others, versions, strict=True):
-            if member.param._version != version:
-                changed.append(member.name)
-        if changed:
-            raise ValueError(
-                f"{', '.join(changed)} were changed by what {type(module).__name__} was applied to, and "
-                f"showed this rank's pieces: initialize each module by itself, or {_INSIDE}"
-            )
 
     @contextmanager
     def _shown(self, units: Iterable[Unit], members: Sequence[ShardedParam]) -> Iterator[None]:

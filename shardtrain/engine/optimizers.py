@@ -1,5 +1,15 @@
 """Check each optimizer before it steps a sharded model, and describe its state as local shards.
 
+An optimizer must give each element of a local shard the value that it gives it in the whole parameter. SGD
+and Adam treat every element by itself. One that looks at a parameter's shape (Muon, Shampoo) or norm (LARS,
+LAMB) would silently compute something else, unless parameters are whole, and one that looks at all parameters
+together (LBFGS) always would. A name tells that of torch's own. Their steps see plain tensors, as they do
+without sharding. So do those of others, but for the first `_LOOKS` steps, with parameters new to them again,
+and each `_EVERY`-th one. These are made on pieces: parameters, gradients, and state of the parameter's shape.
+They compute the same, in Python, and refuse by name what is not right on pieces. What such a step makes, and
+keeps elsewhere than in its state, stays a piece for ever. So does an optimizer that has asked for a norm of
+all parameters, which ranks add up on pieces alone.
+
 Its own file, since only `Engine` calls it, and no step of the schedule needs it.
 """
 
@@ -8,36 +18,51 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardtrain.comm.norms import GradientPiece
+from shardtrain import torch_private
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.user_code import uncompiled
-from shardtrain.engine.users_hooks import Hooked, watch
-from shardtrain.layout import Policy
+from shardtrain.pieces.piece import OptimizerStep, Piece, plain
+
+_LOOKS = 20
+_EVERY = 101  # a prime, so that what comes every so many steps is met sooner or later
+
+# Says whether an optimizer is known to be right on what ranks hold; the second is whether parameters are
+# whole. It raises ValueError for one that never is.
+Rule = Callable[[torch.optim.Optimizer, bool], bool]
+Plain = list[tuple[ShardedParam, Piece]]  # parameters whose gradient is plain
 
 
-class Tryable(NamedTuple):
-    """Describe a sharded model to what tries its optimizers.
+@dataclass
+class Stepper:
+    """What is known of an optimizer.
 
-    ``shapes``: of whole parameters. ``passed``: names of optimizers, with options, that were found right.
+    ``sizes``: of its groups when it was checked. ``steps``: whether it steps this model. ``known``: whether
+    it is right on pieces. ``number``: of its latest step. ``first``: of that with parameters new to it.
+    ``looked``: of its latest one on pieces. ``sums``: whether it has asked for a sum over ranks.
     """
 
-    device: torch.device
-    layout: Policy
-    virtual: int
-    shapes: Mapping[nn.Parameter, tuple[int, ...]]
-    passed: set[str]
+    sizes: tuple[int, int, int] = 0, 0, 0
+    steps: bool = False
+    known: bool = False
+    number: int = 0
+    first: int = 0
+    looked: int = 0
+    sums: bool = False
 
-
-Trial = Callable[[torch.optim.Optimizer, Tryable], None]
-Plain = tuple[ShardedParam, GradientPiece]
+    @property
+    def steps_pieces(self) -> bool:
+        """Whether its latest step is made on pieces."""
+        is_early = self.number < self.first + _LOOKS
+        return not self.known and (is_early or self.sums or self.number % _EVERY == 0)
 
 
 class Optimizers:
@@ -47,45 +72,49 @@ class Optimizers:
         self._driver = driver
         self._segments = segments
         self._members = members
-        # The sizes of each optimizer's groups when it was checked, and whether it steps this model.
-        self._known: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+        self._steppers: weakref.WeakKeyDictionary[Any, Stepper] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[Any, StepHooks] = weakref.WeakKeyDictionary()
-        self._passed: set[str] = set()  # see `Tryable`
-        # Optimizers whose own code runs now, each with the parameters whose gradient is plain meanwhile.
-        self._stepping: weakref.WeakKeyDictionary[Any, list[Plain]] = weakref.WeakKeyDictionary()
-        # Those whose gradients are marked as pieces: none on a silent rank.
+        # Optimizers whose own code runs now, on plain tensors or on pieces.
+        self._stepping: weakref.WeakKeyDictionary[Any, Plain | OptimizerStep] = weakref.WeakKeyDictionary()
+        # Those whose gradients are pieces: none on a rank that has all. And those that may be in a step.
         self._marked = [member for member in members if member.owners is not None]
+        self._markable = [member for member in members if member.step_owners is not None]
 
     def before_step(
         self,
         optimizer: torch.optim.Optimizer,
         hooked: Mapping[ShardedParam, tuple[nn.Parameter, Any]],
-        trial: Trial,
+        rule: Rule,
     ) -> bool:
         """Prepare a step of ``optimizer``, if it steps one of the parameters that are ``hooked``.
 
         Return whether it does so for the first time, or with other parameters than before.
 
-        Raises ValueError if it is not right on local shards, by ``trial``, or if gradients wait.
+        Raises ValueError if it cannot be right on local shards, by ``rule``, or if gradients wait.
         """
+        stepper = self._steppers.get(optimizer)
+        if stepper is None:
+            stepper = Stepper()
+            self._steppers[optimizer] = stepper
         groups = optimizer.param_groups
         sizes = len(groups), sum([len(group["params"]) for group in groups]), len(hooked)
-        known, steps = self._known.get(optimizer, (None, False))
-        if known != sizes:
+        is_new = stepper.sizes != sizes
+        if is_new:
             params = {param for param, _ in hooked.values()}
-            steps = not all(params.isdisjoint(group["params"]) for group in groups)
-            if steps:
-                trial(optimizer, self._tryable())
-                self.describe_state(optimizer)
-                for member in self._members:
-                    state = optimizer.state.get(member.param, {})
-                    pieces.require_own(member.part, state)  # loaded before this knew the optimizer
-                    _cut_state(member, state)
-            self._known[optimizer] = sizes, steps
-        if not steps:
+            stepper.steps = not all(params.isdisjoint(group["params"]) for group in groups)
+        if not stepper.steps:
+            stepper.sizes = sizes
             return False
+        is_inside = optimizer in self._stepping  # a step of a base class, or one after a step that raised
+        stepper.number += not is_inside
+        if is_new:
+            stepper.first = stepper.number
+        stepper.known = rule(optimizer, self._segments[0].layout.whole)
+        if is_new:
+            self._adopt_state(optimizer)
+            stepper.sizes = sizes
         self.end_step(optimizer)  # the last one may have raised
-        self._hooks[optimizer].enclose(optimizer, self._driver.hooked)
+        self._hooks[optimizer].enclose(optimizer)
         driver = self._driver
         driver.reset_failed_backward()
         driver.require_reduced("an optimizer's step()")
@@ -97,7 +126,15 @@ class Optimizers:
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
             driver.steps.note(optimizer)
-        return bool(known != sizes)
+        return is_new
+
+    def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut and describe the state that ``optimizer`` has from before this knew it."""
+        self.describe_state(optimizer)
+        for member in self._members:
+            state = optimizer.state.get(member.param, {})
+            pieces.require_own(member.part, state)
+            _cut_state(member, state)
 
     def _check_before_backward(self) -> None:
         """Check a step between forward and backward. Raises ValueError for gradients of whole parameters.
@@ -120,27 +157,50 @@ class Optimizers:
                 )
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the code of ``optimizer``, which was tried, use gradients as it likes, until `end_step`.
+        """Let the code of ``optimizer`` step plain tensors, or pieces, until `end_step`.
 
-        No user's code runs meanwhile: neither a hook nor a closure. For torch's own optimizers gradients are
-        plain tensors, since each operation on a piece is a call of Python.
+        No user's code runs meanwhile: neither a hook nor a closure.
         """
-        self._driver.hooked.pause()  # a hook of another optimizer makes this step
-        plain = list[Plain]()
-        if type(optimizer).__module__.startswith("torch.optim."):
-            for member in self._marked:
-                if (piece := member.unmark_grad()) is not None:
-                    plain.append((member, piece))
-        self._stepping[optimizer] = plain
-        self._driver.root.channel.stepping = True
+        stepper = self._steppers[optimizer]
+        if stepper.steps_pieces and self._markable:
+            self._begin_on_pieces(optimizer, stepper)
+            return
+        self._driver.work(optimizer)
+        unmarked: Plain = []
+        for member in self._marked:
+            if (piece := member.unmark_grad()) is not None:
+                unmarked.append((member, piece))
+        self._stepping[optimizer] = unmarked
+
+    def _begin_on_pieces(self, optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
+        for outer in [outer for outer, step in self._stepping.items() if isinstance(step, list)]:
+            self.end_step(outer)  # the rest of its step is made on pieces, too
+        name = type(optimizer).__name__
+        known = weakref.ref(optimizer)
+        end = partial(_end_step, weakref.ref(self), known)
+        step = OptimizerStep(name, stepper.number, stepper.looked, end)
+        stepper.looked = stepper.number
+        for member in self._markable:
+            member.mark_for_step()
+            _change_tensors(optimizer.state.get(member.param, {}), partial(_piece_of_state, member))
+        self._stepping[optimizer] = step
+        self._driver.root.channel.step = step
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo `begin_step`, if that was called."""
-        for member, piece in self._stepping.pop(optimizer, ()):
-            member.mark_grad(piece)
-        self._driver.root.channel.stepping = bool(self._stepping)
-        if not self._stepping:
-            self._driver.hooked.resume()
+        step = self._stepping.pop(optimizer, None)
+        if isinstance(step, OptimizerStep):
+            self._steppers[optimizer].sums |= step.sums
+            for member in self._markable:
+                _change_tensors(optimizer.state.get(member.param, {}), plain)
+                if member.owners is None:
+                    member.unmark_grad()
+            others = [other for other in self._stepping.values() if isinstance(other, OptimizerStep)]
+            self._driver.root.channel.step = others[-1] if others else None
+        elif step is not None:
+            for member, piece in step:
+                member.mark_grad(piece)
+            self._driver.rest(optimizer)
 
     def end_steps(self) -> None:
         """End the steps of optimizers that raised: torch calls no hook then."""
@@ -150,13 +210,7 @@ class Optimizers:
     @property
     def seen(self) -> list[torch.optim.Optimizer]:
         """The optimizers that have stepped, of this model or others."""
-        return [*self._known]
-
-    def _tryable(self) -> Tryable:
-        first = self._segments[0]
-        policy: Policy = "whole" if first.layout.whole else "even"
-        shapes = {member.param: member.part.shape for member in self._members}
-        return Tryable(first.local.device, policy, first.layout.virtual, shapes, self._passed)
+        return [*self._steppers]
 
     def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give local shards to torch.distributed.checkpoint."""
@@ -174,18 +228,14 @@ class StepHooks:
     def __init__(self, optimizers: Optimizers, optimizer: torch.optim.Optimizer) -> None:
         known = weakref.ref(optimizers)
         self._before = optimizer.register_step_pre_hook(partial(_begin_step, known)).id
-        self._after = optimizer.register_step_post_hook(partial(_end_step, known)).id
+        self._after = optimizer.register_step_post_hook(partial(_after_step, known)).id
 
-    def enclose(self, optimizer: torch.optim.Optimizer, hooked: Hooked) -> None:
-        """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended.
-
-        Parameters are pieces there, by ``hooked``.
-        """
+    def enclose(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended."""
         before: Any = optimizer._optimizer_step_pre_hooks
         after: Any = optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before)
         after.move_to_end(self._after, last=False)
-        watch(optimizer, (self._before, self._after), hooked)
 
 
 @uncompiled
@@ -222,10 +272,37 @@ def _run_outside(
 
 
 @uncompiled
-def _end_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _end_step(known, weakref.ref(optimizer))
+
+
+def _end_step(known: weakref.ref[Optimizers], stepping: weakref.ref[torch.optim.Optimizer]) -> None:
     optimizers = known()
-    if optimizers is not None:
+    optimizer = stepping()
+    if optimizers is not None and optimizer is not None:
         optimizers.end_step(optimizer)
+
+
+def _change_tensors(state: dict[str, Any], change: Callable[[Any], Any]) -> None:
+    """Change each tensor of ``state``, a parameter's, but counts of steps. Those in lists, too."""
+    for key, value in state.items():
+        if key != "step":
+            leaves = torch_private.tree_leaves(value)
+            if any(change(leaf) is not leaf for leaf in leaves):
+                state[key] = torch_private.tree_map(change, value)
+
+
+def _piece_of_state(member: ShardedParam, value: Any) -> Any:
+    """Return a tensor of the state of ``member`` as a piece, if it has a number per element of its shard.
+
+    All tensors of a whole parameter's state belong to it.
+    """
+    if type(value) is not Tensor:
+        return value
+    if value.shape != member.part.local_shape and not (member.part.whole and value.ndim):
+        return value
+    assert member.step_owners is not None
+    return Piece.on(value, member.step_owners._replace(subject=f"the state of {member.name}"))
 
 
 def _cut_state(member: ShardedParam, state: dict[str, Any]) -> None:

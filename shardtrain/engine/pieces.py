@@ -14,11 +14,9 @@ stores tensors would store this rank's part under the parameter's name, and is r
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
@@ -27,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain import torch_private
-from shardtrain.comm.element_wise import ATTRIBUTES
-from shardtrain.comm.norms import plain
-from shardtrain.engine.part import Index, Part
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
+from shardtrain.pieces.functions import describes, tells_sizes
+from shardtrain.pieces.part import Index, Part
+from shardtrain.pieces.piece import plain
 
 if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -69,7 +67,7 @@ class LocalPiece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ATTRIBUTES:
+        if describes(func) or tells_sizes(func):
             with torch_private.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if not isinstance(result, Tensor):  # as `.data` is
@@ -191,7 +189,6 @@ def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedPa
     members = WeakSet(members)  # so that the optimizer does not keep the model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        _refuse_whole()
         described = _changed(_as_piece, members, optimizer, saved)
         parts = {key: part for key, _, part in _parts_of(members, optimizer, saved)}
         return {**described, "state": LocalState(described["state"], parts)}
@@ -205,23 +202,6 @@ def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedPa
 
     optimizer.register_state_dict_post_hook(give)
     optimizer.register_load_state_dict_pre_hook(take)
-
-
-def _refuse_whole() -> None:
-    """Raise ValueError if torch's ``get_optimizer_state_dict`` asks, to gather whole state on rank 0.
-
-    It would fail on the ranks by different errors, and asks for nothing else that tells.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        info = frame.f_locals.get("info")
-        if frame.f_code.co_name == "_get_optim_state_dict" and getattr(info, "full_state_dict", False):
-            raise ValueError(
-                "an optimizer's state is not gathered: leave full_state_dict=True out, and save "
-                "shardtrain.optimizer_state_dict(model, optimizer) with torch.distributed.checkpoint, from "
-                "whose files unsharded models load it, too"
-            )
-        frame = frame.f_back
 
 
 def refuse_pickled(optimizer: torch.optim.Optimizer) -> None:
@@ -286,7 +266,7 @@ def _as_piece(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
     """Return ``value`` as a piece if it is a number or has the parameter's shape."""
     value = plain(value)  # an optimizer may have made it of gradients
     if value.ndim == 0:  # a step count, which may differ on a rank that has no elements
-        part = Part(part.name, (), (), 0, int(param.numel() > 0 or 0 in part.shape))
+        part = Part(part.name, (), (), 0, int(part.numel > 0 or 0 in part.shape))
     elif value.shape != param.shape:
         return value
     return LocalPiece.of(value, part)

@@ -19,7 +19,6 @@ _WRAPPERS = (
     "torch.distributed.tensor.",
 )
 _CHECKPOINTING = "torch.distributed.algorithms._checkpoint."
-_AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 
 class Uncopied(Addition):
@@ -46,10 +45,9 @@ class Unwrapped(Addition):
     """Refuse to be inside of torch's data parallel wrappers."""
 
     def named_modules(self, *args: Any, **options: Any) -> Any:
-        """Yield modules. Raises ValueError if torch's data parallel wrappers or averagers ask for them.
+        """Yield modules. Raises ValueError if torch's data parallel wrappers ask for them.
 
-        They ask through any model that contains the module, before they broadcast, replace or average its
-        parameters. Averagers iterate over `parameters`, which begins with this when they do.
+        They ask through any model that contains the module, before they broadcast or replace its parameters.
         """
         frame = sys._getframe(1)
         while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
@@ -65,10 +63,5 @@ class Unwrapped(Addition):
                 "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, "
                 "in DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from "
                 "doing so"
-            )
-        if frame.f_globals["__name__"].startswith(_AVERAGERS):
-            raise ValueError(
-                "averages of a sharded model's parameters would mix pieces of different elements: leave them "
-                "out, since ranks hold one model between them; for local SGD use DistributedDataParallel"
             )
         return super().named_modules(*args, **options)

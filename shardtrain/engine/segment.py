@@ -28,12 +28,13 @@ import torch
 from torch import nn
 
 from shardtrain.comm.channel import Channel
-from shardtrain.comm.norms import GradientPiece, Owners
 from shardtrain.comm.transport import Flat
 from shardtrain.engine.deferred_init import InitialValues, become
-from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout
+from shardtrain.pieces.parameter import Shard, Shards
+from shardtrain.pieces.part import Part, dense_stride
+from shardtrain.pieces.piece import Owners, Piece
 
 ALIGN_BYTES = 64  # of each parameter: as torch aligns CPU tensors, so that kernels compute the same bits
 
@@ -84,28 +85,51 @@ class ShardedParam:
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
     ``owners``: marks gradients as pieces, for norms; None on a simulated rank, and on a single one
-    without virtual ranks.
+    without virtual ranks. ``step_owners``: marks pieces in an optimizer's step, on these ranks, too; None for
+    a plan's fake tensors.
     ``address``: where ``local_view`` lies.
     """
 
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
         self.info = info
         self.name = info.name
-        self.param = info.parameter
+        self.hold(info.parameter)
         self.part = part
         self.offset = offset
         self.address = 0
 
-    def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
+    def hold(self, param: nn.Parameter) -> None:
+        """Switch ``param`` from now on."""
+        self.param = param
+        own_class: type[nn.Parameter] = getattr(param, "own", type(param))
+        self.own_class = own_class
+        self.class_at_rest: type[nn.Parameter] | None = None  # unknown
+
+    def describe(self, shards: Shards, unit: str) -> type[nn.Parameter]:
+        """Tell ``shards`` what the parameter shows at rest; return its class there. ``unit``: its title."""
+        owners = self.step_owners and self.step_owners._replace(subject=f"{self.name}, a parameter at rest,")
+        # One without values keeps its class: torch replaces it to materialise it.
+        self.class_at_rest = self.own_class
+        if issubclass(self.own_class, nn.Parameter) and not self.param.is_meta:
+            self.class_at_rest = shards.add(
+                self.param, Shard(owners, self.owners is None, self.name, unit, self.part)
+            )
+        return self.class_at_rest
+
+    def set_views(
+        self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None, step_owners: Owners | None
+    ) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view = self.piece_of(local)
         self.full_view = full_view
         self.owners = owners
+        self.step_owners = step_owners
+        self.class_at_rest = None
         self.address = address_of(self.local_view)
         if not self.part.numel:
             with torch.no_grad():  # as views of reduced gradients are made
                 empty = self.piece_of(local)
-            self._empty_grad = empty if owners is None else GradientPiece.on(empty, owners)
+            self._empty_grad = empty if owners is None else Piece.on(empty, owners)
 
     def piece_of(self, interval: torch.Tensor) -> torch.Tensor:
         """Return a view of this parameter's piece of ``interval``, the rank's, in the shape at rest."""
@@ -132,8 +156,8 @@ class ShardedParam:
 
     def set_grad(self, grad: torch.Tensor) -> None:
         """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""
-        if self.owners is not None and not isinstance(grad, GradientPiece):
-            grad = GradientPiece.on(grad, self.owners)
+        if self.owners is not None and not isinstance(grad, Piece):
+            grad = Piece.on(grad, self.owners)
         self._write_grad(grad)
 
     def give_grad(self, piece: torch.Tensor) -> None:
@@ -144,15 +168,21 @@ class ShardedParam:
             return
         self.set_grad(piece if self.part.numel else self._empty_grad)
 
-    def unmark_grad(self) -> GradientPiece | None:
+    def unmark_grad(self) -> Piece | None:
         """Let ``.grad`` be plain until `mark_grad`; return the piece that it was, if it was one."""
         grad = self.param.grad
-        if not isinstance(grad, GradientPiece):
+        if not isinstance(grad, Piece):
             return None
         self._write_grad(grad.plain)
         return grad
 
-    def mark_grad(self, piece: GradientPiece) -> None:
+    def mark_for_step(self) -> None:
+        """Let a plain ``.grad`` be a piece until `unmark_grad`."""
+        grad = self.param.grad
+        if grad is not None and not isinstance(grad, Piece) and self.step_owners is not None:
+            self._write_grad(Piece.on(grad, self.step_owners))
+
+    def mark_grad(self, piece: Piece) -> None:
         """Undo `unmark_grad`, unless ``.grad`` is another by now."""
         if self.param.grad is piece.plain:
             self._write_grad(piece)
@@ -237,23 +267,20 @@ class Segment:
         starts = self.layout.starts
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.full.device)
         self.zeros = torch.zeros(len(starts), dtype=gradient_dtype, device=self.full.device)
-        another = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
-        self._of_another_dtype = self.local.new_empty(0, dtype=another)
-        # If dtype or device differ, showing `full` already makes autograd forget the node.
-        self._shows_alike = self.full.dtype == local.dtype and self.full.device == self.local.device
         self.flat = Flat(self.full, self.wire, self.layout)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
         self._releases = not (channel.in_place or self.full.is_meta)
         alone = channel.silent
+        is_fake = type(self.local) is not torch.Tensor  # in a plan
         if virtual and channel.all_ranks.world == 1:
-            alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
+            alone = is_fake
         owners = Owners(weakref.ref(channel), self.full.device, self.layout.whole, virtual)
-        owners = owners._replace(memory=self.local.untyped_storage()._cdata)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
-            owners_of_member = owners._replace(parts=parts, elements=member.part.elements)
-            member.set_views(self.local, view, None if alone else owners_of_member)
+            owners_of_member = owners._replace(parts=parts, elements=member.part.elements, part=member.part)
+            marks = None if alone else owners_of_member
+            member.set_views(self.local, view, marks, None if is_fake else owners_of_member)
             become(member.param, member.local_view)
         self.hold_full(False)
 
@@ -274,22 +301,6 @@ class Segment:
         """Allocate the memory of ``full``, or free it."""
         if self._releases:
             self._storage.resize_(self.full.nbytes if allocated else 0)
-
-    def forget_nodes(self) -> None:
-        """Make autograd create new accumulation nodes from now on. Parameters must show their pieces.
-
-        Autograd keeps one node per parameter while a graph holds it, and checks gradients against the shape
-        that the parameter had when the node was made. Assigning data of another dtype makes it forget the
-        node. So a loss on pieces reaches the hook that refuses it by name. What users have
-        replaced is adopted before.
-        """
-        if not self._shows_alike:
-            return
-        for member in self.members:
-            param = member.param
-            if param.requires_grad:  # others have no node
-                param.data = self._of_another_dtype
-                param.data = member.local_view
 
     @property
     def trains(self) -> bool:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.comm.channel import Ranks
-from shardtrain.comm.norms import plain
 from shardtrain.comm.transport import Flat
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.segment import Segment, ShardedParam, plain_name
 from shardtrain.engine.unit import Unit
+from shardtrain.pieces.piece import plain
 
 
 class Spec(NamedTuple):
@@ -49,8 +49,6 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine.require_rest("unsharded() cannot be called")
     if grads:
         engine.driver.require_reduced("unsharded(grads=True)")
-    engine.driver.hooked.pause()
-    engine.driver.forget_nodes()
     gradients = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
@@ -71,8 +69,6 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             member.param.grad = None
             if grad is not None:
                 member.set_grad(grad)
-        engine.driver.forget_nodes()
-        engine.driver.hooked.resume()
 
 
 def _kept_grad(member: ShardedParam) -> Tensor | None:
@@ -111,15 +107,14 @@ def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
 def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     """Return every parameter's full gradient, or None if no rank has one."""
     # Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
-    params = [member.param for member in segment.members]
-    here = [param.grad is not None and param.numel() > 0 for param in params]
+    here = [member.param.grad is not None and member.part.numel > 0 for member in segment.members]
     present = segment.local.new_tensor(here, dtype=torch.float32)  # a dtype that has a maximum
     segment.channel.all_ranks.all_reduce(present, "max")
     local = torch.zeros_like(segment.local)
     for member in segment.members:
         if member.param.grad is not None:
             member.piece_of(local).copy_(plain(member.param.grad))
-    wholes = _whole(unit, segment, local) if present.any() else [None] * len(params)
+    wholes = _whole(unit, segment, local) if present.any() else [None] * len(here)
     return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
 
 

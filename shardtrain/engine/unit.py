@@ -15,6 +15,7 @@ from shardtrain.comm.channel import Channel
 from shardtrain.comm.transport import Pending
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.segment import Segment, ShardedParam
+from shardtrain.pieces.parameter import Shards
 
 
 class State(Enum):
@@ -78,7 +79,8 @@ class Unit:
     """Gather and release parameters that are gathered and reduced together.
 
     ``modules``: by name; a call of any of them needs the parameters. ``title``: the unit's name in messages.
-    ``state``, ``shown``: only this class writes them. ``account``: shared by all units of a model.
+    ``state``, ``shown``: only this class writes them. ``account``, ``shards``: shared by all units of a
+    model.
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class Unit:
         self.state = State.SHARDED
         self.shown = Shown.SHARD
         self.account = Account()
+        self.shards = Shards()
+        self._rests = False
         self._moving = Pending.done(None)
 
     @property
@@ -150,10 +154,32 @@ class Unit:
             for member in self.members:
                 member.param.data = member.local_view
             self.shown = Shown.SHARD
+            self.rest()
+
+    def rest(self) -> None:
+        """Let the class of parameters say that they show shards, unless the engine works on them.
+
+        No other object gives or takes this class.
+        """
+        if self._rests or self.shards.work or self.shown is not Shown.SHARD:
+            return
+        self._rests = True
+        self._give([m.class_at_rest or m.describe(self.shards, self.title) for m in self.members])
+
+    def wake(self) -> None:
+        """Undo `rest`."""
+        if self._rests:
+            self._rests = False
+            self._give([member.own_class for member in self.members])
+
+    def _give(self, classes: Sequence[type[nn.Parameter]]) -> None:
+        for member, kind in zip(self.members, classes, strict=True):
+            member.param.__class__ = kind
 
     def show_private(self, values: Mapping[ShardedParam, torch.Tensor]) -> None:
         """Let parameters show ``values``, full tensors that no other rank sees."""
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
+        self.wake()
         for member, value in values.items():
             member.param.data = value
         self.shown = Shown.PRIVATE
@@ -162,12 +188,6 @@ class Unit:
         """Let the next gather include changes of the local shards."""
         for segment in self.segments:
             segment.cast()
-
-    def forget_nodes(self) -> None:
-        """Make autograd forget the nodes of parameters that show their shards. See `Segment.forget_nodes`."""
-        if self.shown is Shown.SHARD:
-            for segment in self.segments:
-                segment.forget_nodes()
 
     def gather(self) -> None:
         """Start gathering the full vector. It must not be read before `show`."""
@@ -184,6 +204,7 @@ class Unit:
         assert self.state is not State.SHARDED, f"{self.name}: {self.state}"
         self._moving.wait()
         self.state = State.GATHERED
+        self.wake()
         for member in self.members:
             member.param.data = member.full_view
         self.shown = Shown.FULL

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-import sys
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +14,7 @@ from torch import nn
 from shardtrain import torch_private
 from shardtrain.device import unit_bytes_on
 from shardtrain.engine.segment import ParamInfo, plain_name
-from shardtrain.engine.unit import Shown, Unit, UnitOptions
+from shardtrain.engine.unit import Unit, UnitOptions
 
 UnitChoice = (
     Iterable[type[nn.Module]]
@@ -28,9 +25,6 @@ UnitChoice = (
 )
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_READ = "If forward read a parameter of a module that it did not call, it read this rank's shard"
-_OF_SHAPES = re.compile("(shape|size).*(match|multiplied|broadcast|invalid|inconsistent|expected)")
-_LISTED = 12  # names of parameters in a note
 _SMALL = 1 << 16  # bytes; smaller units are not worth collectives of their own
 _TINY = 2 << 20  # bytes of a model that is not worth several
 
@@ -273,73 +267,3 @@ def warn_of_scattered(order: Sequence[Unit]) -> None:
                 "that are called in a row",
                 stacklevel=2,
             )
-
-
-def note_shards(error: BaseException, units: Iterable[Unit]) -> None:
-    """Add a note to ``error``, which leaves a call, on the parameters that show shards there.
-
-    The innermost call sees the error first, while its unit is whole.
-    """
-    notes = [str(error), *getattr(error, "__notes__", ())]
-    if type(error) not in (RuntimeError, IndexError) or any(_READ in note for note in notes):
-        return
-    if _is_of_a_loader(error):
-        return
-    names = list[str]()
-    for unit in units:
-        if unit.shown is Shown.SHARD:
-            names += [member.name for member in unit.members]
-    if names:
-        _add_note(
-            error,
-            f"{_READ}: call the module, choose units so that both are in one, or read it inside "
-            f"shardtrain.unsharded(model). Shards were shown by {_first_of(names)}",
-        )
-
-
-def _is_of_a_loader(error: BaseException) -> bool:
-    """Return whether torch's loader raised ``error``: for a dead worker it does so in a signal's handler.
-
-    So the error appears in whatever runs at that moment.
-    """
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("torch.utils.data.")
-
-
-def note_uncaught(error: BaseException, units: Iterable[Unit]) -> None:
-    """Add a note to ``error``, which ends the program, if sizes in it are those of parameters' shards.
-
-    A parameter that is used outside of forward, as in ``student.weight + teacher.weight``, ends in an error
-    of torch's about shapes.
-    """
-    text = str(error)
-    is_noted = any(_READ in note for note in getattr(error, "__notes__", ()))
-    if type(error) is not RuntimeError or is_noted or not _OF_SHAPES.search(text):
-        return
-    sizes = {int(number) for number in re.findall(r"\d+", text)} - {0, 1}
-    shards = list[str]()
-    for unit in units:
-        for member in unit.members if unit.shown is Shown.SHARD else ():
-            part = member.part
-            cut = {*part.local_shape} - {*part.shape}
-            if cut & sizes:
-                shards.append(f"{member.name} {part.local_shape} of {part.shape}")
-    if shards:
-        _add_note(
-            error,
-            "Outside of their units' forward parameters show this rank's shard: use them in it, or inside "
-            f"shardtrain.unsharded(model). Shards of such sizes are {_first_of(shards)}",
-        )
-
-
-def _first_of(texts: Sequence[str]) -> str:
-    """Return the first ``texts``, and how many more there are."""
-    more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
-    return ", ".join(texts[:_LISTED]) + more
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.args = (f"{error}. {note}",)

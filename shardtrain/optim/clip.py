@@ -8,11 +8,10 @@ import weakref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from shardtrain import comm
-from shardtrain.comm.norms import Owners, total_norm
 from shardtrain.engine.hooks import engine_of
+from shardtrain.pieces.piece import Owners, by_kind, plain, total_norm
 
 
 def clip_grad_norm_(
@@ -34,8 +33,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     engine = engine_of(module)
     engine.driver.require_reduced("clip_grad_norm_()")
-    params = [param for param in module.parameters() if param.grad is not None]
-    grads = [param.grad for param in params if param.grad is not None and param.numel()]
+    grads = [grad for param in module.parameters() if (grad := param.grad) is not None]
     widest = functools.reduce(torch.promote_types, (s.local.dtype for s in engine.segments), torch.float32)
     virtual = engine.virtual.count if engine.virtual else 0
     owners = Owners(weakref.ref(engine.channel), engine.driver.device, virtual=virtual)
@@ -43,7 +41,9 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
     if max_norm != math.inf:
-        clip_grads_with_norm_(params, max_norm, norm, foreach=True)
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for group in by_kind([plain(grad) for grad in grads]):
+            torch._foreach_mul_(group, coefficient.to(group[0].device))
     return norm
 
 

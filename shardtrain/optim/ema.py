@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.comm.norms import plain
 from shardtrain.engine.hooks import engine_of
+from shardtrain.pieces.piece import plain
 
 
 class Ema:
@@ -93,4 +93,4 @@ class Ema:
         """Return each average with the tensor that it averages."""
         self._engine.driver.show_shards()  # a forward without a backward leaves full parameters shown
         pairs = [*self.averages.items(), *self._buffer_averages.items()]
-        return [(average, tensor.data) for tensor, average in pairs]
+        return [(average, plain(tensor.data)) for tensor, average in pairs]

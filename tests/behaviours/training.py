@@ -80,7 +80,7 @@ for name in ("Adafactor", "Muon"):
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation, of all parameters together. Cannot be built from groups alone."""
+    """Sharpness-aware minimisation, by the norm of all gradients."""
 
     def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
         super().__init__(params, {})
@@ -123,7 +123,7 @@ def warming_up(net: nn.Module) -> Any:
 
 
 by_sam = lambda net: Sam(net.parameters(), torch.optim.SGD)  # noqa: E731
-row("Optimizers", "SAM: cannot be built from its groups alone", "Sam", optimizer=by_sam)
+row("Optimizers", "SAM: moves by the norm of all gradients", "Sam", optimizer=by_sam)
 row("Optimizers", "LARS in a warm-up that begins with a learning rate of 0", "Lars", optimizer=warming_up)
 row(
     "Optimizers",

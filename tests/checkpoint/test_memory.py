@@ -34,6 +34,114 @@ undisturbed = once(run_to_end)
 EVERY_STEP = "checkpoint.memory_every_steps=1"
 
 
+<<<<<<< HEAD
+=======
+# directories of several hosts
+
+HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0], [1], [2], [3]]}
+
+
+def on_hosts(folder: Path) -> Store:
+    """A store with a directory in memory for each host."""
+    hosts = Hosts(HOSTS[comm.world_size()], comm.rank())
+    place = Place(folder / f"host{hosts.own[0]}" / "run", hosts)
+    return Store(folder / "disk", comm.plain_transport(), keep=1, memory=place)
+
+
+def place_of(store: Store) -> Place:
+    assert store.memory is not None
+    return store.memory
+
+
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = shard(OddNet(), units=[Block])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    tensors = [*model.parameters(), *model.buffers()]
+    return [value.as_subclass(torch.Tensor).detach().clone() for value in tensors]
+
+
+def save(store: Store, steps: range) -> Any:
+    model, optimizer = fresh()
+    for step in steps:
+        train(model, optimizer, 1, start=step)
+        problem = store.save(step, model, optimizer, extra={"rank": comm.rank()}, facts={}, to_disk=False)
+        if problem:
+            raise SaveFailed(problem)
+    comm.barrier()
+    return values(model)
+
+
+def found(store: Store) -> Any:
+    """Complete the hosts' directories, and load."""
+    comm.barrier()
+    memory.complete(place_of(store), comm.plain_transport())
+    start = store.newest()
+    if start.opened is None:
+        return 0, []
+    model, optimizer = fresh()
+    assert load_into(start.opened, model, optimizer) == {"rank": comm.rank()}
+    return start.step, values(model)
+
+
+@each_rank(2, 3, 4, transport="auto")
+def test_a_lost_host_s_files_are_on_the_next(tmp_path: Path) -> None:
+    """Each host in turn loses its memory, and then has what it had."""
+    store = on_hosts(tmp_path)
+    wanted = save(store, range(1, 4))
+    directory = place_of(store).directory
+    before = files_of(directory / step_name(3))
+    comm.barrier()
+    for lost in place_of(store).hosts.ranks:
+        if comm.rank() == lost[0]:
+            shutil.rmtree(directory)
+        step, loaded = found(store)
+        assert step == 3
+        assert all(map(torch.equal, loaded, wanted))
+        assert files_of(directory / step_name(3)) == before
+        assert steps_in(directory) == [3]
+        comm.barrier()
+
+
+@each_rank(4, transport="auto")
+def test_hosts_that_were_killed_in_a_commit_have_a_step_in_common(tmp_path: Path) -> None:
+    """Two of four hosts have committed step 2, so no host has deleted step 1."""
+    store = on_hosts(tmp_path)
+    directory = place_of(store).directory
+    save(store, range(1, 2))
+    late = OSError(28, "late")
+    fails = (
+        patch.object(store_module, "write_manifest", side_effect=late) if comm.rank() > 1 else nullcontext()
+    )
+    with fails, pytest.raises(SaveFailed, match=r"rank 2: .*late; rank 3"):
+        save(store, range(2, 3))
+    assert found(store)[0] == 1
+    if comm.rank() == 0:
+        assert steps_in(directory) == [1, 2]
+    if place_of(store).hosts.leads:
+        memory.keep_only(place_of(store), 1)
+    assert steps_in(directory) == [1]
+
+
+@each_rank(2, transport="auto")
+def test_a_copy_that_does_not_fit_is_no_checkpoint(tmp_path: Path) -> None:
+    store = on_hosts(tmp_path)
+    directory = place_of(store).directory
+    save(store, range(1, 2))
+    if comm.rank() == 1:
+        (directory / step_name(1) / file_name(0)).unlink()
+        (directory / step_name(1) / file_name(0)).mkdir()
+    comm.barrier()
+    with pytest.raises(
+        Exception, match=r"no checkpoint is complete: .*rank 1: rank-00000.safetensors is not a"
+    ):
+        found(store)
+
+
+>>>>>>> pieces
 # runs, with some directory for /dev/shm
 
 

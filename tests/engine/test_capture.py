@@ -38,7 +38,6 @@ from shardtrain.monitor import Monitor
 from shardtrain.optim import Ema
 from shardtrain.train.loop import train
 
-import trials
 import ways
 from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
@@ -75,12 +74,6 @@ def simulated(size: int = 0) -> Iterator[tuple[SimulatedDevice, Recordings]]:
         finally:
             if size:
                 dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _trials() -> Iterator[None]:
-    with trials.remembered():
-        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Parameters of units that are closed while a forward runs: refused by name, or plain, as at rest."""
+"""Parameters of units that are closed while a forward runs: each use of a value is refused by name."""
 
 import copy
 import warnings
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardtrain
+from shardtrain.pieces.parameter import PieceParameter
 
 from behaviours.rows import Net, Unit, batch
 from pool import each_rank
@@ -53,7 +54,7 @@ def test_a_parent_that_computes_with_a_closed_unit_s_parameter_is_refused(use: s
             with torch.set_grad_enabled(learns), pytest.raises(ValueError, match=message):
                 model(batch(0))
     model.uses = False
-    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert all(isinstance(param, PieceParameter) for param in model.parameters())
     for net in (plain, model):
         net(batch(0)).square().mean().backward()
     average_gradients(plain)
@@ -65,7 +66,7 @@ def test_a_parent_that_computes_with_a_closed_unit_s_parameter_is_refused(use: s
 
 @each_rank(2)
 def test_a_unit_that_computes_with_another_one_s_parameter_is_refused() -> None:
-    """Also after a backward inside of forward, in which all parameters are plain."""
+    """Also after a backward inside of forward, in which all parameters have their own class."""
 
     def reads(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.inside(x)) * self.others[0].inside.weight.mean()
@@ -106,7 +107,10 @@ def test_what_tells_no_size_of_a_closed_unit_s_parameter_is_right() -> None:
         return net
 
     model = like_a_replica(make, lambda net, step: net(batch(step)).square().mean().backward(), units=[Unit])
-    assert type(model.blocks[0].inside.weight) is Own
+    at_rest = model.blocks[0].inside.weight
+    assert isinstance(at_rest, Own)
+    assert isinstance(at_rest, PieceParameter)
+    assert type(at_rest).__name__ == "Own"
 
 
 @each_rank(2)

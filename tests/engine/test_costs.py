@@ -159,7 +159,7 @@ def test_replaced_parameters_leave_no_hooks_behind() -> None:
     model = shard(stack(units, 2), units=[Layer])
 
     def replace() -> int:
-        model.units[0].weight = nn.Parameter(model.units[0].weight.detach().clone())
+        model.units[0].weight = nn.Parameter(model.units[0].weight.as_subclass(torch.Tensor).detach())
         step(model)
         gc.collect()
         return sum(isinstance(each, RemovableHandle) for each in gc.get_objects())

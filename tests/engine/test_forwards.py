@@ -344,7 +344,7 @@ def trains_like_ddp(name: str) -> None:
     assert losses == pytest.approx(train_in_micro_batches(replica), rel=rounding)
     assert_same_parameters(model, replica, rounding)
     if replicate > 1:
-        shards = [param.detach() for param in model.parameters()]
+        shards = [param.as_subclass(torch.Tensor).detach() for param in model.parameters()]
         of_ranks = [shards] * dist.get_world_size()
         dist.all_gather_object(of_ranks, shards)
         of_other_replica = of_ranks[dist.get_rank() - group]

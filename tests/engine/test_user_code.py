@@ -5,12 +5,9 @@ import copy
 import datetime
 import functools
 import gc
-import io
 import os
 import pickle
 import re
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
@@ -357,7 +354,7 @@ def test_only_plain_tensors_are_sharded() -> None:
 
 
 @each_rank(2)
-def test_nothing_is_left_of_a_method_called_as_forward_or_of_an_optimizer_s_trial() -> None:
+def test_nothing_is_left_of_a_method_called_as_forward_and_a_step_calls_hooks_once() -> None:
     model = sharded()
     block = model.blocks[0]
     shardtrain.forward_method(block, "plain")
@@ -385,7 +382,7 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         with refused(r"^backward\(\) inside unsharded"):
             loss.backward()
     for is_alone in (False, True):
-        penalty = sum(p.square().sum() for p in model.parameters())
+        penalty = torch.stack([p.norm() for p in model.parameters()]).norm()
         loss = penalty if is_alone else penalty + model(batch(0)).square().mean()
         with refused("^the gradient of .* comes from its piece, which code outside of the forward of .* has"):
             loss.backward()
@@ -403,41 +400,20 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 6))
 
 
-OUTSIDE: dict[str, Callable[[Any], object]] = {
-    "a head's weight": lambda model: F.linear(model[0](torch.ones(2, 8)), model[1].weight),
-    "a mean teacher": lambda model: two_layers()[1].weight.data.mul_(0.9).add_(model[1].weight.data),
-    "a product": lambda model: model[1].weight @ torch.ones(16),
-    "a copy": lambda model: two_layers()[1].weight.data.copy_(model[1].weight.data),
+# By name: what the refusal says, and a use.
+OUTSIDE: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "a head's weight": ("linear", lambda model: F.linear(model[0](torch.ones(2, 8)), model[1].weight)),
+    "a product": ("matmul", lambda model: model[1].weight @ torch.ones(16)),
+    "a penalty": ("sum", lambda model: model[1].weight.square().sum()),
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
 @each_rank(2, transport="auto")
-def test_an_error_of_shapes_that_ends_the_program_names_the_shards(name: str) -> None:
-    layers = two_layers()
-    layers.register_parameter("scale", nn.Parameter(torch.ones(())))
-    model = shard(layers, units=[nn.Linear])
-    said = uncaught(lambda: OUTSIDE[name](model))
-    assert re.search(r"(shape|size)", said), said
-    if sys.version_info >= (3, 11):
-        assert "or inside shardtrain.unsharded(model). Shards of such sizes are " in said
-        assert re.search(r"sizes are .*1\.weight \(\d+, 1\) of \(6, 16\)", said), said
-    for other in (
-        lambda: torch.ones(3) + torch.ones(7),
-        lambda: exec("raise RuntimeError('no memory for 48 blocks')"),
-    ):
-        assert "Shards of such sizes" not in uncaught(other)
-
-
-def uncaught(call: Callable[[], object]) -> str:
-    """Return what Python prints where ``call`` ends the program."""
-    said = io.StringIO()
-    try:
-        call()
-    except RuntimeError as error:
-        with contextlib.redirect_stderr(said):
-            sys.excepthook(type(error), error, error.__traceback__)
-    return said.getvalue()
+def test_what_uses_a_whole_parameter_outside_of_forward_is_refused() -> None:
+    model = shard(two_layers(), units=[nn.Linear])
+    for says, use in OUTSIDE.values():
+        with refused(f"^{says} of 1.weight, a parameter at rest, would see this rank's piece alone"):
+            use(model)
 
 
 def resized(model: Any, resize: Callable[[Any], object]) -> None:
@@ -455,7 +431,7 @@ def test_memory_of_shards_that_is_resized_is_refused() -> None:
     ):
         model = shard(two_layers(), units=[nn.Linear])
         model(torch.ones(2, 8)).sum().backward()
-        message = r"not resizable|^the memory of parameter 1\.weight was resized by untyped_storage"
+        message = r"not resizable|^the memory of parameter 1\.weight was resized by|^untyped_storage of 1\.w"
         with pytest.raises((ValueError, RuntimeError), match=message):
             resized(model, resize)
 
@@ -685,8 +661,12 @@ def tied_pair() -> Any:
 
 
 UNTIED: dict[str, Callable[[Any], object]] = {
-    "the second": lambda net: setattr(net[1], "weight", nn.Parameter(net[1].weight.detach().clone())),
-    "the first": lambda net: setattr(net[0], "weight", nn.Parameter(net[0].weight.detach().clone())),
+    "the second": lambda net: setattr(
+        net[1], "weight", nn.Parameter(net[1].weight.as_subclass(torch.Tensor).detach())
+    ),
+    "the first": lambda net: setattr(
+        net[0], "weight", nn.Parameter(net[0].weight.as_subclass(torch.Tensor).detach())
+    ),
     "on one rank": lambda net: UNTIED["the second"](net) if dist.get_rank() else None,
     "removed": lambda net: setattr(net[1], "weight", None),
     "each by itself": lambda net: net.to_empty(device="cpu"),
@@ -854,39 +834,13 @@ def test_initialization_that_cannot_be_right_is_refused() -> None:
 
     with refused(r"^mixed.weight was given NaN, .* initialize it inside shardtrain.unsharded\(model\)"):
         model.apply(normalize)
-    with refused(r"^blocks.1.0.weight were changed by what .* initialize each module by itself, or inside"):
+    with refused(r"^normal of blocks.1.0.weight, a parameter at rest, would see"):
         model.apply(of_all)
     after = shardtrain.full_state_dict(model)
-    assert [key for key, value in before.items() if not torch.equal(value, after[key])] == [
-        "blocks.1.0.weight"
-    ]
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
     seen: list[int] = []
     model.apply(lambda module: seen.extend(p.numel() for p in module.parameters(recurse=False)))
     assert sum(seen) == sum(value.numel() for value in before.values())
-
-
-class Fatal(torch.utils.data.Dataset[int]):
-    """Kill the loader's worker that asks for an item."""
-
-    def __getitem__(self, index: int) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-    def __len__(self) -> int:
-        return 1
-
-
-def test_a_dead_loader_worker_is_not_taken_for_a_read_shard() -> None:
-    """Torch raises its error in whatever runs at that moment, a forward for example."""
-
-    def loads(self: Any, x: torch.Tensor) -> torch.Tensor:
-        [*torch.utils.data.DataLoader(Fatal(), num_workers=1)]
-        return self.inside(x)
-
-    with pytest.raises(RuntimeError, match=r"^DataLoader worker") as caught:
-        shardtrain.shard(Net(loads), units=[Unit])(torch.zeros(4, 5))
-    assert not hasattr(caught.value, "__notes__")
-    assert "read this rank's shard" not in str(caught.value)
 
 
 @each_rank(2)
@@ -897,16 +851,10 @@ def test_errors_of_users_code_keep_their_reason() -> None:
     def mistyped(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.inside(x[:, :5])
 
-    elsewhere = [name for name, _ in Net().named_parameters() if name.startswith(("blocks.1", "blocks.2"))]
     for unit, error in ((fails, KeyError), (mistyped, RuntimeError)):
         with pytest.raises(error) as caught:
             shard(Net(unit), units=[Unit])(batch(0))
-        notes = "".join(getattr(caught.value, "__notes__", caught.value.args[:1]))
-        assert ("it read this rank's shard: call" in notes) == (error is RuntimeError)
         assert error is RuntimeError or caught.value.args == ("a", (7, 7))
-        if error is RuntimeError:  # once, by the unit that was whole
-            assert notes.count("Shards were shown by") == 1
-            assert notes.endswith(f" by {', '.join(elsewhere)}")
         dist.barrier()
 
 
@@ -943,7 +891,7 @@ def test_optimizers_in_backward_where_a_rank_owns_nothing() -> None:
     model.weight.register_post_accumulate_grad_hook(hook)
     for number in range(2):
         step(model, number)
-    assert seen == [model.weight.numel() > 0] * 2
+    assert seen == [len(model.weight) > 0] * 2
 
 
 @pytest.mark.long

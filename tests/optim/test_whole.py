@@ -39,13 +39,13 @@ def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
     assert_at_rest(model)
     for (name, param), full in zip(model.named_parameters(), plain.parameters(), strict=True):
         shape = full.shape or (1,)
-        owners = torch.tensor(float(param.numel() > 0))
+        owners = torch.tensor(float(0 not in param.shape))
         dist.all_reduce(owners)
         assert owners == 1, name
-        assert param.shape == (shape if param.numel() else (0, *(1 for _ in shape[1:]))), name
-        if param.numel() and full.ndim:
+        assert param.shape == (shape if 0 not in param.shape else (0, *(1 for _ in shape[1:]))), name
+        if 0 not in param.shape and full.ndim:
             assert param.stride() == full.stride(), name
-            assert torch.equal(param, full), name
+            assert torch.equal(param.data.as_subclass(torch.Tensor), full), name
 
 
 @pytest.mark.long
@@ -83,6 +83,8 @@ def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
     optimizer = kind(model.parameters(), lr=0.1)
     loss = model(torch.ones(2, 7)).square().sum()
     loss.backward()
+    if kind is Clipping and all(param.grad is None for param in model.parameters()):
+        return  # it has asked for nothing: the others end
     with pytest.raises(
         ValueError, match=f"^{kind.__name__} .*looks at all parameters together cannot be used"
     ):

@@ -46,7 +46,7 @@ SPECIAL = """
 # Copies, conversions and tensors of the same shape.
 COPIES = """
     alias apply bfloat16 bool byte cdouble cfloat chalf char clone contiguous copy cpu cuda detach
-    double empty_like fill float full_like half int long mtia ones_like pin_memory requires_grad short to type
+    double empty_like fill float full_like half int long mtia ones_like pin_memory short to type
     type_as xpu zero zeros_like
     """
 NEW = "new_empty new_full new_ones new_tensor new_zeros"  # unrelated tensors
@@ -61,12 +61,13 @@ DESCRIPTIONS = """
     _is_view backward dense_dim dim dim_order element_size get_device is_coalesced
     is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
     is_same_size is_set_to is_shared is_signed ndimension record_stream register_hook
-    register_post_accumulate_grad_hook retain_grad sparse_dim storage_offset
+    register_post_accumulate_grad_hook retain_grad share_memory_ sparse_dim storage_offset
     """
-# By these other packages' kernels read the memory of a tensor: in an optimizer's step alone (`is_kernel`).
+# By these other packages' kernels read the memory of a tensor.
 _MEMORY = {"const_data_ptr", "data_ptr", "untyped_storage"}
 # What a piece tells of its sizes, which are those of what this rank has of the gradient.
 SIZES = ("shape", "size", "numel", "nelement", "stride")
+COUNTS = ("numel", "nelement")  # which are of the whole tensor, as a DTensor's
 # What asks no class. If it did for sizes, TorchScript and `to_dlpack` would be seen, and each step would cost
 # 8 µs more per parameter, since setting ``.grad`` asks, too. Nothing is asked where `data` is set.
 UNSEEN = ("to_dlpack", "size", "data")
@@ -82,7 +83,6 @@ _NAMES += [f"{prefix}{name}" for prefix, name in product("ri", _NAMES)]
 _EXACT = {f"__{name}__" for name in _NAMES}
 _EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max", "min"}
 _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
-_OF_TORCH = {"aten", "prim", "prims"}
 JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
 _READING = {"__getitem__", "masked_select"}
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in OPERATORS.split())}
@@ -97,8 +97,6 @@ UNMARKED = {*NEW.split()}
 NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
 SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
 SAME_NORMS |= {torch.cat, torch.stack}
-# What a state dict's values answer, and nothing else: the first returns attributes.
-ATTRIBUTES = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
 
 
 def is_element_wise(func: Any, args: Sequence[Any], kind: type[Tensor]) -> bool:
@@ -175,12 +173,6 @@ def is_collective(func: Any) -> bool:
 def reads_memory(func: Any) -> bool:
     """Return whether ``func`` tells where a tensor's elements lie, to read them."""
     return func.__name__ in _MEMORY
-
-
-def is_kernel(func: Any) -> bool:
-    """Return whether ``func`` is an operator of a package other than torch, of which only a trial tells."""
-    operator = str(getattr(func, "_qualified_op_name", "") or getattr(func, "_name", ""))
-    return "::" in operator and operator.split("::")[0] not in _OF_TORCH
 
 
 def _plain_name(name: str) -> str:

@@ -1,0 +1,514 @@
+"""Optimizers that are not known by name make some steps on pieces, and are right, or refused by name."""
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+import shardtrain
+from shardtrain.pieces.piece import Piece
+
+import small
+from pool import each_rank
+
+STEPS = 130
+MIDDLE = 50  # where a run is resumed, and a group added
+
+
+class Own(torch.optim.Optimizer):
+    """Steps each parameter by ``direction(parameter, gradient, state, group)``, which counts in the state."""
+
+    def __init__(self, params: Any, direction: Any = None, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+        self.direction = direction
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["step"] = state.get("step", 0) + 1
+                    param.sub_(self.direction(param, param.grad, state, group), alpha=group["lr"])
+
+
+# What the message says first, the step that is refused, and a direction.
+Direction = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], Tensor]
+SIZES = "arithmetic with a size of"
+REFUSED: dict[str, tuple[str, int, Direction]] = {
+    "trust ratio": ("div", 1, lambda p, g, s, o: g * (p.norm() / g.norm())),
+    "trust ratio after a warm-up": (
+        "div",
+        101,
+        lambda p, g, s, o: g * (p.norm() / g.norm()) if s["step"] > 50 else g,
+    ),
+    "clips by the root mean square": ("mean", 1, lambda p, g, s, o: g / g.square().mean().sqrt()),
+    "its largest element": ("amax", 1, lambda p, g, s, o: g / g.abs().amax()),
+    "normalizes by a method": ("float", 1, lambda p, g, s, o: g / max(1.0, float(g.norm()))),
+    "centralization of filters": (
+        "mean",
+        1,
+        lambda p, g, s, o: g - g.mean((1, 2, 3), keepdim=True) if p.ndim == 4 else g,
+    ),
+    "more elements than so many": (SIZES, 1, lambda p, g, s, o: g * (0.1 if p.numel() > 1000 else 1.0)),
+    "longer than so many rows": (SIZES, 1, lambda p, g, s, o: g * (0.1 if p.shape[0] > 100 else 1.0)),
+    "a step size from sums": ("sum", 1, lambda p, g, s, o: g * float((g * p).sum())),
+    "noise": ("randn_like", 1, lambda p, g, s, o: g + 0.01 * torch.randn_like(p)),
+    "a momentum's norm": ("mul", 1, lambda p, g, s, o: kept(g, s) * s["kept"].norm()),
+    "a momentum's norm, later": (
+        "mul",
+        101,
+        lambda p, g, s, o: kept(g, s) * (s["kept"].norm() if s["step"] > 60 else 1.0),
+    ),
+    "rows": ("an index", 1, lambda p, g, s, o: g * g[0].sign()),
+    "finite or not": ("all", 1, lambda p, g, s, o: g if torch.isfinite(g).all() else g * 0),
+    "memory": ("data_ptr", 1, lambda p, g, s, o: g * float(g.data_ptr() > 0)),
+    "memory of the parameter": ("data_ptr", 1, lambda p, g, s, o: g * float(p.data_ptr() > 0)),
+    "a kernel": ("scaled", 1, lambda p, g, s, o: scaled(g, 1.0)),
+}
+
+
+def kept(grad: Tensor, state: dict[str, Any]) -> Tensor:
+    state["kept"] = state["kept"].mul(0.9).add_(grad) if "kept" in state else grad.clone()
+    momentum: Tensor = state["kept"]
+    return momentum
+
+
+@torch.library.custom_op("tests_of_steps::scaled", mutates_args=())
+def scaled(values: Tensor, by: float) -> Tensor:
+    return values * by
+
+
+def model(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return shardtrain.shard(nn.Sequential(nn.Linear(40, 30), nn.Conv2d(16, 32, 3)), **options)
+
+
+def with_gradients(net: nn.Module) -> nn.Module:
+    for param in net.parameters():
+        param.grad = torch.full_like(param, 0.5)
+    return net
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_whole_parameters_is_refused_by_its_name(name: str) -> None:
+    """Also on a single rank, whose parameters have the shapes of pieces."""
+    words, at, direction = REFUSED[name]
+    net = with_gradients(model())
+    optimizer = Own(net.parameters(), direction, lr=1e-6)
+    for _ in range(at - 1):
+        optimizer.step()
+    check_refused(optimizer, words, at)
+
+
+def check_refused(optimizer: torch.optim.Optimizer, words: str, at: int) -> None:
+    name = type(optimizer).__name__
+    with pytest.raises(ValueError, match=rf"^{name} cannot step on a sharded model: .*{words}\b") as caught:
+        optimizer.step()
+    assert ("steps 21 to 100 were not looked at" in str(caught.value)) is (at == 101)
+    assert "shard(..., layout='whole')" in str(caught.value)
+    assert "shardtrain.trusted(optimizer)" in str(caught.value)
+
+
+# With layout="whole": functions of one parameter are right, and numbers do not leave.
+WHOLE: dict[str, Direction] = {
+    name: REFUSED[name][2]
+    for name in REFUSED
+    if name not in ("noise", "a step size from sums", "finite or not", "a kernel", "normalizes by a method")
+}
+LEAVES = {
+    "float": lambda p, g, s, o: g / max(1.0, float(g.norm())),
+    "bool": lambda p, g, s, o: g if torch.isfinite(g).all() else g * 0,
+    "item": lambda p, g, s, o: g * (g * p).sum().item(),
+}
+
+
+@pytest.mark.parametrize("virtual", [0, 2])
+@pytest.mark.parametrize("name", WHOLE)
+def test_where_a_rank_has_whole_parameters_it_is_right(name: str, virtual: int) -> None:
+    net = with_gradients(model(layout="whole", virtual_ranks=virtual))
+    torch.manual_seed(0)
+    plain = with_gradients(nn.Sequential(nn.Linear(40, 30), nn.Conv2d(16, 32, 3)))
+    for each in (net, plain):
+        optimizer = Own(each.parameters(), WHOLE[name], lr=1e-4)
+        for _ in range(102):
+            optimizer.step()
+    expected = dict(plain.state_dict())
+    torch.testing.assert_close(shardtrain.full_state_dict(net), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_number_of_a_whole_parameter_may_leave_by_the_user_s_word(name: str) -> None:
+    """Without it nothing tells that the number changes that parameter alone."""
+    net = with_gradients(model(layout="whole"))
+    with pytest.raises(ValueError, match=rf"^Own cannot step .*{name} of .*shardtrain\.trusted\(optimizer\)"):
+        Own(net.parameters(), LEAVES[name]).step()
+    optimizer = Own(net.parameters(), LEAVES[name])
+    assert shardtrain.trusted(optimizer) is optimizer
+    optimizer.step()
+
+
+def test_a_kernel_steps_by_the_user_s_word() -> None:
+    net = with_gradients(model())
+    before = shardtrain.full_state_dict(net)
+    shardtrain.trusted(Own(net.parameters(), REFUSED["a kernel"][2], lr=0.5)).step()
+    for name, value in shardtrain.full_state_dict(net).items():
+        torch.testing.assert_close(value, before[name] - 0.25)
+
+
+class Looking(torch.optim.SGD):
+    """Notes in which steps it sees pieces, and asks in step ``asks`` for the norm of all gradients."""
+
+    def __init__(self, params: Any, asks: int = 0, calls_base: bool = True) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.asks = asks
+        self.calls_base = calls_base
+        self.number = 0
+        self.on_pieces = list[int]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.number += 1
+        param = self.param_groups[0]["params"][0]
+        kinds = {isinstance(param.data, Piece), isinstance(param.grad, Piece)}
+        kinds |= {isinstance(state["momentum_buffer"], Piece) for state in self.state.values()}
+        assert len(kinds) == 1, self.number
+        self.on_pieces += [self.number] if True in kinds else []
+        if self.number == self.asks:
+            grads = [param.grad for group in self.param_groups for param in group["params"]]
+            torch.stack([grad.norm() for grad in grads]).norm().item()
+        if self.calls_base:
+            super().step()
+
+
+EARLY = [*range(1, 21)]
+
+
+@pytest.mark.parametrize("calls_base", [False, True])
+@each_rank(2, transport="shared")
+def test_the_first_steps_and_each_101st_are_made_on_pieces(calls_base: bool) -> None:
+    net = with_gradients(small.shard(nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), units=[nn.Linear]))
+    optimizer = Looking(net[0].parameters(), calls_base=calls_base)
+    for _ in range(110):
+        optimizer.step()
+    optimizer.add_param_group({"params": [*net[1].parameters()]})  # new to it
+    for _ in range(100):
+        optimizer.step()
+    assert optimizer.on_pieces == [*EARLY, 101, *range(111, 131), 202]
+    for state in optimizer.state.values():
+        assert type(state["momentum_buffer"]) is Tensor
+
+
+@each_rank(2, transport="shared")
+def test_one_that_asks_for_a_norm_of_all_stays_on_pieces() -> None:
+    net = with_gradients(small.shard(nn.Linear(5, 6)))
+    optimizer = Looking(net.parameters(), asks=20)
+    for _ in range(30):
+        optimizer.step()
+    assert optimizer.on_pieces == [*range(1, 31)]
+
+
+@each_rank(2, transport="shared")
+def test_torch_s_own_and_trusted_ones_see_plain_tensors() -> None:
+    net = with_gradients(small.shard(nn.Linear(5, 6)))
+    optimizer = shardtrain.trusted(Looking(net.parameters()))
+    optimizer.step()
+    assert optimizer.on_pieces == []
+    assert type(net.weight.grad) is Piece
+
+
+TORCH_S = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+]
+
+
+@pytest.mark.parametrize("name", TORCH_S)
+def test_torch_s_element_wise_optimizers_are_right_on_pieces(name: str) -> None:
+    """A subclass is not known by name. So the list of those that are known is right, too."""
+    kind = getattr(torch.optim, name)
+    weights = []
+    for each in (kind, type("Sub", (kind,), {})):
+        net = with_gradients(model())
+        optimizer = each(net.parameters(), lr=0.01, foreach=False)
+        for _ in range(3):
+            optimizer.step()
+        weights.append(shardtrain.full_state_dict(net))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_others_of_torch_are_refused(name: str) -> None:
+    matrix = with_gradients(shardtrain.shard(nn.Linear(30, 20, bias=False)))
+    optimizer = getattr(torch.optim, name)(matrix.parameters(), lr=0.01)
+    with pytest.raises(ValueError, match=f"^{name} cannot step on a sharded model: "):
+        optimizer.step(lambda: torch.ones(()))
+
+
+def test_a_step_that_fails_by_itself_leaves_no_pieces_of_state() -> None:
+    def fails(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+        kept(grad, state)
+        if state["step"] == 2:
+            raise KeyError("of its own")
+        return grad
+
+    net = with_gradients(model())
+    optimizer = Own(net.parameters(), fails)
+    optimizer.step()
+    with pytest.raises(KeyError):
+        optimizer.step()
+    net[0](torch.ones(40))
+    for state in optimizer.state.values():
+        assert type(state["kept"]) is Tensor
+    assert net[0].weight.numel() + 0 == 1200
+
+
+class Hooked(torch.optim.SGD):
+    """Registers a hook of its own steps."""
+
+    def __init__(self, params: Any, kind: str = "pre", norms: bool = True) -> None:
+        super().__init__(params, lr=0.1)
+        register = self.register_step_pre_hook if kind == "pre" else self.register_step_post_hook
+        register(self.divide)
+        self.norms = norms
+
+    @staticmethod
+    @torch.no_grad()
+    def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.div_(param.norm().clamp_min(1e-3) if optimizer.norms else 2.0)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@each_rank(2, transport="shared")
+def test_hooks_that_a_class_registers_see_pieces(kind: str) -> None:
+    net = with_gradients(small.shard(nn.Linear(5, 6)))
+    Hooked(net.parameters(), kind=kind, norms=False).step()
+    with pytest.raises(ValueError, match=r"clamp_min of weight, a parameter at rest, would see"):
+        Hooked(net.parameters(), kind=kind).step()
+
+
+@each_rank(2)
+def test_averagers_of_parameters_are_refused() -> None:
+    """Pieces of different elements would be averaged."""
+    net = small.shard(nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), units=[nn.Linear])
+    before = shardtrain.full_state_dict(net)
+    hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2)]), warmup_steps=0)
+    for averager in (PeriodicModelAverager(2, warmup_steps=0), hierarchical):
+        with pytest.raises(ValueError, match=r"^all_reduce\(\) of .* would combine pieces of different elem"):
+            averager.average_parameters(net.parameters())
+    with pytest.raises(ValueError, match=r"^all_reduce\(\) of .* would combine pieces of different elements"):
+        average_parameters(nn.Sequential(net).parameters(), dist.group.WORLD)
+    assert all(map(torch.equal, before.values(), shardtrain.full_state_dict(net).values()))
+
+
+# The survey: optimizers that are right, over 130 steps, against a replica.
+def lion(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
+    momentum = s.setdefault("m", torch.zeros_like(p)) if "m" not in s else s["m"]
+    update = (momentum * 0.9 + g * 0.1).sign_()
+    momentum.lerp_(g, 0.01)
+    return update
+
+
+def lion_of_a_shape(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
+    if "m" not in s:
+        s["m"] = torch.zeros(p.size(), dtype=p.dtype)
+    update = s["m"].mul(0.9).add(g.data, alpha=0.1).sign()
+    s["m"].mul_(0.99).add_(g.data, alpha=0.01)
+    return update
+
+
+def late(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
+    """Make the momentum at step 30."""
+    if s["step"] < 30:
+        return g
+    if "m" not in s:
+        s["m"] = torch.zeros(p.shape, dtype=p.dtype)
+    return s["m"].mul_(0.9).add_(g)
+
+
+def adan(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
+    if "m" not in s:
+        s.update(m=torch.zeros_like(p), n=torch.zeros_like(p), before=g.clone())
+    change = g - s["before"]
+    s["m"].lerp_(g, 0.02)
+    s["n"].lerp_((g + 0.92 * change).square(), 0.01)
+    s["before"] = g.clone()
+    return (s["m"] + 0.92 * change) / (s["n"].sqrt() + 1e-8)
+
+
+def sophia(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
+    if "m" not in s:
+        s["m"], s["h"] = torch.zeros_like(p), torch.zeros_like(p)
+    s["m"].mul_(0.96).add_(g, alpha=0.04)
+    if s["step"] % 10 == 1:
+        s["h"].mul_(0.99).addcmul_(g, g, value=0.01)
+    return s["m"].sign() * (s["m"].abs() / (0.04 * s["h"] + 1e-15)).clamp(None, 1)
+
+
+def history(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
+    s["last"] = [*s.get("last", []), g.clone()][-3:]
+    total: Tensor = sum(s["last"]) / len(s["last"])
+    return total
+
+
+class Elsewhere(Own):
+    """Keeps its slow weights in an attribute, and its momentum in a closure."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        momenta = dict[Tensor, Tensor]()
+        slow = dict[Tensor, Tensor]()
+
+        def direction(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
+            momenta[p] = momenta[p].mul(0.9).add_(g) if p in momenta else g.clone()
+            if s["step"] % 6 == 0:
+                slow.setdefault(p, p.detach().clone()).lerp_(p.detach(), 0.5)
+                p.copy_(slow[p])
+            return momenta[p]
+
+        super().__init__(params, direction, lr)
+
+
+class ByLists(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            momenta = [self.state[param].setdefault("m", torch.zeros_like(param)) for param in params]
+            torch._foreach_lerp_(momenta, [param.grad for param in params], 0.1)
+            torch._foreach_add_(params, momenta, alpha=-group["lr"])
+
+
+class Tail(torch.optim.AdamW):
+    """Averages weights after ``super().step()``."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                slow = state.setdefault("slow", param.detach().clone())
+                if int(state["step"]) % 5 == 0:
+                    slow.lerp_(param, 0.5)
+                    param.copy_(slow)
+
+
+class Clips(torch.optim.AdamW):
+    """Clips all gradients by their norm inside its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        super().step(closure)
+
+
+def own(direction: Direction) -> Callable[..., torch.optim.Optimizer]:
+    return lambda params, lr: Own(params, direction, lr)
+
+
+SURVEY: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "torch's AdamW, fused": lambda params, lr: torch.optim.AdamW(params, lr, fused=True),
+    "torch's SGD": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
+    "Lion": own(lion),
+    "Lion, state of a shape": own(lion_of_a_shape),
+    "state that begins late": own(late),
+    "Adan": own(adan),
+    "Sophia": own(sophia),
+    "a history in a list": own(history),
+    "state elsewhere": Elsewhere,
+    "by lists": ByLists,
+    "AdamW with a tail": Tail,
+    "AdamW that clips": Clips,
+}
+
+
+def trained(
+    net: nn.Module,
+    make: Callable[..., torch.optim.Optimizer],
+    scene: str,
+    again: Callable[[nn.Module], nn.Module],
+) -> nn.Module:
+    """Return the model after 130 steps; ``scene``: what comes in the middle."""
+
+    def optimizer_of(net: nn.Module, in_the_middle: bool) -> torch.optim.Optimizer:
+        layers = [[*layer.parameters()] for layer in net]
+        optimizer = make([*layers[0], *([] if scene == "grows" else layers[1])], lr=0.01)
+        if scene == "grows" and in_the_middle:
+            optimizer.add_param_group({"params": layers[1], "lr": 0.02})
+        return optimizer
+
+    optimizer = optimizer_of(net, False)
+    kept = [net]  # alive until all ranks have read its weights
+    for step in range(STEPS):
+        if step == MIDDLE and scene == "grows":
+            optimizer.add_param_group({"params": [*net[1].parameters()], "lr": 0.02})
+        if step == MIDDLE and scene == "resumes":
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            net = again(net)
+            kept.append(net)
+            optimizer = optimizer_of(net, True)
+            optimizer.load_state_dict(torch.load(file))
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()
+        net.zero_grad()
+        net(x).sin().square().mean().backward()
+        if not hasattr(net, "sharded"):
+            small.average_gradients(net)
+        optimizer.step()
+    return net
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).double()
+
+
+def sharded_layers(net: nn.Module) -> nn.Module:
+    made = small.shard(net, units=[nn.Linear])
+    vars(made)["sharded"] = True
+    return made
+
+
+def sharded_again(net: nn.Module) -> nn.Module:
+    other = layers()
+    other.load_state_dict(shardtrain.full_state_dict(net))
+    return sharded_layers(other)
+
+
+@pytest.mark.parametrize("scene", ["grows", "resumes"])
+@pytest.mark.parametrize("name", SURVEY)
+@each_rank(3, transport="shared")
+def test_survey(name: str, scene: str) -> None:
+    """Over 130 steps, of which 21 to 100 are plain, the weights are a replica's."""
+    if name == "state elsewhere" and scene == "resumes":
+        return  # nobody saves that
+    replica = trained(layers(), SURVEY[name], scene, copy.deepcopy)
+    model = trained(sharded_layers(layers()), SURVEY[name], scene, sharded_again)
+    expected = dict(replica.state_dict())
+    torch.testing.assert_close(shardtrain.full_state_dict(model), expected, rtol=1e-8, atol=1e-9)
