@@ -76,9 +76,8 @@ class Optimizers:
         self._hooks: weakref.WeakKeyDictionary[Any, StepHooks] = weakref.WeakKeyDictionary()
         # Optimizers whose own code runs now, on plain tensors or on pieces.
         self._stepping: weakref.WeakKeyDictionary[Any, Plain | OptimizerStep] = weakref.WeakKeyDictionary()
-        # Those whose gradients are pieces: none on a rank that has all. And those that may be in a step.
+        # Those whose gradients are marked as pieces: none on a rank that has all.
         self._marked = [member for member in members if member.owners is not None]
-        self._markable = [member for member in members if member.step_owners is not None]
 
     def before_step(
         self,
@@ -162,7 +161,7 @@ class Optimizers:
         No user's code runs meanwhile: neither a hook nor a closure.
         """
         stepper = self._steppers[optimizer]
-        if stepper.steps_pieces and self._markable:
+        if stepper.steps_pieces and self._marked:
             self._begin_on_pieces(optimizer, stepper)
             return
         self._driver.work(optimizer)
@@ -180,8 +179,7 @@ class Optimizers:
         end = partial(_end_step, weakref.ref(self), known)
         step = OptimizerStep(name, stepper.number, stepper.looked, end)
         stepper.looked = stepper.number
-        for member in self._markable:
-            member.mark_for_step()
+        for member in self._marked:
             _change_tensors(optimizer.state.get(member.param, {}), partial(_piece_of_state, member))
         self._stepping[optimizer] = step
         self._driver.root.channel.step = step
@@ -191,16 +189,24 @@ class Optimizers:
         step = self._stepping.pop(optimizer, None)
         if isinstance(step, OptimizerStep):
             self._steppers[optimizer].sums |= step.sums
-            for member in self._markable:
-                _change_tensors(optimizer.state.get(member.param, {}), plain)
-                if member.owners is None:
-                    member.unmark_grad()
+            self._unmark_state(optimizer)
             others = [other for other in self._stepping.values() if isinstance(other, OptimizerStep)]
             self._driver.root.channel.step = others[-1] if others else None
         elif step is not None:
             for member, piece in step:
                 member.mark_grad(piece)
             self._driver.rest(optimizer)
+
+    def _unmark_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the state of ``optimizer`` plain tensors."""
+        for member in self._marked:
+            _change_tensors(optimizer.state.get(member.param, {}), plain)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End a step of ``optimizer``. If a base class has stepped in it, the rest was at rest."""
+        if optimizer not in self._stepping:
+            self._unmark_state(optimizer)
+        self.end_step(optimizer)
 
     def end_steps(self) -> None:
         """End the steps of optimizers that raised: torch calls no hook then."""
@@ -273,7 +279,9 @@ def _run_outside(
 
 @uncompiled
 def _after_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _end_step(known, weakref.ref(optimizer))
+    optimizers = known()
+    if optimizers is not None:
+        optimizers.after_step(optimizer)
 
 
 def _end_step(known: weakref.ref[Optimizers], stepping: weakref.ref[torch.optim.Optimizer]) -> None:
@@ -297,12 +305,12 @@ def _piece_of_state(member: ShardedParam, value: Any) -> Any:
 
     All tensors of a whole parameter's state belong to it.
     """
-    if type(value) is not Tensor:
+    owners = member.owners
+    if owners is None or type(value) is not Tensor:
         return value
-    if value.shape != member.part.local_shape and not (member.part.whole and value.ndim):
-        return value
-    assert member.step_owners is not None
-    return Piece.on(value, member.step_owners._replace(subject=f"the state of {member.name}"))
+    if value.shape == member.part.local_shape or (owners.whole and value.ndim):
+        return Piece.on(value, owners._replace(subject=f"the state of {member.name}"))
+    return value
 
 
 def _cut_state(member: ShardedParam, state: dict[str, Any]) -> None:

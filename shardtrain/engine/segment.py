@@ -85,8 +85,7 @@ class ShardedParam:
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
     ``owners``: marks gradients as pieces, for norms; None on a simulated rank, and on a single one
-    without virtual ranks. ``step_owners``: marks pieces in an optimizer's step, on these ranks, too; None for
-    a plan's fake tensors.
+    without virtual ranks.
     ``address``: where ``local_view`` lies.
     """
 
@@ -107,23 +106,18 @@ class ShardedParam:
 
     def describe(self, shards: Shards, unit: str) -> type[nn.Parameter]:
         """Tell ``shards`` what the parameter shows at rest; return its class there. ``unit``: its title."""
-        owners = self.step_owners and self.step_owners._replace(subject=f"{self.name}, a parameter at rest,")
+        owners = self.owners and self.owners._replace(subject=f"{self.name}, a parameter at rest,")
         # One without values keeps its class: torch replaces it to materialise it.
         self.class_at_rest = self.own_class
         if issubclass(self.own_class, nn.Parameter) and not self.param.is_meta:
-            self.class_at_rest = shards.add(
-                self.param, Shard(owners, self.owners is None, self.name, unit, self.part)
-            )
+            self.class_at_rest = shards.add(self.param, Shard(owners, self.name, unit, self.part))
         return self.class_at_rest
 
-    def set_views(
-        self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None, step_owners: Owners | None
-    ) -> None:
+    def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view = self.piece_of(local)
         self.full_view = full_view
         self.owners = owners
-        self.step_owners = step_owners
         self.class_at_rest = None
         self.address = address_of(self.local_view)
         if not self.part.numel:
@@ -176,12 +170,6 @@ class ShardedParam:
         self._write_grad(grad.plain)
         return grad
 
-    def mark_for_step(self) -> None:
-        """Let a plain ``.grad`` be a piece until `unmark_grad`."""
-        grad = self.param.grad
-        if grad is not None and not isinstance(grad, Piece) and self.step_owners is not None:
-            self._write_grad(Piece.on(grad, self.step_owners))
-
     def mark_grad(self, piece: Piece) -> None:
         """Undo `unmark_grad`, unless ``.grad`` is another by now."""
         if self.param.grad is piece.plain:
@@ -223,8 +211,10 @@ class Segment:
         self.layout: Layout = cut([param.numel() for param in params], align)
         self.pieces = self.layout.pieces(channel.rank)
         self.members: list[ShardedParam] = []
+        # One rank has all of each parameter. Its virtual ranks cut them in the order of memory.
+        is_whole = self.layout.whole or (channel.world == 1 and not self.layout.virtual)
         for info, param, (start, stop, offset) in zip(infos, params, self.pieces, strict=True):
-            part = Part(info.name, tuple(param.shape), dense_stride(param), start, stop, self.layout.whole)
+            part = Part(info.name, tuple(param.shape), dense_stride(param), start, stop, is_whole)
             self.members.append(ShardedParam(info, part, offset))
         self.channel = channel
         like = torch.empty(0, dtype=params[0].dtype, device=initial.device(params[0]))
@@ -272,15 +262,13 @@ class Segment:
         self.memory = self._storage._cdata
         self._releases = not (channel.in_place or self.full.is_meta)
         alone = channel.silent
-        is_fake = type(self.local) is not torch.Tensor  # in a plan
         if virtual and channel.all_ranks.world == 1:
-            alone = is_fake
+            alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
         owners = Owners(weakref.ref(channel), self.full.device, self.layout.whole, virtual)
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
             owners_of_member = owners._replace(parts=parts, elements=member.part.elements, part=member.part)
-            marks = None if alone else owners_of_member
-            member.set_views(self.local, view, marks, None if is_fake else owners_of_member)
+            member.set_views(self.local, view, None if alone else owners_of_member)
             become(member.param, member.local_view)
         self.hold_full(False)
 

@@ -52,13 +52,11 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 class Shard(NamedTuple):
     """Describe the shard that a parameter shows.
 
-    ``owners``: of its pieces; None if it has no values. ``alone``: the rank has all, and makes pieces in an
-    optimizer's step alone. ``unit``: the title of the unit that gathers it. ``part``: which elements
-    of the parameter it has.
+    ``owners``: of its pieces; None on a rank that has all. ``unit``: the title of the unit that gathers it.
+    ``part``: which elements of the parameter it has.
     """
 
     owners: Owners | None
-    alone: bool
     name: str
     unit: str
     part: Part
@@ -69,9 +67,7 @@ class Shard(NamedTuple):
         shown: Tensor = _unasked(Tensor.detach, (), (param,), {})
         if learns:
             shown = _Unlearned.apply(torch.empty(0, requires_grad=True), shown, self)
-        if self.owners is None or (self.alone and self.owners.step is None):
-            return shown
-        return Piece.on(shown, self.owners)
+        return shown if self.owners is None else Piece.on(shown, self.owners)
 
     def refuse_in_forward(self, use: str) -> NoReturn:
         raise ValueError(

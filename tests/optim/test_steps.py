@@ -91,8 +91,10 @@ def scaled(values: Tensor, by: float) -> Tensor:
 
 
 def model(**options: Any) -> nn.Module:
+    """A single rank has pieces only with virtual ranks."""
     torch.manual_seed(0)
-    return shardtrain.shard(nn.Sequential(nn.Linear(40, 30), nn.Conv2d(16, 32, 3)), **options)
+    layers = nn.Sequential(nn.Linear(40, 30), nn.Conv2d(16, 32, 3))
+    return shardtrain.shard(layers, **{"virtual_ranks": 2, **options})
 
 
 def with_gradients(net: nn.Module) -> nn.Module:
@@ -103,7 +105,6 @@ def with_gradients(net: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_depends_on_whole_parameters_is_refused_by_its_name(name: str) -> None:
-    """Also on a single rank, whose parameters have the shapes of pieces."""
     words, at, direction = REFUSED[name]
     net = with_gradients(model())
     optimizer = Own(net.parameters(), direction, lr=1e-6)
@@ -134,10 +135,12 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("virtual", [0, 2])
+@pytest.mark.parametrize(
+    ("layout", "virtual"), [("whole", 2), ("even", 0)], ids=["pieces are whole", "a rank has all"]
+)
 @pytest.mark.parametrize("name", WHOLE)
-def test_where_a_rank_has_whole_parameters_it_is_right(name: str, virtual: int) -> None:
-    net = with_gradients(model(layout="whole", virtual_ranks=virtual))
+def test_where_a_rank_has_whole_parameters_it_is_right(name: str, layout: Any, virtual: int) -> None:
+    net = with_gradients(model(layout=layout, virtual_ranks=virtual))
     torch.manual_seed(0)
     plain = with_gradients(nn.Sequential(nn.Linear(40, 30), nn.Conv2d(16, 32, 3)))
     for each in (net, plain):
@@ -259,7 +262,7 @@ def test_torch_s_element_wise_optimizers_are_right_on_pieces(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
 def test_others_of_torch_are_refused(name: str) -> None:
-    matrix = with_gradients(shardtrain.shard(nn.Linear(30, 20, bias=False)))
+    matrix = with_gradients(shardtrain.shard(nn.Linear(30, 20, bias=False), virtual_ranks=2))
     optimizer = getattr(torch.optim, name)(matrix.parameters(), lr=0.01)
     with pytest.raises(ValueError, match=f"^{name} cannot step on a sharded model: "):
         optimizer.step(lambda: torch.ones(()))
@@ -313,6 +316,7 @@ def test_hooks_that_a_class_registers_see_pieces(kind: str) -> None:
 def test_averagers_of_parameters_are_refused() -> None:
     """Pieces of different elements would be averaged."""
     net = small.shard(nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), units=[nn.Linear])
+    net(torch.ones(2, 5)).sum().backward()
     before = shardtrain.full_state_dict(net)
     hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2)]), warmup_steps=0)
     for averager in (PeriodicModelAverager(2, warmup_steps=0), hierarchical):
@@ -463,7 +467,6 @@ def trained(
         return optimizer
 
     optimizer = optimizer_of(net, False)
-    kept = [net]  # alive until all ranks have read its weights
     for step in range(STEPS):
         if step == MIDDLE and scene == "grows":
             optimizer.add_param_group({"params": [*net[1].parameters()], "lr": 0.02})
@@ -472,7 +475,6 @@ def trained(
             torch.save(optimizer.state_dict(), file)
             file.seek(0)
             net = again(net)
-            kept.append(net)
             optimizer = optimizer_of(net, True)
             optimizer.load_state_dict(torch.load(file))
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()
