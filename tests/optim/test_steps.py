@@ -231,6 +231,24 @@ def test_torch_s_own_and_trusted_ones_see_plain_tensors() -> None:
     assert type(net.weight.grad) is Piece
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer of the same parameters."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def test_one_that_is_called_by_one_that_is_trusted_is_not_trusted() -> None:
+    net = with_gradients(model())
+    base = Looking(net.parameters())
+    shardtrain.trusted(Wrapper(base)).step()
+    assert base.on_pieces == [1]
+
+
 TORCH_S = [
     "SGD",
     "Adam",
