@@ -420,11 +420,13 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return [*groups.values()]
 
 
-def _total(norms: Tensor, order: float, channel: Channel, owners: Owners) -> TotalNorm:
+def _total(norms: Tensor, order: float, channel: Channel, owners: Owners) -> Tensor:
     """Return the norm of all ranks' ``norms``. Collective."""
     if owners.step is not None:
         owners.step.sums = True
-    return over_all_ranks(norms, order, channel, owners.device, owners.virtual).as_subclass(TotalNorm)
+    total = over_all_ranks(norms, order, channel, owners.device, owners.virtual)
+    # A plan's fake tensor keeps its class.
+    return total.as_subclass(TotalNorm) if type(total) is Tensor else total
 
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:

@@ -277,7 +277,7 @@ def hybrid_and_replica(
 
 def assert_replicas_are_equal(model: nn.Module) -> None:
     """Every rank's pieces are those of the ranks at the same place in the other shard groups, to the bit."""
-    pieces = torch.cat([param.detach().flatten() for param in model.parameters()])
+    pieces = torch.cat([param.detach().as_subclass(torch.Tensor).flatten() for param in model.parameters()])
     transport = shardtrain.introspect(model).transport
     found: list[torch.Tensor] = [pieces] * dist.get_world_size()
     dist.all_gather_object(found, pieces)

@@ -82,7 +82,7 @@ FAULTS: dict[str, Callable[[Job], object]] = {
         lambda job: job.model.get_submodule("1.0").register_forward_hook(lambda *call: call[2] * 1.0001)
     ),
     r"step 0, initial value of 1\.0\.weight in unit 1\.0: Mismatched ": (
-        lambda job: weight(job).data[5].fill_(0.25)
+        lambda job: weight(job).data.as_subclass(torch.Tensor)[5].fill_(0.25)
     ),
 }
 

@@ -62,7 +62,8 @@ class Faulty(torch.autograd.Function):
 
 
 def bits_of(tensors: Iterable[Tensor]) -> str:
-    return hashlib.sha256(b"".join(bytes(each.detach().contiguous().numpy()) for each in tensors)).hexdigest()
+    plain = [each.detach().as_subclass(Tensor) for each in tensors]
+    return hashlib.sha256(b"".join(bytes(each.contiguous().numpy()) for each in plain)).hexdigest()
 
 
 @contextmanager
