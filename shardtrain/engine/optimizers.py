@@ -5,10 +5,10 @@ and Adam treat every element by itself. One that looks at a parameter's shape (M
 LAMB) would silently compute something else, unless parameters are whole, and one that looks at all parameters
 together (LBFGS) always would. A name tells that of torch's own. Their steps see plain tensors, as they do
 without sharding. So do those of others, but for the first `_LOOKS` steps, with parameters new to them again,
-each `_EVERY`-th one, and those of round numbers. These are made on pieces: parameters, gradients, and state of the parameter's shape.
-They compute the same, in Python, and refuse by name what is not right on pieces. What such a step makes, and
-keeps elsewhere than in its state, stays a piece for ever. So does an optimizer that has asked for a norm of
-all parameters, which ranks add up on pieces alone.
+each `_EVERY`-th one, and those of round numbers. These are made on pieces: parameters, gradients, and state
+of the parameter's shape. They compute the same, in Python, and refuse by name what is not right on pieces.
+What such a step makes, and keeps elsewhere than in its state, stays a piece for ever. So does an optimizer
+that has asked for a norm of all parameters, which ranks add up on pieces alone.
 
 Its own file, since only `Engine` calls it, and no step of the schedule needs it.
 """
