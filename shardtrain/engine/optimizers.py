@@ -5,10 +5,10 @@ and Adam treat every element by itself. One that looks at a parameter's shape (M
 LAMB) would silently compute something else, unless parameters are whole, and one that looks at all parameters
 together (LBFGS) always would. A name tells that of torch's own. Their steps see plain tensors, as they do
 without sharding. So do those of others, but for the first `_LOOKS` steps, with parameters new to them again,
-and each `_EVERY`-th one. These are made on pieces: parameters, gradients, and state of the parameter's shape.
-They compute the same, in Python, and refuse by name what is not right on pieces. What such a step makes, and
-keeps elsewhere than in its state, stays a piece for ever. So does an optimizer that has asked for a norm of
-all parameters, which ranks add up on pieces alone.
+each `_EVERY`-th one, and those of round numbers. These are made on pieces: parameters, gradients, and state
+of the parameter's shape. They compute the same, in Python, and refuse by name what is not right on pieces.
+What such a step makes, and keeps elsewhere than in its state, stays a piece for ever. So does an optimizer
+that has asked for a norm of all parameters, which ranks add up on pieces alone.
 
 Its own file, since only `Engine` calls it, and no step of the schedule needs it.
 """
@@ -61,8 +61,20 @@ class Stepper:
     @property
     def steps_pieces(self) -> bool:
         """Whether its latest step is made on pieces."""
+        if self.known:
+            return False
         is_early = self.number < self.first + _LOOKS
-        return not self.known and (is_early or self.sums or self.number % _EVERY == 0)
+        is_round = _is_round(self.number) or _is_round(self.number - 1)  # counts may begin at 0
+        return is_early or is_round or self.sums or self.number % _EVERY == 0
+
+
+def _is_round(number: int) -> bool:
+    """Return whether something that comes every so many steps may come first, or soon, in this one.
+
+    That is a power of two, or a digit and zeros, as 40, 50, 64, 200 and 1,000.
+    """
+    digits = str(number)
+    return digits[1:].strip("0") == "" or number & (number - 1) == 0
 
 
 class Optimizers:

@@ -43,4 +43,4 @@ def steps_plain(optimizer: torch.optim.Optimizer, whole: bool) -> bool:
     if getattr(optimizer, _TRUSTED, False):
         return True
     is_known = kind.__name__ in _ELEMENT_WISE or (whole and kind.__name__ in _BY_PARAMETER)
-    return is_known and kind.__module__.startswith("torch.optim.")
+    return is_known and f"{kind.__module__}.".startswith("torch.optim.")
