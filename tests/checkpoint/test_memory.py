@@ -193,7 +193,7 @@ def test_no_mistake_frees_the_memory_of_a_run(on_ranks: Ranks, tmp_path: Path) -
         "RuntimeError crash",
         "finished",
     )
-    assert re.match(r"UserError .*optim.lr=0.03, this one has 0.5; .*; resume=.*/step-00000003 con", setting)
+    assert re.match(r"UserError .*optim.lr=0.002, this one has 0.5; .*; resume=.*/step-00000003 con", setting)
     assert (away[:15], image) == ("UserError data.", "UserError an image that cannot be read")
     log = (folder / "log.txt").read_text()
     continued = re.findall(rf"continuing after step (\d+) of 10 \({tmp_path}/shardtrain-", log)

@@ -464,8 +464,10 @@ MOVES: dict[str, Callable[[Any], object]] = {
     "the model": lambda model: model.share_memory(),
     "a parameter": lambda model: model.blocks[1].norm.weight.share_memory_(),
     "its data": lambda model: model.blocks[1].norm.weight.data.share_memory_(),
-    "a queue": lambda model: sent(model.blocks[1].norm.weight.data),
-    "a queue of all": lambda model: sent({k: p.detach() for k, p in model.blocks[1].named_parameters()}),
+    "a queue": lambda model: sent(model.blocks[1].norm.weight.data.as_subclass(torch.Tensor)),
+    "a queue of all": lambda model: sent(
+        {k: p.detach().as_subclass(torch.Tensor) for k, p in model.blocks[1].named_parameters()}
+    ),
 }
 
 

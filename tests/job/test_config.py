@@ -113,8 +113,8 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
         (["--help", "train"], r"batch_size: 96 +# images of one optimizer step"),
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
-        (["+recipe=resnet", "--help", "optim"], r"lr: 0.03 +# learning rate after"),
-        (["optim", "+recipe=resnet", "--help"], r"lr: 0.03 +# learning rate after"),
+        (["+recipe=resnet", "--help", "optim"], r"lr: 0.002 +# learning rate after"),
+        (["optim", "+recipe=resnet", "--help"], r"lr: 0.002 +# learning rate after"),
         (["--help", "model", "optim"], r"num_classes: null +# null: as many(.|\n)*\n\noptim:"),
     ):
         assert compose(flags) is None

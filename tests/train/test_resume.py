@@ -232,7 +232,7 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ("seed=3", "was saved by a run with seed=0, this one has 3, so its place among the images"),
         (
             "optim.lr=0.5",
-            "optim.lr=0.03, this one has 0.5, and it has no step left to train; choose another",
+            "optim.lr=0.002, this one has 0.5, and it has no step left to train; choose another",
         ),
         (
             "augment.zoom=0.5 ema.decay=0.5 optim=sgd",
@@ -244,7 +244,7 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ),
         (
             "train.epochs=3 sched=constant",
-            "sched=cosine, this one has constant; sched.warm",
+            "sched=cosine, this one has constant; choose",
         ),
         ("train.max_steps=9", "the checkpoint is of step 10, and this run would end at step 9; raise train."),
         ("model=squeezenet1_1", "by a run with model=mobilenet_v3_small, this one has squeezenet1_1"),

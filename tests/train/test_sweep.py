@@ -183,10 +183,11 @@ os.kill(os.getppid(), {int(number)})
 while True:
     signal.pause()
 """
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as left:
         problem_of(program)
     assert left.value.code == code
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_signal_starts_no_other_job(tmp_path: Path) -> None:
