@@ -454,6 +454,15 @@ class Clips(torch.optim.AdamW):
         super().step(closure)
 
 
+def test_state_that_the_rest_of_a_step_makes_is_plain() -> None:
+    net = with_gradients(model())
+    torch.optim.AdamW(net.parameters())  # from now on torch calls hooks in its step, also inside of another
+    optimizer = Tail(net.parameters())
+    optimizer.step()
+    for state in optimizer.state.values():
+        assert type(state["slow"]) is Tensor
+
+
 def own(direction: Direction) -> Callable[..., torch.optim.Optimizer]:
     return lambda params, lr: Own(params, direction, lr)
 
