@@ -204,7 +204,7 @@ def agree(
         if part is None:
             flat[name] = tensor
         elif part.numel:
-            flat[name] = part.flattened(tensor.detach())
+            flat[name] = part.flattened(tensor.detach().as_subclass(torch.Tensor))
     return Content(flat, dict(notes or {}), manifest, by_rank[0]["token"])
 
 

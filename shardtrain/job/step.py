@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardtrain import capture, clip_grad_norm_, introspect, no_sync, replay, virtual_rank
 from shardtrain.job.build import Job
-from shardtrain.job.errors import UserError
+from shardtrain.job.errors import UserError, reading
 from shardtrain.job.evaluate import table_of, table_rows
 from shardtrain.job.losses import CrossEntropy, Loss
 from shardtrain.optim import Ema, GradScaler
@@ -178,8 +178,14 @@ class Step(NamedTuple):
         return table.sum() / table.numel()
 
     def update(self, step: int | None = None) -> None:
-        """Update the parameters, and the moving average as after step number ``step``."""
-        self.scaler.step(self.optimizer)
+        """Update the parameters, and the moving average as after step number ``step``.
+
+        Raises UserError if the optimizer is not right on shards.
+        """
+        kind = type(self.optimizer)
+        optimizer = f"optim._target_={kind.__module__}.{kind.__qualname__}"
+        with reading(optimizer, "choose another optimizer", ValueError):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
             self.ema.update(self.ema.every if step is None else step)

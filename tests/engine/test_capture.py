@@ -43,7 +43,7 @@ from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
 from simulated_graph import Recordings, recorder
 from small import Block, OddNet, images, mesh, raised_soon, until
-from tiny import ALONE, TINY, configure
+from tiny import ALONE, TINY, commanded, composed
 from ways import WAYS, Way
 
 Step = Callable[..., Any]
@@ -1577,7 +1577,8 @@ def run_program(folder: Path, *keys: str, warmup: int = 3) -> tuple[dict[str, An
     lengths = ("train.log_every=1", "train.eval_every=1", "monitor.writers=[]")
     with simulated() as (device, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "capture", partial(shardtrain.capture, warmup=warmup))
-        train(configure(*TINY, *lengths, "train.capture=true", *keys), Context(ALONE, DEVICE, folder))
+        words = ("+recipe=resnet", *TINY, *lengths, "train.capture=true", *keys)
+        train(composed(*words), Context(ALONE, DEVICE, folder, commanded(*words).words))
         assert list(device.findings) == []
     log = (folder / "log.txt").read_text()
     return json.loads((folder / "result.json").read_text()), re.findall(r"loss [\d.]+", log), log
@@ -1624,7 +1625,7 @@ def test_a_captured_run_resumes_to_the_bit(tmp_path: Path) -> None:
     keys = ("optim=adamw", "ema.decay=0.5", "sched=constant", "sched.warmup_epochs=0")
     run_program(tmp_path / "whole", *keys)
     run_program(tmp_path / "parts", *keys, "train.max_steps=5")
-    _, _, log = run_program(tmp_path / "parts", *keys)
+    _, _, log = run_program(tmp_path / "parts", *keys, "train.max_steps=null")
     assert "captured steps: 2 replayed, 3 not: 3 to warm up" in log
     assert same(saved(tmp_path / "whole"), saved(tmp_path / "parts")) == []
 
@@ -1656,7 +1657,7 @@ def test_a_program_that_ends_early_leaves_no_graph(tmp_path: Path, error: type[B
     with simulated() as (_, records), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitor, "step", end)
         with pytest.raises(error) as raised:
-            train(configure(*TINY, *keys), Context(ALONE, DEVICE, tmp_path))
+            train(composed("+recipe=resnet", *TINY, *keys), Context(ALONE, DEVICE, tmp_path))
         assert raised.traceback
         assert records.replays == 3
         assert not records.is_held

@@ -36,7 +36,7 @@ from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
 from small import Block, OddNet, images, mesh, sgd
 from steps import footprint
-from tiny import ALONE, TINY, configure
+from tiny import ALONE, TINY, commanded, composed, configure
 from ways import WAYS, Result, Way, recurrent, recurrent_steps
 
 RANK = 2  # of eight
@@ -492,7 +492,8 @@ def test_the_program_resumes(tmp_path: Path, key: str) -> None:
     """On a device, with evaluations and checkpoints; the step counts of a checkpoint lie on the host."""
     with simulated(SILENT) as device:
         for length in ("train.max_steps=2", "train.max_steps=4"):
-            train(configure(*TINY, key, length, "train.epochs=1"), Context(ALONE, DEVICE, tmp_path))
+            words = ("+recipe=resnet", *TINY, key, length, "train.epochs=1")
+            train(composed(*words), Context(ALONE, DEVICE, tmp_path, commanded(*words).words))
         assert list(device.findings) == []
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
 

@@ -41,7 +41,7 @@ def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     assert config.model["name"] == "vgg11"
     assert program_configs().torchvision_models() == list_models(module=models)
     config = composed("+recipe=resnet", "seed=3", "train.max_steps=7")
-    assert (type(config.data), config.optim.name) == (Digits, "sgd")
+    assert (type(config.data), config.optim.name) == (Digits, "adamw")
     assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.05)
     with pytest.raises(FrozenInstanceError):
         config.seed = 4

@@ -190,7 +190,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 # What recipes do not say themselves: settings that they take from the defaults.
 FROM_DEFAULTS = {
-    "resnet": "optim.nesterov=true optim.weight_decay=5e-4 optim.decay_all=false sched.warmup_epochs=2 "
+    "resnet": "optim.weight_decay=0.05 optim.decay_all=false sched.warmup_epochs=1 "
     "sched.final_lr_fraction=0 train.mixup=0",
     "resnet18_cifar10": "model.stem=auto data.image_size=32 sched.warmup_epochs=0 augment.pad=4 "
     "augment.policy=none augment.erase=0",

@@ -24,6 +24,7 @@ from shardtrain.job.model import parameter_groups, plain_model
 from shardtrain.job.preprocessing import Preprocessing, numbered
 
 import tiny
+from pool import each_rank
 from small import Parts
 from tiny import CPU
 
@@ -39,6 +40,13 @@ def configure(*arguments: str) -> Config:
 
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return tiny.run(str(folder), *TWO_STEPS, *arguments)
+
+
+@each_rank(2, transport="auto")
+def test_an_optimizer_that_is_refused_in_its_first_step_is_a_mistake(tmp_path: Path) -> None:
+    told = r"^optim\._target_=torch\.optim.*\.Adafactor: Adafactor cannot step on a sharded model: "
+    with pytest.raises(UserError, match=told):
+        run(tmp_path, "optim._target_=torch.optim.Adafactor")
 
 
 @pytest.mark.smoke
