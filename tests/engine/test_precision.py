@@ -285,7 +285,8 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(fused: bool) -> None:
 TINY = """
     model=vit_cifar model.layers=1 model.heads=1 model.width=64 model.mlp_width=64 augment=none
     data=fake data.image_size=8 data.limit=40 parallel.precision=fp16
-    train.batch_size=4 train.epochs=1 train.log_every=1 optim=sgd optim.lr=0.01 sched=constant sched.warmup_epochs=0
+    train.batch_size=4 train.epochs=1 train.log_every=1
+    optim=sgd optim.lr=0.01 sched=constant sched.warmup_epochs=0
     checkpoint.every_steps=1 checkpoint.keep=9 monitor.writers=[]
 """
 
