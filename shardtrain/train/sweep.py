@@ -1,7 +1,7 @@
 """Run a sweep by Hydra's sweeper: each job is a process of its own, or a torchrun of several ranks.
 
     python -m shardtrain.train -m +recipe=resnet optim.lr=0.001,0.002 "seed=range(3)" ranks=2
-    python -m shardtrain.train -m "optim.lr=interval(0.001,0.01)" hydra/sweeper=optuna hydra.sweeper.n_trials=9
+    python -m shardtrain.train -m "optim.lr=interval(0.001,0.1)" hydra/sweeper=optuna hydra.sweeper.n_trials=9
 
 Hydra sees the words in which jobs differ, and its own; each job composes its configuration by itself. A job
 has a folder in the sweep's directory, named by its number and its values, so the same command again continues
