@@ -529,6 +529,10 @@ def sharded_layers(net: nn.Module) -> nn.Module:
     return made
 
 
+# By default one that asks for a sum over ranks, and one whose state comes after its first steps.
+SHORT = ("AdamW that clips", "state that begins late")
+
+
 def sharded_again(net: nn.Module) -> nn.Module:
     other = layers()
     other.load_state_dict(shardtrain.full_state_dict(net))
@@ -536,7 +540,9 @@ def sharded_again(net: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("scene", ["grows", "resumes"])
-@pytest.mark.parametrize("name", SURVEY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in SURVEY]
+)
 @each_rank(3, transport="shared")
 def test_survey(name: str, scene: str) -> None:
     """Over 130 steps, of which most are plain, the weights are a replica's."""

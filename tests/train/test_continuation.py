@@ -227,7 +227,7 @@ def usual_word(words: Sequence[str], name: str) -> str:
     return f"{name}={json.dumps(value)}"
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_every_key_is_silent_printed_or_refused(part: int) -> None:
     seen = set()
     may_change = {*MAY_CHANGE.split()}

@@ -41,6 +41,7 @@ def started(folder: Path, *arguments: str, scores: Any = lambda words: 1.0) -> l
     return found
 
 
+@pytest.mark.long
 def test_every_combination_in_hydras_words(tmp_path: Path) -> None:
     jobs = functools.partial(started, tmp_path)
     every = [f"optim.lr={lr} seed={seed}" for lr in (0.1, 0.2) for seed in (0, 1)]
