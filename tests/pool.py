@@ -176,6 +176,7 @@ def _serve(pipe: Connection, path: list[str], fresh: bool) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
     warnings.filterwarnings("ignore", r".torch.jit.\w+. is deprecated")  # torch's own, of two categories
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)  # torch 2.11's
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     _answer_calls(pipe, fresh)
 

@@ -69,6 +69,9 @@ def without_classes(call: Callable[[], object]) -> object:
         return call()
 
 
+# Torch 2.11 has one address for reading and writing.
+READ_ADDRESS = "const_data_ptr" if hasattr(torch.Tensor, "const_data_ptr") else "data_ptr"
+
 # By name: the function that the refusal names, and a use. From "vmap" on none asks by `__torch_function__`.
 LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "centred rows (GC)": ("mean", lambda g: g - g.mean(dim=-1, keepdim=True)),
@@ -120,7 +123,7 @@ LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "storage": ("storage", lambda g: g.storage()),
     "its storage": ("untyped_storage", lambda g: torch.empty(0).set_(g.untyped_storage())),
     "its address": ("data_ptr", lambda g: g.data_ptr()),
-    "its address, to read": ("const_data_ptr", lambda g: g.const_data_ptr()),
+    "its address, to read": (READ_ADDRESS, lambda g: getattr(g, READ_ADDRESS)()),
     "memory of a device": ("cuda_array_interface", lambda g: g.__cuda_array_interface__),
     "vmap": ("sum", lambda g: torch.vmap(lambda row: row.abs().sum())(g.view(-1, 1))),
     "vmap over columns": ("softmax", lambda g: torch.vmap(lambda c: c.softmax(0), in_dims=1)(g.view(-1, 1))),

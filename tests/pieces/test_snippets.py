@@ -63,7 +63,8 @@ def test_snippets_that_would_answer_for_one_rank_are_refused() -> None:
     before = shardtrain.full_state_dict(model)
     for name, use in REFUSED.items():
         text = raised_soon(ValueError, lambda use=use: use(model.weight))
-        assert name.strip("_") in text, (name, text)
+        # Torch 2.11 asks the class of what a broadcast moves in C++, where it has no name.
+        assert name.strip("_") in text or text.startswith("a collective()"), (name, text)
         assert "shard" in text, (name, text)
     after = shardtrain.full_state_dict(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
