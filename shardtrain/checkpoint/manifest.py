@@ -133,12 +133,9 @@ def parse(text: str) -> Manifest:
 
 def _manifest(node: Mapping[str, Any]) -> Manifest:
     if node["format"] != FORMAT or node["version"] != VERSION:
-        way = "load it with the release that wrote it"
-        if node["version"] == 1:  # of release 0.1.0
-            way = "load it with release 0.2.0 and save it again"
         raise Damaged(
             f"{NAME} is of format {str(node['format'])[:40]!r} version {str(node['version'])[:40]}, "
-            f"expected {FORMAT!r} version {VERSION}; {way}"
+            f"expected {FORMAT!r} version {VERSION}; load it with the release that wrote it"
         )
     files = {}
     for name, record in node["files"].items():

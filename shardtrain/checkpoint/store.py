@@ -154,14 +154,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def steps_in(directory: Path, links: bool = False) -> list[int]:
-    """Return the steps of all checkpoints in ``directory``, damaged ones included, oldest first.
-
-    With ``links`` those of symbolic links instead, which are not followed.
-    """
+def steps_in(directory: Path) -> list[int]:
+    """Return the steps of all checkpoints in ``directory``, damaged ones included, oldest first."""
     if not directory.is_dir():
         return []
-    matches = [_STEP.fullmatch(path.name) for path in directory.iterdir() if path.is_symlink() == links]
+    matches = [_STEP.fullmatch(path.name) for path in directory.iterdir()]
     return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
@@ -171,27 +168,20 @@ def newest(directory: Path, all_ranks: Ranks, memory: Path | None = None) -> New
     If both have that step, it is the one in ``directory``. Raises Damaged if there are checkpoints, but none
     is complete.
     """
-    candidates: list[tuple[int, bool, bool]] = []  # step, whether on disk, whether a link
+    candidates: list[tuple[int, bool]] = []  # step, whether on disk
     places = [directory] if memory is None else [memory, directory]
     problem = ""
     if all_ranks.rank == 0:
         try:
-            for is_link in (False, True):
-                for place in places:
-                    is_on_disk = place == directory
-                    candidates += [(step, is_on_disk, is_link) for step in steps_in(place, is_link)]
+            for place in places:
+                candidates += [(step, place == directory) for step in steps_in(place)]
         except OSError as error:
             problem = str(error)
     listed = exchange(Damaged, all_ranks, problem, candidates=sorted(candidates, reverse=True))
     damaged: list[tuple[Path, str]] = []
-    for step, is_on_disk, is_link in listed[0]["candidates"]:
+    for step, is_on_disk in listed[0]["candidates"]:
         path = (directory if is_on_disk else places[0]) / step_name(step)
         try:
-            if is_link:
-                raise Damaged(
-                    f"{path} is a symbolic link, which is not followed: pass its target as resume=PATH, or "
-                    "replace the link by a copy"
-                )
             opened = open_checkpoint(path, all_ranks)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")

@@ -25,12 +25,11 @@ from torch import Tensor
 import shardtrain
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.device import ACCELERATOR
-from shardtrain.export.timm_folder import timm_config
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import MIB
-from shardtrain.job.inference import TIMM, Inference, load_exported
+from shardtrain.job.inference import Inference, load_exported
 from shardtrain.job.model import plain_model
 from shardtrain.job.read import read_keys
 from shardtrain.job.schema import MANDATORY, key, typed
@@ -54,8 +53,7 @@ class ExportSettings:
     )
     out: str = key(
         MANDATORY,
-        "FILE.safetensors or FILE.pth, or for a model of timm a FOLDER; must not exist. FILE.json gets what "
-        "answers need",
+        "FILE.safetensors or FILE.pth; must not exist. FILE.json gets what answers need",
     )
     weights: str = key("raw", "raw | ema: the weights, or their moving average", choices=("raw", "ema"))
     device: str = key("cpu", "cpu | cuda: where the check computes", choices=("auto", "cpu", ACCELERATOR))
@@ -72,7 +70,7 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
     facts = opened.manifest.facts
     inference = typed(Inference, facts["inference"], "inference")
     model = plain_model(facts["config"]["model"], settings.allow)
-    out = new_path(path_of("out", settings.out), is_timms=inference.model.target == TIMM)
+    out = new_path(path_of("out", settings.out))
     shardtrain.shard(model.to(device))
     with load_saved(opened, model, settings.weights, settings.run), torch.no_grad():
         state = shardtrain.full_state_dict(model)
@@ -80,11 +78,9 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         expected = model.eval()(images.to(device)).cpu()
         with draft_of(out) as draft:
-            write_weights(state, draft if out.suffix else draft / "model.safetensors")
+            write_weights(state, draft)
             write_json(asdict(inference), Path(f"{draft}.json"))
             plain, _, _ = load_exported(draft, settings.allow)
-            if not out.suffix:
-                write_json(timm_config(inference, plain), draft / "config.json")
             _require_equal(expected, plain(images), out)
     mib = sum(value.nbytes for value in state.values()) / MIB
     print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
@@ -95,11 +91,10 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
         print(f"{data['_target_']} made the images; what it does to them is not in {out}.json")
 
 
-def new_path(out: Path, is_timms: bool) -> Path:
-    """Return ``out``. Raises UserError for a wrong name, or one that exists. Timm's may be a folder."""
-    if out.suffix not in SUFFIXES and not (is_timms and not out.suffix):
-        also = ", or without an ending for timm's folder" if is_timms else ""
-        raise UserError(f"{out}: expected a name that ends in {', '.join(SUFFIXES)}{also}")
+def new_path(out: Path) -> Path:
+    """Return ``out``. Raises UserError for a wrong name, or one that exists."""
+    if out.suffix not in SUFFIXES:
+        raise UserError(f"{out}: expected a name that ends in {', '.join(SUFFIXES)}")
     for path in (out, Path(f"{out}.json")):
         if path.exists():
             raise UserError(f"{path} exists already; choose another name or remove it")
@@ -117,8 +112,6 @@ def draft_of(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out.parent) as folder:
             draft = Path(folder, out.name)
-            if not out.suffix:
-                draft.mkdir()
             yield draft
             for path in [*Path(folder).iterdir()]:
                 path.rename(out.parent / path.name)

@@ -23,7 +23,6 @@ from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError, not_valid, reading
 from shardtrain.job.evaluate import FEW_CLASSES, Evaluation, Scores, Scoring
-from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, inference_of
 from shardtrain.job.losses import CrossEntropy, Loss, rehearse_loss, weights_of
 from shardtrain.job.model import converted, ema_of, initial_model, model_notes, shard_with_optimizer
@@ -144,22 +143,12 @@ def length_of(config: Config, images: data.DataSet, share: data.Share) -> tuple[
     """Return the steps of the run, and of an epoch. Raises UserError if not one batch can be filled."""
     per_epoch = len(images.train) // share.batch_size
     if per_epoch == 0:
-        raise too_few_images(images, share)
+        raise UserError(
+            f"train.batch_size={share.batch_size} is more than the {len(images.train)} training images of "
+            f"{images.name}"
+        )
     steps = per_epoch * config.train.epochs
     return min(steps, config.train.max_steps or steps), per_epoch
-
-
-def too_few_images(images: data.DataSet, share: data.Share) -> UserError:
-    """Return the error for a batch that is larger than the training set, with a size that fits."""
-    count = len(images.train)
-    parts = share.world_size * share.accumulate
-    message = f"train.batch_size={share.batch_size} is more than the {count} training images of {images.name}"
-    if parts > count:
-        return UserError(message)
-    most = max(1, count // 4 // parts)
-    fitting = parts << (most.bit_length() - 1)  # four steps or more per epoch
-    length = counted(count // fitting, "step")
-    return UserError(f"{message}; train.batch_size={fitting} makes {length} per epoch")
 
 
 def show_images(model: nn.Module, images: data.DataSet, side: int, device: torch.device) -> None:

@@ -9,8 +9,6 @@ import datetime
 import functools
 import os
 import platform
-import socket
-import sys
 import threading
 import time
 import uuid
@@ -65,18 +63,6 @@ class RankInfo:
         if not (0 <= info.rank < info.world_size and 0 <= info.local_rank < info.local_world_size):
             set_to = ", ".join(f"{name}={place}" for name, place in zip(names, places, strict=True))
             raise UserError(f"{set_to}: expected ranks from 0 to the number of ranks minus 1")
-        if info.world_size > 1:
-            for name in ("MASTER_ADDR", "MASTER_PORT"):
-                if not environ.get(name):
-                    raise UserError(
-                        f"WORLD_SIZE={info.world_size}, but {name} is not set: the launcher says where "
-                        "rank 0 listens (torchrun does)"
-                    )
-            port = environ["MASTER_PORT"]
-            if not (port.isdecimal() and 0 < int(port) < 1 << 16):
-                raise UserError(
-                    f"MASTER_PORT={port}: expected a number from 1 to 65535, a free port of rank 0"
-                )
         return info
 
     @functools.cached_property
@@ -84,15 +70,11 @@ class RankInfo:
         """The launcher's key-value store, which torchrun has for a single rank, too."""
         # torchrun's is there before its ranks. If it does not answer, torchrun was killed while they started.
         is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        try:
+        where = [f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")]
+        expected = "expected the host of rank 0 and a free port there, as torchrun sets them"
+        kinds = () if is_there else (ValueError, OverflowError, torch.distributed.DistError)
+        with reading(" ".join(where), expected, kinds):
             store: Store = next(rendezvous("env://", timeout=2 * ANSWER if is_there else START_UP))[0]
-        except torch.distributed.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            port = os.environ["MASTER_PORT"]
-            raise UserError(
-                f"MASTER_PORT={port}: another program listens there; choose a free port"
-            ) from None
         store.set_timeout(START_UP)
         return store
 
@@ -140,29 +122,6 @@ class RankInfo:
         while isinstance(store, PrefixStore):  # torchrun gives each attempt its own prefix
             store = store.underlying_store
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
-
-
-def wait_for_name(host: str, patience: datetime.timedelta = START_UP) -> None:
-    """Wait until this host knows where ``host``, MASTER_ADDR, is: the other host may start later.
-
-    Raises UserError after ``patience``. (torch would log each try, and end with a traceback.)
-    """
-    problem = f"MASTER_ADDR={host}: this host does not know that name"
-    deadline = time.monotonic() + patience.total_seconds()
-    is_said = False
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or "it cannot be a name"
-        else:
-            return
-        if time.monotonic() >= deadline:
-            raise UserError(f"{problem}: {reason}; expected the name or address of rank 0's host")
-        if not is_said:
-            print(f"waiting: {problem} yet: {reason}", file=sys.stderr, flush=True)
-            is_said = True
-        time.sleep(LONGEST_PAUSE)
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:

@@ -129,11 +129,10 @@ def load_exported(
 ) -> tuple[nn.Module, Callable[[Image.Image], Tensor], tuple[str, ...]]:
     """Return what `shardtrain.load_exported` does."""
     path = Path(file)
-    weights = path / "model.safetensors" if path.is_dir() else path
     with reading(f"{path}.json", "expected what shardtrain.export writes beside weights"):
         card = typed(Inference, json.loads(plain_file(Path(f"{path}.json")).read_text(encoding="utf-8")), "")
         model = built(card.model, allow)
-    load_weights(model, read_weights(weights), weights)
+    load_weights(model, read_weights(path), path)
     transform = transform_of(card)
 
     def prepare(image: Image.Image) -> Tensor:

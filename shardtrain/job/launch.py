@@ -38,9 +38,8 @@ from shardtrain.job.dist_env import (
     choose_device,
     cpu_threads,
     meet,
-    wait_for_name,
 )
-from shardtrain.job.errors import UserError, not_valid, path_of
+from shardtrain.job.errors import UserError, path_of
 from shardtrain.job.format import write_any_text
 from shardtrain.job.read import Command, read_command
 from shardtrain.job.saved import marked_values
@@ -104,10 +103,7 @@ def start(
     devices.keep_freed_memory()
     rank_info = RankInfo(0, 1, 0, 1)  # until the environment has been read
     try:
-        launched = RankInfo.from_environment(os.environ)
-        if launched.world_size > 1:
-            wait_for_name(os.environ["MASTER_ADDR"])
-        rank_info = launched
+        rank_info = RankInfo.from_environment(os.environ)
         config: Any = read(sys.argv[1:], rank_info.rank == 0)
         if config is None:
             return None
@@ -148,7 +144,6 @@ def process_group(rank_info: RankInfo, device: torch.device) -> Iterator[None]:
 
 def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) -> None:
     """Open the default process group of the ranks in ``store``, with the start-up time-out."""
-    require_interface(os.environ.get("GLOO_SOCKET_IFNAME"))
     if rank_info.local_world_size == rank_info.world_size:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback is not None:  # on one host, listen on the loopback interface only
@@ -162,16 +157,6 @@ def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) 
         device_id=device if devices.is_accelerator(device) else None,
     )
     comm.guard_world()
-
-
-def require_interface(names: str | None) -> None:
-    """Raise UserError unless ``names``, as gloo reads them, are network interfaces of this host."""
-    known = [name for _, name in socket.if_nameindex()]
-    for name in names.split(",") if names else ():
-        if name not in known:
-            raise not_valid(
-                f"GLOO_SOCKET_IFNAME={names}: this host has no such network interface", name, known
-            )
 
 
 def close_process_group() -> None:

@@ -1,7 +1,7 @@
 """shardtrain.plan says what a rank will hold, send and compute, before any hardware is rented.
 
   python -m shardtrain.plan +recipe=resnet world_size=64
-  python -m shardtrain.plan +recipe=resnet world_size=64 device=cuda bandwidth=25 flops=100
+  python -m shardtrain.plan +recipe=resnet world_size=64 device=cuda
   python -m shardtrain.plan PACKAGE.FUNCTION world_size=64
   python -m shardtrain.plan data=imagefolder data.root=FOLDER check=true
 
@@ -52,10 +52,6 @@ class PlanKeys:
         "number, the next, at least 2",
         at_least=1,
     )
-    bandwidth: float | None = key(
-        None, "GB/s that a rank sends; with flops: a lower bound for the time of a step", above=0
-    )
-    flops: float | None = key(None, "TFLOP/s of a rank", above=0)
     check: bool = key(False, "true: read every image, and list those that cannot be read")
 
 
@@ -80,8 +76,6 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
         return None
     keys = command.keys
     config = command.config
-    if (keys.bandwidth is None) != (keys.flops is None):
-        raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     images = _data_set(config, config.model.get("num_classes"))
     if config.device == "auto":  # otherwise also a device that this machine does not have
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")
@@ -144,8 +138,6 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         check(settings.config)
     result = simulate(settings.config, settings.question)
     print(f"{report.headline(settings.config, result)}\n\n{report.rank_table(result)}")
-    if keys.bandwidth and keys.flops:
-        print(report.bound_in_words(result, keys.bandwidth, keys.flops))
 
 
 def check(config: Config) -> None:

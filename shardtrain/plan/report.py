@@ -79,16 +79,5 @@ def bytes_by_kind(plan: Plan) -> dict[str, int]:
     }
 
 
-def bound_in_words(plan: Plan, bandwidth: float, flops: float) -> str:
-    """Return a sentence with the lower bound of a step's time at GB/s sent and TFLOP/s, a rank's peaks."""
-    compute = plan.flops / (flops * 1e12)
-    send = sum(plan.sent.values()) / (bandwidth * 1e9)
-    return (
-        f"At {flops:g} TFLOP/s and {bandwidth:g} GB/s a step takes at least "
-        f"{max(compute, send) * 1e3:.3g} ms with all communication hidden, {(compute + send) * 1e3:.3g} ms "
-        f"with none ({compute * 1e3:.3g} to compute, {send * 1e3:.3g} to send)."
-    )
-
-
 def _mib(size: int) -> str:
     return f"{size / MIB:,.2f}"

@@ -5,8 +5,6 @@ Its own file, since `resume.py` is about files and locks.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,16 +13,14 @@ from typing import Any
 
 from shardtrain.checkpoint.loading import Opened
 from shardtrain.checkpoint.manifest import NAME
-from shardtrain.job.build import Job, lr_factor
-from shardtrain.job.config import Config, Sched
+from shardtrain.job.build import Job
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.errors import UserError, reading
 from shardtrain.job.format import first_of
 from shardtrain.job.hydra_app import CONFIG, OF_THE_COMMAND, program_configs, require_version
-from shardtrain.job.saved import MARKS, Change, changed_keys
-from shardtrain.job.schema import Mark, typed
-
-RATE_TOLERANCE = 0.1  # relative difference of learning rates that needs no warning
+from shardtrain.job.saved import Change, changed_keys
+from shardtrain.job.schema import Mark
 
 
 def is_path(resume: str) -> bool:
@@ -57,49 +53,25 @@ def _compared(
     with reading("resume: no run has saved this", "resume=none starts anew"):
         images = facts["position"]["images"]
         saved = facts["config"]
+    require_version(saved.get("version"), f"resume: {opened.path}")
+    changes = changed_keys(saved, asdict(config))
+    named = named_of(changes, words)
+    if left_out := [each for each in changes if each not in named]:
+        base = (run or opened.path.parents[1]) / CONFIG
+        raise forgotten(left_out, named, words, base if base.is_file() else opened.path / NAME)
     if step > job.steps:
         raise UserError(
             f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
             "train.epochs or train.max_steps, choose another run.name, or resume=none starts anew"
         )
-    changes = changed_keys(saved, asdict(config))
-    named = named_of(changes, words)
     other_images = _moved_images(facts["position"], job)
     if images != job.train.sampler.images:
         other_images.insert(0, Change("images", images, job.train.sampler.images, Mark.IMAGES))
     strict = step == job.steps or not is_path(config.resume)
     if decisive := refused([*named, *other_images], strict=strict):
         raise _decided(decisive, opened.path, is_over=step == job.steps)
-    _require_named(changes, words, opened, run)
     width = max((len(each.key) for each in named), default=0)
     return [f"changed   {each.key:<{width}}  {each.before} → {each.now}" for each in named]
-
-
-def require_known_keys_named(
-    opened: Opened, config: Config, words: Mapping[str, str], run: Path | None
-) -> None:
-    """Do what `require_same_run` does of keys left out, before the data are opened. Collective.
-
-    Keys that the data resolve have no value yet.
-    """
-
-    def look() -> None:
-        saved = opened.manifest.facts.get("config", {})
-        if saved:
-            require_version(saved.get("version"), f"resume: {opened.path}")
-        changes = [each for each in changed_keys(saved, asdict(config)) if each.key in MARKS and each.now]
-        _require_named(changes, words, opened, run)
-
-    on_rank_0(look)
-
-
-def _require_named(
-    changes: Sequence[Change], words: Mapping[str, str], opened: Opened, run: Path | None
-) -> None:
-    named = named_of(changes, words)
-    if left_out := [each for each in changes if each not in named]:
-        base = (run or opened.path.parents[1]) / CONFIG
-        raise forgotten(left_out, named, words, base if base.is_file() else opened.path / NAME)
 
 
 def refused(changes: Sequence[Change], *, strict: bool) -> list[Change]:
@@ -186,32 +158,3 @@ def _other_counts(position: Mapping[str, Any], job: Job, part: str) -> list[tupl
     names = {**before, **now}
     counts = [(name, before.get(name, 0), now.get(name, 0)) for name in names]
     return [(name, saved, current) for name, saved, current in counts if saved != current]
-
-
-def rate_warnings(opened: Opened, job: Job, config: Config) -> list[str]:
-    """Return a warning if another length of the run makes the learning rate jump."""
-    step = job.first_step
-    saved = opened.manifest.facts.get("config", {})
-    with contextlib.suppress(UserError, KeyError):  # a checkpoint of another version
-        train = saved["train"]
-        sched: Any = typed(Sched, saved["sched"], "sched")
-        if sched != config.sched or saved["optim"]["lr"] != config.optim.lr:
-            return []
-        epochs = train["epochs"] * job.steps_per_epoch
-        usual = lr_factor(sched, min(epochs, train["max_steps"] or epochs), job.steps_per_epoch)
-        now = lr_factor(sched, job.steps, job.steps_per_epoch)
-        if step == 0 or math.isclose(usual(step), now(step), rel_tol=RATE_TOLERANCE):
-            return []
-        keys = ("epochs", "max_steps")
-        lengths = [(key, train[key], getattr(config.train, key)) for key in keys]
-        changed = [
-            f"train.{key}={old or 'null'} → {new or 'null'}" for key, old, new in lengths if old != new
-        ]
-        last = config.optim.lr * usual(step - 1)
-        return [
-            f"warning: {', '.join(changed)}: the learning rate jumps from {last:.3g} in step {step} to "
-            f"{config.optim.lr * now(step):.3g} in step {step + 1}, since sched={sched.name} ends at step "
-            f"{job.steps} now; resume={opened.path} run.name=NEW sched=constant sched.warmup_epochs=0 "
-            f"optim.lr={last:.3g} goes on at the last rate"
-        ]
-    return []

@@ -27,14 +27,11 @@ from shardtrain.job.losses import loss_notes, mix_notes
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import CapturedStep, Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, start_table
-from shardtrain.train.continuation import require_known_keys_named
 from shardtrain.train.resume import (
     Identity,
     find_start,
     identify,
-    is_elsewhere,
     memory_of,
-    require_own_rights,
     restore,
     run_directory,
     start_messages,
@@ -186,7 +183,6 @@ class Finiteness:
 
 def train(config: Config, context: Context) -> float | None:
     """Run one job; return its best score, of `train.best`, or None without an evaluation."""
-    require_own_rights()
     identity = identify(config, context)
     with memory_of(config, context, identity) as memory:
         try:
@@ -203,9 +199,6 @@ def _train(config: Config, context: Context, identity: Identity, memory: Path | 
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     store, start = find_start(config, context, identity, memory)
-    if start.opened is not None:
-        own_directory = None if is_elsewhere(store, start) else context.run_dir
-        require_known_keys_named(start.opened, config, context.words, own_directory)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state, changes = restore(store, start, config, context, job, metrics)

@@ -32,7 +32,7 @@ from shardtrain.job.hydra_app import require_version
 from shardtrain.job.launch import Context
 from shardtrain.monitor import StepMetrics
 from shardtrain.optim import Ema
-from shardtrain.train.continuation import is_path, rate_warnings, require_same_run, validation_warnings
+from shardtrain.train.continuation import is_path, require_same_run, validation_warnings
 from shardtrain.train.saving import Best, RunState, machine
 
 CHECKPOINTS = "checkpoints"
@@ -91,7 +91,6 @@ def _messages_of_checkpoint(
             f"warning: the checkpoint is from another machine ({', '.join(changed)}): results may differ in "
             "the last bits"
         )
-    warnings += rate_warnings(opened, job, config)
     if not elsewhere:
         warnings += validation_warnings(opened, job)
     left = ": nothing is left to do" if start.step >= job.steps else ""
@@ -137,21 +136,6 @@ def _saved_identity(path: Path) -> str:
         if re.fullmatch("[0-9a-f]{16}", text := read_text(path, 100)):
             return text
     return ""
-
-
-def require_own_rights() -> None:
-    """Raise UserError on every rank if a rank may not use the files that it makes. Collective."""
-
-    def look() -> None:
-        mask = os.umask(0o077)
-        os.umask(mask)
-        if mask & 0o700:
-            raise UserError(
-                f"umask {mask:03o} takes from this user the right to use what the run writes; "
-                "umask 077 keeps others out"
-            )
-
-    together(look)
 
 
 @contextlib.contextmanager

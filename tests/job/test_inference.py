@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torchvision import models
 
 import shardtrain
-from shardtrain.export.timm_folder import timm_config
 from shardtrain.job import data
 from shardtrain.job.build import completed
 from shardtrain.job.errors import UserError
@@ -177,24 +176,3 @@ def test_a_model_of_ones_own_is_read_where_it_is_allowed(
     assert classes == inference.classes
     with pytest.raises(UserError, match=r"unless the command has allow=\[ownmodels\]"):
         shardtrain.load_exported(file)
-
-
-def test_a_folder_of_timm_has_the_model_and_its_images(tmp_path: Path) -> None:
-    timm = pytest.importorskip("timm")
-    keys = ("model.model_name=resnet10t", "model.in_chans=1", "allow=[timm]", "data.image_size=32")
-    _, _, model, inference = trained(composed("model._target_=timm.create_model", *keys))
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(json.dumps(timm_config(inference, model)))
-    again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    images = torch.randn(2, 1, 32, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(again(images), model(images))
-    how = timm.data.resolve_model_data_config(again)
-    assert (how["input_size"], how["interpolation"], how["crop_mode"]) == ((1, 32, 32), "bilinear", "squash")
-    assert tuple(how["mean"]) == inference.mean
-    assert again.pretrained_cfg["label_names"] == [*inference.classes]
-    save_file(model.state_dict(), folder / "model.safetensors")
-    Path(f"{folder}.json").write_text(json.dumps(asdict(inference)))
-    loaded, _, _ = shardtrain.load_exported(folder, allow=["timm"])
-    assert torch.equal(loaded(images), model(images))

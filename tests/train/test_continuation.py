@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -23,7 +22,7 @@ from shardtrain.train.loop import train
 
 from key_table import ROWS, keys_of
 from pool import each_rank
-from tiny import QUIET, VIT, commanded, composed, context, result_of, write_folders
+from tiny import QUIET, VIT, commanded, composed, context, write_folders
 
 SHORT = (
     *("data=imagefolder", "data.image_size=8", "data.resize=8", "data.workers=0", "train.batch_size=4"),
@@ -102,48 +101,6 @@ def test_labels_of_a_table_that_were_exchanged_are_noticed(tmp_path: Path) -> No
     assert re.search(
         r"with labels of the images \(their digest\)=\w{16}, this one has \w{16}; choose", said
     ), said
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "told"),
-    [
-        ("", "train.epochs=4", r"train.epochs=2 → 4: .* from 0.0019 in step 8 to 0.025 in step 9"),
-        pytest.param(
-            "sched=linear",
-            "train.epochs=4",
-            r"from 0.00625 in step 8 to 0.025 in step 9, since sched=linear ends",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "train.max_steps=5",
-            "train.max_steps=null",
-            "train.max_steps=5 → null: .* from 0.00477 in step 5 to 0.0154 in step 6",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("sched=constant", "train.epochs=4", None, marks=pytest.mark.long),
-        pytest.param("sched=step sched.epochs=[1]", "train.epochs=4", None, marks=pytest.mark.long),
-    ],
-)
-def test_a_length_that_makes_the_learning_rate_jump_is_named(
-    tmp_path: Path, first: str, then: str, told: Any
-) -> None:
-    root = tmp_path / "images"
-    write_folders(root, 16)
-    assert "jumps" not in ending(root, "run", *first.split())
-    shutil.copytree(tmp_path / "run", tmp_path / "again")
-    words = [*(word for word in first.split() if "max_steps" not in word), then]
-    said = ending(root, "again", *words)
-    if told is None:
-        assert "jumps" not in said
-        return
-    assert re.search(f"warning: .*{told}", said), said
-    # What the line advises continues at the last rate.
-    advice = re.search(r"; resume=(\S+) run.name=NEW (.*) goes on at the last rate", said)
-    assert advice is not None
-    before = advice[1].replace("/again/", "/run/")
-    ending(root, "new", then, *advice[2].split(), f"resume={before}")
-    result = result_of(tmp_path / "new")
-    assert (result["status"], result["lr/group0"]) == ("finished", float(advice[2].rpartition("=")[2]))
 
 
 # By composition alone: what continues a run, for every key.
