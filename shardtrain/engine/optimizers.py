@@ -216,6 +216,9 @@ class Optimizers:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """End a step of ``optimizer``. If a base class has stepped in it, the rest was at rest."""
+        step = self._stepping.get(optimizer)
+        if isinstance(step, OptimizerStep):
+            step.require_changed()
         if optimizer not in self._stepping:
             self._unmark_state(optimizer)
         self.end_step(optimizer)

@@ -83,6 +83,9 @@ _NAMES += [f"{prefix}{name}" for prefix, name in product("ri", _NAMES)]
 _EXACT = {f"__{name}__" for name in _NAMES}
 _EXACT |= {f"special_{name}" for name in SPECIAL.split()} | {"__invert__", "max", "min"}
 _OTHERS = frozenset((*COPIES.split(), *VIEWS.split(), *NEW.split()))
+# Of a whole parameter, too: ranks with one seed would draw the same numbers for different parameters.
+DRAWING = {"bernoulli", "bernoulli_", "cauchy_", "dropout", "exponential_", "geometric_", "log_normal_"}
+DRAWING |= {"normal_", "poisson", "rand_like", "randint_like", "randn_like", "random_", "uniform_"}
 JOINING = {"cat", "concat", "concatenate", "hstack", "vstack", "stack"}
 _READING = {"__getitem__", "masked_select"}
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in OPERATORS.split())}

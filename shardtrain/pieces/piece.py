@@ -14,7 +14,8 @@ asks it from then on, but C++ does not.
 
 Any other use of a piece's norm is refused, unless each gradient has one owner (``layout="whole"``). Then any
 function of it is right. Results are pieces, too: they must not be mixed with those of other gradients, nor
-leave as a number of Python, since ranks without the gradient do not have it.
+leave as a number of Python, since ranks without the gradient do not have it. In an optimizer's step one may
+decide something (``if norm > 0``), as long as that can concern its own parameter alone (`OptimizerStep`).
 
 ``full_tensor()`` of a piece, or of a norm, is that of the whole on each rank, as that of a DTensor.
 """
@@ -39,6 +40,7 @@ from shardtrain.comm.channel import Channel
 from shardtrain.comm.norms import Intervals, interval_norms, local_norms, over_all_ranks
 from shardtrain.pieces.functions import (
     COUNTS,
+    DRAWING,
     NORMS,
     SAME_NORMS,
     UNMARKED,
@@ -108,6 +110,32 @@ class OptimizerStep:
         self._since = since
         self._end = end
         self.sums = False
+        self._latest: object = None  # of whole parameters: the one that was changed, or has decided, last
+        self._decided = set[object]()  # those of which a number has decided something
+        self._is_pending = False  # whether the latest one has decided, and was not changed since
+
+    def touch(self, parameter: object, decides: bool) -> None:
+        """Note that the step changes the whole ``parameter``, or that a number of it ``decides`` something.
+
+        Raises ValueError unless what it decides may concern this parameter alone: the step must change it
+        next, and no other may come in between.
+        """
+        if parameter != self._latest:
+            self.require_changed()
+            if parameter in self._decided:
+                self._refuse_decision()
+            self._latest = parameter
+        self._is_pending = decides
+        if decides:
+            self._decided.add(parameter)
+
+    def require_changed(self) -> None:
+        """Raise ValueError if a number of a parameter has decided something, perhaps of others."""
+        if self._is_pending:
+            self._refuse_decision()
+
+    def _refuse_decision(self) -> NoReturn:
+        self.refuse("an if or while of numbers of one parameter, which may decide about others,")
 
     def refuse(self, what: str) -> NoReturn:
         """End the step, and raise ValueError for ``what`` it has asked for."""
@@ -248,6 +276,8 @@ class Piece(Tensor):
         if is_collective(func):
             refuse_collective(func.__name__, owners.subject)
         if func is Tensor.requires_grad_ and args[1:] != (False,):  # nn.Parameter() of a piece does so, too
+            _refuse(func, owners)
+        if func.__name__ in DRAWING:
             _refuse(func, owners)
         if not owners.whole:
             if tells_sizes(func):
@@ -550,6 +580,9 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
 
     Raises ValueError if a number would leave that only the owner has.
     """
+    step = _first(Piece, args).owners.step
+    if step is not None:
+        _touch(step, func, result, args)
     tells = describes(func) or tells_sizes(func) or reads_memory(func)
     if func.__name__ in UNMARKED or (tells and not isinstance(result, Tensor)):
         return result
@@ -558,9 +591,20 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
         return _marked_by_position(result, args[0], pieces[0])
     if len({piece.owners.elements for piece in pieces}) > 1:
         _refuse(func, pieces[0].owners, "several gradients")
+    owners = pieces[0].owners
+    if isinstance(result, bool) and step is not None:
+        return result
     if result is not None and not isinstance(result, Tensor | list | tuple):
-        _refuse(func, pieces[0].owners)
-    return _marked(result, pieces[0].owners, args)
+        _refuse(func, owners)
+    return _marked(result, owners, args)
+
+
+def _touch(step: OptimizerStep, func: Any, result: Any, args: Sequence[Any]) -> None:
+    """Note in ``step`` which whole parameters ``func`` has changed, or the one that it tells a number of."""
+    decides = isinstance(result, bool) and not describes(func)
+    if decides or changes_in_place(func):
+        for piece in _pieces(args if decides else args[:1]):
+            step.touch(piece.owners.elements, decides)
 
 
 def _marked(result: Any, owners: Owners, args: Any) -> Any:

@@ -123,15 +123,25 @@ def check_refused(optimizer: torch.optim.Optimizer, words: str, at: int) -> None
     assert "shardtrain.trusted(optimizer)" in str(caught.value)
 
 
-# With layout="whole": functions of one parameter are right, and numbers do not leave.
+def lamb(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
+    """As people write it: with an if, beside max() of a number and a tensor as timm's Adafactor has."""
+    norms = param.pow(2).sum().sqrt(), kept(grad, state).norm()
+    ratio = norms[0] / norms[1] if norms[0] > 0 and norms[1] > 0 else 1.0
+    return state["kept"] * ratio * max(1e-3, state["kept"].square().mean().sqrt())
+
+
+# With layout="whole": functions of one parameter are right, what they decide included. Numbers do not leave.
 WHOLE: dict[str, Direction] = {
-    name: REFUSED[name][2]
-    for name in REFUSED
-    if name not in ("noise", "a step size from sums", "finite or not", "a kernel", "normalizes by a method")
+    "LAMB": lamb,
+    **{
+        name: REFUSED[name][2]
+        for name in REFUSED
+        if name not in ("noise", "a step size from sums", "a kernel", "normalizes by a method")
+    },
 }
-LEAVES = {
+LEAVES: dict[str, Direction] = {
+    "randn_like": REFUSED["noise"][2],
     "float": lambda p, g, s, o: g / max(1.0, float(g.norm())),
-    "bool": lambda p, g, s, o: g if torch.isfinite(g).all() else g * 0,
     "item": lambda p, g, s, o: g * (g * p).sum().item(),
 }
 
@@ -161,6 +171,38 @@ def test_a_number_of_a_whole_parameter_may_leave_by_the_user_s_word(name: str) -
     optimizer = Own(net.parameters(), LEAVES[name])
     assert shardtrain.trusted(optimizer) is optimizer
     optimizer.step()
+
+
+class Deciding(torch.optim.SGD):
+    """Looks at parameters one after another, and may decide about others."""
+
+    def __init__(self, params: Any, when: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.when = when
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        are_finite = True
+        for param in params:
+            if self.when != "each at its turn":
+                are_finite = are_finite and bool(param.grad.isfinite().all())
+            if self.when == "ends the step":
+                return
+            if self.when != "all before":
+                param.mul_(0.5)
+        for param in params:
+            if are_finite and self.when != "each at its turn":
+                param.sub_(param.grad)
+
+
+@pytest.mark.parametrize("when", ["all before", "each, and returns", "ends the step"])
+def test_what_a_parameter_may_decide_about_others_is_refused(when: str) -> None:
+    net = with_gradients(model(layout="whole"))
+    told = "^Deciding cannot step .*an if or while of numbers of one parameter, which may decide about others"
+    with pytest.raises(ValueError, match=told):
+        Deciding(net.parameters(), when).step()
+    Deciding(net.parameters(), "each at its turn").step()
 
 
 def test_a_kernel_steps_by_the_user_s_word() -> None:
