@@ -36,12 +36,11 @@ from shardtrain.checkpoint.files import DTYPES
 from shardtrain.checkpoint.manifest import Entry, Manifest, dtype_name, file_name, parse_entry
 from shardtrain.comm.channel import Ranks
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.pieces import LocalPiece
 from shardtrain.engine.segment import plain_name
 from shardtrain.engine.state_dict import equal_buffers, persistent_buffers
 from shardtrain.errors import SaveFailed
 from shardtrain.pieces.part import Part, dense_stride
-from shardtrain.pieces.piece import plain
+from shardtrain.pieces.piece import Piece, plain
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
 Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]
@@ -313,8 +312,10 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
     Raises ValueError, naming the part of ``value`` that is neither plain nor a tensor.
     """
     if isinstance(value, torch.Tensor):
-        if isinstance(value, LocalPiece):
-            raise ValueError(f"{where} is a rank's piece of {value.part.name}, which only its model can load")
+        if isinstance(value, Piece):
+            raise ValueError(
+                f"{where} is a rank's piece of {value.owners.subject}, which only its model can load"
+            )
         tensors[name := f"extra/{len(tensors)}"] = value
         return {_TENSOR: name}
     if isinstance(value, Mapping):

@@ -89,7 +89,7 @@ class Optimizers:
         # Optimizers whose own code runs now, on plain tensors or on pieces.
         self._stepping: weakref.WeakKeyDictionary[Any, Plain | OptimizerStep] = weakref.WeakKeyDictionary()
         # Those whose gradients are marked as pieces: none on a rank that has all.
-        self._marked = [member for member in members if member.owners is not None]
+        self._marked = [member for member in members if member.marks]
 
     def before_step(
         self,
@@ -321,7 +321,7 @@ def _piece_of_state(member: ShardedParam, value: Any) -> Any:
     All tensors of a whole parameter's state belong to it.
     """
     owners = member.owners
-    if owners is None or type(value) is not Tensor:
+    if type(value) is not Tensor:
         return value
     if value.shape == member.part.local_shape or (owners.whole and value.ndim):
         return Piece.on(value, owners._replace(subject=f"the state of {member.name}"))

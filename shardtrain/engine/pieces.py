@@ -17,112 +17,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain import torch_private
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.pieces.functions import describes, tells_sizes
-from shardtrain.pieces.part import Index, Part
-from shardtrain.pieces.piece import plain
-
-if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
+from shardtrain.pieces.part import Part
+from shardtrain.pieces.piece import Piece, plain
 
 _PART = "shardtrain_part"  # the key in a pickled state that says of which part it is
-_WAY_OUT = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
-
-
-class LocalPiece(Tensor):
-    """Stand for a rank's piece of a tensor in a state dict: ``plain``, in its shape at rest, is its ``part``.
-
-    It computes nothing: only ``torch.distributed.checkpoint`` and ``load_state_dict`` use it.
-    """
-
-    part: Part
-    plain: Tensor
-    boxes: dict[Index, Tensor]
-
-    @classmethod
-    def of(cls, tensor: Tensor, part: Part) -> LocalPiece:
-        piece = tensor.as_subclass(cls)
-        boxes = part.boxes(tensor)
-        # These tell DCP that this is no whole tensor (torch.distributed.checkpoint.protocol).
-        vars(piece).update(
-            global_shape=part.shape,
-            global_offsets=tuple(boxes),
-            local_offsets=((),) * len(boxes),
-            local_sizes=tuple(tuple(box.shape) for box in boxes.values()),
-        )
-        piece.part = part
-        piece.plain = tensor
-        piece.boxes = boxes
-        return piece
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if describes(func) or tells_sizes(func):
-            with torch_private.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
-            if not isinstance(result, Tensor):  # as `.data` is
-                return result
-        piece = next(leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        return piece._refuse(
-            f"used by {func.__name__}: only DCP, copy.deepcopy and load_state_dict (of an optimizer that has "
-            "stepped once) take it"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        part = self.part
-        return f"LocalPiece(elements {part.start}:{part.stop} of {part.name} {part.shape})"
-
-    def _refuse(self, use: str) -> NoReturn:
-        raise ValueError(f"a rank's piece of {self.part.name} must not be {use}; {_WAY_OUT}")
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"a rank's piece is no DTensor and has no {name}; use shardtrain.full_state_dict(model) and "
-            "load_full_state_dict, and with accelerate cpu_ram_efficient_loading=False"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._refuse("pickled, by torch.save or otherwise")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LocalPiece:
-        copied = self.of(self.plain.clone(), self.part)
-        memo[id(self)] = copied
-        return copied
-
-    # what DCP asks for
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint import planner
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-
-        properties = TensorProperties.create_from_tensor(self.plain)
-        shape = torch.Size(self.part.shape)
-        return [
-            planner.WriteItem(
-                index=MetadataIndex(name, chunk.offsets, number),
-                type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=shape),
-            )
-            for number, chunk in enumerate(self.__create_chunk_list__())
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(torch.Size(offsets), box.shape) for offsets, box in self.boxes.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.boxes[tuple(index.offset or ())]
 
 
 def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
@@ -137,7 +44,7 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
             value = member.local_view
         value = plain(value)  # in a user's hook of a step, of a part of the model
         if value.shape == own_part.local_shape:
-            state[prefix + attribute] = LocalPiece.of(value, own_part)
+            state[prefix + attribute] = _piece(value, member)
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         value = state.get(prefix + attribute)
@@ -147,9 +54,9 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
                 f"load_state_dict() was given the whole {own_part.name}, of which a rank has a piece; "
                 "use shardtrain.load_full_state_dict(model, state)"
             )
-        if isinstance(value, LocalPiece):
-            part = value.part
-            if value.numel() and (part.start, part.stop) != (own_part.start, own_part.stop):
+        if isinstance(value, Piece):
+            part = value.owners.part or own_part  # one of other elements has another shape
+            if part.numel and (part.start, part.stop) != (own_part.start, own_part.stop):
                 raise ValueError(
                     f"load_state_dict() was given elements {part.start}:{part.stop} of {own_part.name}, "
                     f"of which this rank has {own_part.start}:{own_part.stop}; "
@@ -190,14 +97,14 @@ def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedPa
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         described = _changed(_as_piece, members, optimizer, saved)
-        parts = {key: part for key, _, part in _parts_of(members, optimizer, saved)}
+        parts = {key: member.part for key, member in _members_of(members, optimizer, saved)}
         return {**described, "state": LocalState(described["state"], parts)}
 
     def take(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         state = dict(saved["state"])
-        for key, _, part in _parts_of(members, optimizer, saved):
+        for key, member in _members_of(members, optimizer, saved):
             state[key] = dict(state[key])  # what the user has keeps its entry
-            require_own(part, state[key])
+            require_own(member.part, state[key])
         return _changed(_as_tensor, members, optimizer, {**saved, "state": state})
 
     optimizer.register_state_dict_post_hook(give)
@@ -233,53 +140,62 @@ def require_own(part: Part, state: dict[str, Any]) -> None:
         )
 
 
-def _parts_of(
+def _members_of(
     members: Iterable[ShardedParam], optimizer: torch.optim.Optimizer, saved: dict[str, Any]
-) -> list[tuple[Any, nn.Parameter, Part]]:
-    """Return the key in the state dict ``saved`` of each sharded parameter that has state, and its part."""
-    parts = {member.param: member.part for member in members}
+) -> list[tuple[Any, ShardedParam]]:
+    """Return the key in the state dict ``saved`` of each sharded parameter that has state."""
+    known = {member.param: member for member in members}
     keys = [*chain.from_iterable(group["params"] for group in saved["param_groups"])]
     params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     described = []
     for key, param in zip(keys, params, strict=False):  # torch compares the groups itself
-        if key in saved["state"] and param in parts:
-            described.append((key, param, parts[param]))
+        if key in saved["state"] and param in known:
+            described.append((key, known[param]))
     return described
 
 
 def _changed(
-    change: Callable[[Tensor, nn.Parameter, Part], Tensor],
+    change: Callable[[Tensor, ShardedParam], Tensor],
     members: Iterable[ShardedParam],
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the state dict ``saved`` with ``change`` applied to each tensor of sharded parameters' state."""
     state = dict(saved["state"])
-    for key, param, part in _parts_of(members, optimizer, saved):
+    for key, member in _members_of(members, optimizer, saved):
         items = state[key].items()
-        tensors = {k: change(v, param, part) for k, v in items if isinstance(v, Tensor)}
+        tensors = {k: change(v, member) for k, v in items if isinstance(v, Tensor)}
         state[key] = {**state[key], **tensors}
     return {**saved, "state": state}
 
 
-def _as_piece(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
+def _piece(value: Tensor, member: ShardedParam) -> Piece:
+    """Return ``value``, the part of ``member`` in its shape at rest, as a piece of which ranks have others.
+
+    So it is on a single rank, and where another one has none: what stores tensors must ask.
+    """
+    return Piece.on(value, member.owners._replace(whole=False, subject=member.name))
+
+
+def _as_piece(value: Tensor, member: ShardedParam) -> Tensor:
     """Return ``value`` as a piece if it is a number or has the parameter's shape."""
     value = plain(value)  # an optimizer may have made it of gradients
+    part = member.part
     if value.ndim == 0:  # a step count, which may differ on a rank that has no elements
-        part = Part(part.name, (), (), 0, int(part.numel > 0 or 0 in part.shape))
-    elif value.shape != param.shape:
-        return value
-    return LocalPiece.of(value, part)
+        count = Part(part.name, (), (), 0, int(part.numel > 0 or 0 in part.shape))
+        piece = _piece(value, member)
+        piece.owners = piece.owners._replace(part=count)
+        return piece
+    return _piece(value, member) if value.shape == part.local_shape else value
 
 
-def _as_tensor(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
+def _as_tensor(value: Tensor, member: ShardedParam) -> Tensor:
     """Return a piece as a plain tensor. Raises ValueError for another shape: torch does not compare."""
-    if isinstance(value, LocalPiece):
-        value = value.plain
-    if value.ndim and value.shape != param.shape:
+    value = plain(value)
+    if value.ndim and value.shape != member.part.local_shape:
         raise ValueError(
-            f"load_state_dict() was given state of shape {tuple(value.shape)} for {part.name}, of "
-            f"which a rank has a piece of {tuple(param.shape)}; read it with "
+            f"load_state_dict() was given state of shape {tuple(value.shape)} for {member.name}, of "
+            f"which a rank has a piece of {member.part.local_shape}; read it with "
             "torch.distributed.checkpoint into shardtrain.optimizer_state_dict(model, optimizer)"
         )
     return value

@@ -84,8 +84,8 @@ class ShardedParam:
 
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
-    ``owners``: marks gradients as pieces, for norms; None on a simulated rank, and on a single one
-    without virtual ranks.
+    ``owners``: of its pieces. ``marks``: whether gradients are pieces; not on a simulated rank, nor on a
+    single one without virtual ranks.
     ``address``: where ``local_view`` lies.
     """
 
@@ -106,24 +106,25 @@ class ShardedParam:
 
     def describe(self, shards: Shards, unit: str) -> type[nn.Parameter]:
         """Tell ``shards`` what the parameter shows at rest; return its class there. ``unit``: its title."""
-        owners = self.owners and self.owners._replace(subject=f"{self.name}, a parameter at rest,")
+        owners = self.owners._replace(subject=f"{self.name}, a parameter at rest,") if self.marks else None
         # One without values keeps its class: torch replaces it to materialise it.
         self.class_at_rest = self.own_class
         if issubclass(self.own_class, nn.Parameter) and not self.param.is_meta:
             self.class_at_rest = shards.add(self.param, Shard(owners, self.name, unit, self.part))
         return self.class_at_rest
 
-    def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
+    def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners, marks: bool) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view = self.piece_of(local)
         self.full_view = full_view
         self.owners = owners
+        self.marks = marks
         self.class_at_rest = None
         self.address = address_of(self.local_view)
         if not self.part.numel:
             with torch.no_grad():  # as views of reduced gradients are made
                 empty = self.piece_of(local)
-            self._empty_grad = empty if owners is None else Piece.on(empty, owners)
+            self._empty_grad = Piece.on(empty, owners) if marks else empty
 
     def piece_of(self, interval: torch.Tensor) -> torch.Tensor:
         """Return a view of this parameter's piece of ``interval``, the rank's, in the shape at rest."""
@@ -150,7 +151,7 @@ class ShardedParam:
 
     def set_grad(self, grad: torch.Tensor) -> None:
         """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""
-        if self.owners is not None and not isinstance(grad, Piece):
+        if self.marks and not isinstance(grad, Piece):
             grad = Piece.on(grad, self.owners)
         self._write_grad(grad)
 
@@ -268,7 +269,7 @@ class Segment:
         for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
             parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
             owners_of_member = owners._replace(parts=parts, elements=member.part.elements, part=member.part)
-            member.set_views(self.local, view, None if alone else owners_of_member)
+            member.set_views(self.local, view, owners_of_member, not alone)
             become(member.param, member.local_view)
         self.hold_full(False)
 

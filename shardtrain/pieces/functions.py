@@ -1,7 +1,7 @@
 """List the functions of torch that this package's tensor subclasses take; all others are refused.
 
-Three subclasses stand for a part of a tensor: a piece of a gradient, its norm before ranks have added theirs
-(both in ``piece.py``), and a local piece in a state dict (``engine/pieces.py``).
+Two subclasses stand for a part of a tensor: a piece, and its norm before ranks have added theirs (both in
+``piece.py``).
 
 A function is right on a piece if it treats each element by itself, whatever its neighbours are. A shape does
 not tell: ``g - g.mean(dim=1, keepdim=True)``, ``softmax`` and ``cumsum`` keep it, and compute something else

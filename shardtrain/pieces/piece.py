@@ -1,11 +1,12 @@
 """Make what treats each element by itself right on a rank's piece of a tensor, and refuse all else by name.
 
 ``functions.py`` lists what is right. A piece is what this rank holds of a gradient, of a parameter between
-steps, or of an optimizer's state. It is a tensor on the memory of a plain one, which does the work. Python's
-calls ask for the class first (``__torch_function__``). Code in C++, such as vmap, TorchScript,
-``torch.tensor`` and process groups, asks when it calls an operator (``__torch_dispatch__``). Both ask the
-same list. A plain tensor that takes a piece, as ``buffer.add_(grad)``, gets the class of a piece. So Python
-asks it from then on, but C++ does not.
+steps, of an optimizer's state, or of a value of a state dict, which ``torch.distributed.checkpoint`` stores
+as a part of the whole. It is a tensor on the memory of a plain one, which does the work. Python's calls ask
+for the class first (``__torch_function__``). Code in C++, such as vmap, TorchScript, ``torch.tensor`` and
+process groups, asks when it calls an operator (``__torch_dispatch__``). Both ask the same list. A plain
+tensor that takes a piece, as ``buffer.add_(grad)``, gets the class of a piece. So Python asks it from then
+on, but C++ does not.
 
 ``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
 
@@ -26,7 +27,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from weakref import ReferenceType
 
 import torch
@@ -56,7 +57,11 @@ from shardtrain.pieces.functions import (
     reshapes,
     tells_sizes,
 )
-from shardtrain.pieces.part import Part, in_memory_order
+from shardtrain.pieces.part import Index, Part, in_memory_order
+
+if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 P = TypeVar("P", bound="Piece")
 
@@ -66,6 +71,8 @@ _COMPUTING = """
     round rpow rsub rtruediv sub truediv
     """
 GRADIENT = "a gradient"
+# By these DCP asks for the boxes that a piece consists of (torch.distributed.checkpoint.protocol).
+_NAMES_OF_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class Owners(NamedTuple):
@@ -295,7 +302,56 @@ class Piece(Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_text(f"pickle of {self.owners.subject}", self.owners)
+        raise ValueError(
+            f"pickle of {self.owners.subject} (torch.save) would see this rank's piece alone: save "
+            "shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Tell ``torch.distributed.checkpoint`` (DCP) by its names of which whole tensor this is a part."""
+        if name in _NAMES_OF_BOXES:
+            boxes = self._boxes()
+            sizes = tuple([tuple(box.shape) for box in boxes.values()])
+            values = self._part().shape, tuple(boxes), ((),) * len(boxes), sizes
+            return dict(zip(_NAMES_OF_BOXES, values, strict=True))[name]
+        raise AttributeError(
+            f"a rank's piece is no DTensor and has no {name}; use shardtrain.full_state_dict(model) and "
+            "load_full_state_dict, and with accelerate cpu_ram_efficient_loading=False"
+        )
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint import planner
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+
+        properties = TensorProperties.create_from_tensor(self.plain)
+        shape = torch.Size(self._part().shape)
+        return [
+            planner.WriteItem(
+                index=MetadataIndex(name, chunk.offsets, number),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=shape),
+            )
+            for number, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        boxes = self._boxes().items()
+        return [ChunkStorageMetadata(torch.Size(offsets), box.shape) for offsets, box in boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._boxes()[tuple(index.offset or ())]
+
+    def _boxes(self) -> dict[Index, Tensor]:
+        return self._part().boxes(self.plain)
+
+    def _part(self) -> Part:
+        """Return which elements these are. Raises ValueError if a computation has made others of them."""
+        part = self.owners.part
+        if part is None or self.plain.shape not in (part.local_shape, part.shape):
+            _refuse_text(f"a save of {self.owners.subject}, computed to another shape,", self.owners)
+        return part
 
     def full_tensor(self) -> Tensor:
         """Return the whole tensor on every rank, on the model's device. Collective."""

