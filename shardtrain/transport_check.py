@@ -21,7 +21,7 @@ import shardtrain
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.trace import ENTER, LEAVE, meter
-from shardtrain.comm.transport import Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Pending, Transport, Vector
 from shardtrain.errors import Diverged
 from shardtrain.layout import Layout, cut_of
 
@@ -112,7 +112,7 @@ def _values(layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(layout.padded, generator=generator).to(dtype)
 
 
-def _filled(channel: Channel, whole: Tensor, layout: Layout) -> Flat:
+def _filled(channel: Channel, whole: Tensor, layout: Layout) -> Vector:
     """Allocate a unit of which each rank has its interval of ``whole``; all else is not a number.
 
     Memory that was freed may hold the values of an earlier gather.
@@ -124,7 +124,7 @@ def _filled(channel: Channel, whole: Tensor, layout: Layout) -> Flat:
     channel.fence(ENTER)
     local.copy_(whole[layout.interval(channel.rank)])
     channel.fence(LEAVE)
-    return Flat(full, local, layout)
+    return Vector(full, local, layout)
 
 
 def gathers(channel: Channel) -> None:
@@ -143,7 +143,7 @@ def _start_reduction(channel: Channel, layout: Layout, dtype: torch.dtype) -> Pe
     full = channel.gradient(layout, torch.empty(0, dtype=dtype))
     full.copy_(_values(layout, channel.rank, dtype))
     full[:75].fill_(-0.0)  # no rank has a gradient of the first parameter
-    return channel.reduce("a unit", [Gradient(full, layout, channel.rank, torch.float32)])
+    return channel.reduce("a unit", [Vector(full, full[layout.interval(channel.rank)], layout)])
 
 
 def reductions(channel: Channel) -> None:
@@ -191,7 +191,7 @@ def traffic(channel: Channel) -> None:
     full, local = channel.allocate(layout, torch.empty(0), torch.float32)
     channel.fence(ENTER)
     with meter() as traffic:
-        channel.gather("a unit", [Flat(full, local, layout)]).wait()
+        channel.gather("a unit", [Vector(full, local, layout)]).wait()
         _start_reduction(channel, layout, torch.float32).wait()
     channel.fence(LEAVE)
     others = 4 * layout.padded * (channel.world - 1) // channel.world
@@ -229,7 +229,7 @@ def divergence(channel: Channel) -> None:
     channel.fence(ENTER)
     last = channel.rank == channel.world - 1
     try:
-        channel.gather("first" if last else "second", [Flat(full, local, layout)]).wait()
+        channel.gather("first" if last else "second", [Vector(full, local, layout)]).wait()
         channel.fence(LEAVE)
     except Diverged as error:
         text = str(error)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardtrain import comm
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import Guard, Paths
-from shardtrain.comm.transport import Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Pending, Transport, Vector
 from shardtrain.transport_check import check_transport, run_checks
 
 from pool import each_rank
@@ -61,23 +61,23 @@ class Sockets(Transport):
         for sender in senders:
             sender.join()
 
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
-        for full, local, layout in flats:
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
+        for full, local, layout, *_ in flats:
             parts = [full[layout.interval(rank)] for rank in range(self.world)]
             parts[self.rank].copy_(local)
             self.exchange([local] * self.world, parts)
         return Pending.done(None)
 
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[torch.Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[torch.Tensor]]:
         means = []
         for gradient in gradients:
-            parts = [torch.empty_like(gradient.own) for _ in range(self.world)]
+            parts = [torch.empty_like(gradient.local) for _ in range(self.world)]
             self.exchange(gradient.parts, parts)
-            parts[self.rank] = gradient.own
+            parts[self.rank] = gradient.local
             means.append(self.mean_of(parts, gradient))
         return Pending.done(means)
 
-    def mean_of(self, parts: Sequence[torch.Tensor], gradient: Gradient) -> torch.Tensor:
+    def mean_of(self, parts: Sequence[torch.Tensor], gradient: Vector) -> torch.Tensor:
         mean = gradient.new_mean()
         merge(parts, mean, dist.ReduceOp.AVG, gradient.terms)
         return mean
@@ -113,14 +113,14 @@ def test_transports_pass(make: Any, tmp_path: Path) -> None:
 
 
 class SumsInRankOrder(Sockets):
-    def mean_of(self, parts: Sequence[torch.Tensor], gradient: Gradient) -> torch.Tensor:
+    def mean_of(self, parts: Sequence[torch.Tensor], gradient: Vector) -> torch.Tensor:
         total = sum(part.float() for part in parts)
         return (total / self.world).to(gradient.dtype)
 
 
 class ForgetsOthers(Sockets):
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
-        for full, local, layout in flats:
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
+        for full, local, layout, *_ in flats:
             full[layout.interval(self.rank)].copy_(local)
         return Pending.done(None)
 

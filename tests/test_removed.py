@@ -21,17 +21,9 @@ def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
         exec(f"from shardtrain import {name}")
 
 
-@pytest.mark.parametrize("name", ["Muon", "muon_groups"])
+@pytest.mark.parametrize("name", ["Flat", "Gradient"])
 def test_what_moved_says_where_it_is(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^shardtrain\.optim\.{name} was moved; use shardtrain.recipes.muon"
-    ):
-        getattr(shardtrain.optim, name)
-
-
-@pytest.mark.parametrize("name", ["Simulated", "simulated"])
-def test_simulated_ranks_say_where_they_are(name: str) -> None:
-    message = rf"^shardtrain\.comm\.{name} was moved; use shardtrain\.plan\.transport\.{name}$"
+    message = rf"^shardtrain\.comm\.{name} was moved; use shardtrain\.comm\.Vector$"
     with pytest.raises(ValueError, match=message):
         getattr(shardtrain.comm, name)
     with pytest.raises(ValueError, match=message):

@@ -43,7 +43,7 @@ from shardtrain.comm.process_group import (
 )
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.trace import Meter, WaitKey, meter
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Alone, Pending, Transport, Vector
 from shardtrain.comm.wrappers import Offloaded
 from shardtrain.errors import Diverged, PeerLost
 
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from shardtrain.collectives import *  # noqa: F403
 
 _MOVED = {
-    "Simulated": "shardtrain.plan.transport.Simulated",
-    "simulated": "shardtrain.plan.transport.simulated",
+    "Flat": "shardtrain.comm.Vector",
+    "Gradient": "shardtrain.comm.Vector",
 }
 
 

@@ -33,11 +33,10 @@ from shardtrain.comm.trace import (
     Movement,
     count,
 )
-from shardtrain.comm.transport import Alone, Collective, Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Alone, Collective, Pending, Transport, Vector
 from shardtrain.layout import Layout
 
 T = TypeVar("T")
-Vector = TypeVar("Vector", Flat, Gradient)
 
 
 class Ranks:
@@ -150,19 +149,21 @@ class Channel(Ranks):
         """See `Transport.discard`."""
         self.transport.discard(gradient)
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
+    def gather(self, name: str, flats: Sequence[Vector]) -> Pending[None]:
         """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""
-        return self._start(GATHER, "gather", name, flats, self.transport.all_gather)
+        sent = (flat.local.nbytes * (self.world - 1) for flat in flats)
+        return self._start(GATHER, "gather", name, flats, sent, self.transport.all_gather)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce(self, name: str, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Start reducing ``gradients`` of the unit ``name``. See `Transport.reduce_scatter`."""
-        return self._start(REDUCE, "reduce", name, gradients, self.transport.reduce_scatter)
+        sent = (gradient.full.nbytes - gradient.local.nbytes for gradient in gradients)
+        return self._start(REDUCE, "reduce", name, gradients, sent, self.transport.reduce_scatter)
 
     def average(
-        self, name: str, gradients: Sequence[Gradient], means: Pending[list[Tensor]]
+        self, name: str, gradients: Sequence[Vector], means: Pending[list[Tensor]]
     ) -> Pending[list[Tensor]]:
         """Start averaging ``means`` of the unit ``name`` over replicas. See `Transport.average`."""
-        sizes = [len(gradient.own) * gradient.full.itemsize for gradient in gradients]
+        sizes = [gradient.local.nbytes for gradient in gradients]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         call = self._call(AVERAGE, name, gradients)
         return self._guarded(call, lambda: self.transport.average(gradients, means))
@@ -173,12 +174,16 @@ class Channel(Ranks):
         verb: str,
         name: str,
         vectors: Sequence[Vector],
+        sent: Iterable[int],
         start: Callable[[Sequence[Vector]], Pending[T]],
     ) -> Pending[T]:
-        """Call ``start`` of ``vectors``, whose wait is part of the call. ``verb``: of the range."""
+        """Call ``start`` of ``vectors``, whose wait is part of the call.
+
+        ``verb``: of the range. ``sent``: bytes that this rank sends, of each vector.
+        """
         if self.world == 1:
             return start(vectors)
-        count(kind, (vector.sent for vector in vectors))
+        count(kind, sent)
         call = self._call(kind, name, vectors)
         trace.begin(verb, name)
         pending = self._guarded(call, lambda: start(vectors))

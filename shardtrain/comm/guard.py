@@ -117,7 +117,7 @@ class Paths:
     def hint_of_fewer(self, position: int) -> str:
         """Return what to do if ranks make fewer collectives than this one, which waits at ``position``."""
         entry = self.own.get(position)
-        return hints.FEWER if entry is not None and MOVEMENTS[entry.kind] in hints.OF_FORWARDS else ""
+        return hints.UNITS if entry is not None and MOVEMENTS[entry.kind] in hints.OF_FORWARDS else ""
 
     def diverged(self, position: int) -> Diverged:
         """Return the error that names each rank's collective at ``position``."""

@@ -35,11 +35,6 @@ UNITS = (
     "rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
     "shardtrain.unsharded(model)"
 )
-FEWER = (
-    ". All ranks must make as many steps and forwards: run what stands under `if rank == 0:` on every rank; "
-    "forwards of which ranks make different numbers (generate() to other lengths) belong into "
-    "shardtrain.unsharded(model)"
-)
 OPTIONS = (
     ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau and other "
     "decisions see the mean over ranks (shardtrain.comm.all_reduce)"

@@ -32,7 +32,7 @@ from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, st
 from shardtrain.comm.native import living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ENTER, LEAVE, REPLAY, Movement
-from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Transport, intervals
+from shardtrain.comm.transport import Move, Pending, Transport, Vector, intervals
 
 T = TypeVar("T")
 Finish = Callable[[], T]  # waits for what was started
@@ -203,7 +203,7 @@ class ProcessGroupTransport(Transport):
         """Start sending each ``parts[r]`` to rank r. Return what waits for the means of ``parts[rank]``.
 
         ``parts``: for each segment a list with a tensor per rank. ``dtypes``: of the means. ``terms``: as of
-        `Gradient`.
+        `Vector`.
         """
         raise NotImplementedError
 
@@ -214,12 +214,12 @@ class ProcessGroupTransport(Transport):
         """
         return self._exchange([([local] * self.world, parts) for local, parts in vectors], tags)
 
-    def _reduce_in_tree(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def _reduce_in_tree(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         parts = [gradient.parts for gradient in gradients]
         return Pending(self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms))
 
     def _average_in_two_stages(
-        self, gradients: Sequence[Gradient], means: Sequence[Tensor]
+        self, gradients: Sequence[Vector], means: Sequence[Tensor]
     ) -> Pending[list[Tensor]]:
         """Average a part of every interval on each rank, which then sends it to the others."""
         parts = []
@@ -249,14 +249,14 @@ class ProcessGroupTransport(Transport):
 class MessagesTransport(ProcessGroupTransport):
     """Move flat vectors on the CPU by messages over gloo, whose tags say of which collective they are."""
 
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
         vectors = [(flat.local, intervals(flat.full, flat.layout)) for flat in flats]
         return Pending(self._send_to_all(vectors, self._tags))
 
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         return self._reduce_in_tree(gradients)
 
-    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+    def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         return self._average_in_two_stages(gradients, means.wait())
 
     def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
@@ -322,13 +322,13 @@ class BackendTransport(ProcessGroupTransport):
                 "use layout='even' and no virtual_ranks, or a process group of NCCL"
             )
 
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
         for flat in flats:
             self._require_equal(flat.full, flat.layout.equal)
 
         def run() -> None:
             with self._together([flat.full for flat in flats if flat.layout.equal]):
-                for full, local, layout in flats:
+                for full, local, layout, *_ in flats:
                     if layout.equal:
                         native.all_gather(full, local, self._backend_group)
                     # The fake group would copy the input to every output.
@@ -337,7 +337,7 @@ class BackendTransport(ProcessGroupTransport):
 
         return Pending(self._run(flats[0].full.device, run))
 
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Start reducing. Means are allocated now, in the compute stream's order."""
         if gradients[0].terms:
             return self._reduce_in_tree(gradients)
@@ -346,12 +346,12 @@ class BackendTransport(ProcessGroupTransport):
         means = [gradient.new_mean() for gradient in gradients]
         return Pending(self._run(gradients[0].full.device, partial(self._reduce, gradients, means)))
 
-    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+    def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Start averaging the ``means`` in the stream in which they are computed."""
         if gradients[0].terms:
             return self._average_in_two_stages(gradients, means.wait())
         narrowed = [gradient for gradient in gradients if gradient.dtype != gradient.full.dtype]
-        buffers = [gradient.own.new_empty(len(gradient.own)) for gradient in narrowed]
+        buffers = [gradient.local.new_empty(len(gradient.local)) for gradient in narrowed]
         dtypes = [gradient.full.dtype for gradient in gradients]
 
         def run() -> list[Tensor]:
@@ -437,7 +437,7 @@ class BackendTransport(ProcessGroupTransport):
         inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
         return _SUM if world == 1 or inexact or not self._is_complete(tensors[0]) else _AVG
 
-    def _reduce(self, gradients: Sequence[Gradient], means: list[Tensor]) -> list[Tensor]:
+    def _reduce(self, gradients: Sequence[Vector], means: list[Tensor]) -> list[Tensor]:
         """Fill ``means``, and return them.
 
         A narrower dtype is reduced into ``full`` first, which the caller keeps alive.
@@ -445,7 +445,7 @@ class BackendTransport(ProcessGroupTransport):
         op = self._op([gradient.full for gradient in gradients])
         outs = list[Tensor]()
         for gradient, mean in zip(gradients, means, strict=True):
-            outs.append(mean if mean.dtype == gradient.full.dtype else gradient.own)
+            outs.append(mean if mean.dtype == gradient.full.dtype else gradient.local)
         with self._together([gradient.full for gradient in gradients if gradient.layout.equal]):
             for gradient, out in zip(gradients, outs, strict=True):
                 if gradient.layout.equal:

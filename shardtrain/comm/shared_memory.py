@@ -27,7 +27,7 @@ from shardtrain.comm.guard import Guard
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.trace import ENTER, NOTES, Movement
-from shardtrain.comm.transport import Flat, Gradient, Pending, Transport
+from shardtrain.comm.transport import Pending, Transport, Vector
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes of a cache line, so that no two ranks write to the same one
@@ -134,7 +134,7 @@ class SharedMemoryTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         self._messages.all_reduce(tensor, op)
 
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
         if any(flat.full.untyped_storage()._cdata != flat.local.untyped_storage()._cdata for flat in flats):
             return self._messages.all_gather(flats)
         for flat in flats:
@@ -149,7 +149,7 @@ class SharedMemoryTransport(Transport):
         self.signals.advance()
         return Pending.done(None)
 
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         numbers = []
         for gradient in gradients:
             numbers.append(self.signals.post(self._open_arena().offset_of(gradient.full)))
@@ -164,13 +164,13 @@ class SharedMemoryTransport(Transport):
             self._open_arena()  # here, since it is collective: not every rank needs every gradient
         self.signals.wait(self.signals.post())
 
-    def _average(self, numbers: Sequence[int], gradients: Sequence[Gradient]) -> list[Tensor]:
+    def _average(self, numbers: Sequence[int], gradients: Sequence[Vector]) -> list[Tensor]:
         """Wait for all ranks' gradients, and return the means of this rank's intervals."""
         means = []
         for number, gradient in zip(numbers, gradients, strict=True):
             offsets = self.signals.wait(number)
             parts = {rank: self._part_of(rank, offset, gradient) for rank, offset in offsets.items()}
-            parts[self.signals.rank] = gradient.own
+            parts[self.signals.rank] = gradient.local
             mean = gradient.new_mean()
             merge([parts[rank] for rank in sorted(parts)], mean, ReduceOp.AVG, gradient.terms)
             self.signals.done(number)
@@ -178,7 +178,7 @@ class SharedMemoryTransport(Transport):
             means.append(mean)
         return means
 
-    def _part_of(self, rank: int, offset: int, gradient: Gradient) -> Tensor:
+    def _part_of(self, rank: int, offset: int, gradient: Vector) -> Tensor:
         """Return rank ``rank``'s gradient in this rank's interval. It lies at ``offset`` in its arena."""
         full = self._peer_arenas[rank][offset : offset + gradient.full.nbytes].view(gradient.full.dtype)
         return full[gradient.layout.interval(self.rank)]

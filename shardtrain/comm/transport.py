@@ -16,35 +16,20 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Flat(NamedTuple):
-    """Hold one flat vector to be gathered, and this rank's interval of it.
+class Vector(NamedTuple):
+    """A flat vector of a unit, and this rank's interval of it: of parameters, or of their gradient.
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, of the same
-    dtype and device. A gather reads ``local`` and fills ``full``.
-    """
-
-    full: Tensor
-    local: Tensor
-    layout: Layout
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank sends to other ranks."""
-        return self.local.nbytes * (self.layout.world - 1)
-
-
-class Gradient(NamedTuple):
-    """Hold the flat gradient of rank ``rank``, to be reduced.
-
-    ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`. ``dtype``: the mean's, that of
+    dtype and device. A gather reads ``local`` and fills ``full``. A reduction reads ``full``, which
+    `Transport.gradient` has made, and of which ``local`` is a view. Its mean is of ``dtype``, that of
     ``full`` or a wider one. ``terms``: see `arithmetic.merge`; unless 0, ranks are summed in its tree on
     every backend.
     """
 
     full: Tensor
+    local: Tensor
     layout: Layout
-    rank: int
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
     terms: int = 0
 
     @property
@@ -52,19 +37,9 @@ class Gradient(NamedTuple):
         """Every rank's interval of ``full``, as views."""
         return intervals(self.full, self.layout)
 
-    @property
-    def own(self) -> Tensor:
-        """This rank's interval of ``full``, as a view."""
-        return self.full[self.layout.interval(self.rank)]
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank sends to other ranks."""
-        return (self.layout.padded - self.layout.length(self.rank)) * self.full.element_size()
-
     def new_mean(self) -> Tensor:
         """Allocate the mean of this rank's interval: 1-D, uninitialized."""
-        return self.full.new_empty(self.layout.length(self.rank), dtype=self.dtype)
+        return torch.empty_like(self.local, dtype=self.dtype)
 
 
 # What is sent to each rank, and what is received from it: 1-D tensors, one per rank.
@@ -188,11 +163,11 @@ class Transport:
 
     # collectives
 
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
         """Start filling every ``full`` from all ranks' ``local``."""
         raise NotImplementedError
 
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Start reducing ``gradients``, whose memory is the transport's now.
 
         The result has for each of them the mean over all ranks of this rank's interval: 1-D, of ``dtype``.
@@ -200,7 +175,7 @@ class Transport:
         """
         raise NotImplementedError
 
-    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+    def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Start averaging the ``means`` of ``gradients`` over ranks that have the same interval: replicas.
 
         A stage of a reduction computes ``means``. They are sent in the dtype of each ``full``. With
@@ -235,10 +210,10 @@ class Alone(Transport):
         full = like.new_empty(layout.padded)
         return full, full
 
-    def all_gather(self, flats: Sequence[Flat]) -> Pending[None]:
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
         return Pending.done(None)
 
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         means = []
         for gradient in gradients:
             mean = gradient.full.to(gradient.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardtrain import device as devices
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.trace import LEAVE, Movement
-from shardtrain.comm.transport import Flat, Gradient, Pending
+from shardtrain.comm.transport import Pending, Vector
 from shardtrain.device import current_stream
 from shardtrain.layout import Layout
 
@@ -62,7 +62,7 @@ class Offloaded(Channel):
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return self.inner.gradient(layout, like.to(self.device))
 
-    def gather(self, name: str, flats: Sequence[Flat]) -> Pending[None]:
+    def gather(self, name: str, flats: Sequence[Vector]) -> Pending[None]:
         called = current_stream(self.device).record_event()
         moved = []
         with devices.inside(self._stream):
@@ -75,7 +75,7 @@ class Offloaded(Channel):
             uploaded = current_stream(self.device).record_event()
         return pending.then(lambda _: current_stream(self.device).wait_event(uploaded))
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce(self, name: str, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Start reducing. After the wait the means are on their way to the host; see `fence`."""
         pending = self.inner.reduce(name, gradients)
         launched = current_stream(self.device).record_event()
@@ -138,7 +138,7 @@ class Replicated(Channel):
         super().place(devices)
         self.across.place(devices)
 
-    def reduce(self, name: str, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce(self, name: str, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         # With ``terms`` the first stage only sums.
         summed = [gradient._replace(terms=min(gradient.terms, 1)) for gradient in gradients]
         means = super().reduce(name, summed)

@@ -27,7 +27,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from shardtrain.comm.transport import Gradient, Pending
+from shardtrain.comm.transport import Pending, Vector
 from shardtrain.engine.segment import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
 from shardtrain.pieces.part import strided
@@ -104,7 +104,7 @@ class Sum:
         copy = torch.empty(own.shape, dtype=local.dtype, device=local.device, pin_memory=downloads)
         return member.part.shown(copy.copy_(own, non_blocking=downloads))
 
-    def gradient(self, awaited: Set[ShardedParam]) -> Gradient:
+    def gradient(self, awaited: Set[ShardedParam]) -> Vector:
         """Return the flat gradient to be reduced, with -0.0 where this rank has no gradient.
 
         ``awaited``: parameters of which any rank may have one.
@@ -119,7 +119,8 @@ class Sum:
                 if member in awaited and not segment.channel.silent:
                     self.unknown.add(member)
         layout = segment.layout
-        return Gradient(self.full, layout, segment.channel.rank, segment.local.dtype, layout.virtual)
+        own_interval = self.full[layout.interval(segment.channel.rank)]
+        return Vector(self.full, own_interval, layout, segment.local.dtype, layout.virtual)
 
     def means(self, interval: torch.Tensor) -> list[Mean]:
         """Return the means that exist, perhaps. ``interval``: this rank's, of the reduced gradient."""

@@ -37,6 +37,7 @@ from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
+from shardtrain.pieces.piece import uncompiled
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
@@ -276,7 +277,7 @@ def check_optimizers(rule: Rule) -> None:
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """
 
-    @user_code.uncompiled
+    @uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
             engine.before_step(optimizer, rule)

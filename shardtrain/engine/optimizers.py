@@ -29,8 +29,7 @@ from shardtrain import torch_private
 from shardtrain.engine import pieces
 from shardtrain.engine.driver import Driver
 from shardtrain.engine.segment import Segment, ShardedParam
-from shardtrain.engine.user_code import uncompiled
-from shardtrain.pieces.piece import OptimizerStep, Piece, plain
+from shardtrain.pieces.piece import OptimizerStep, Piece, plain, uncompiled
 
 _LOOKS = 20
 _EVERY = 101  # a prime, so that what comes every so many steps is met sooner or later

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from shardtrain.comm.channel import Channel
-from shardtrain.comm.transport import Flat
+from shardtrain.comm.transport import Vector
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout
@@ -258,7 +258,7 @@ class Segment:
         starts = self.layout.starts
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.full.device)
         self.zeros = torch.zeros(len(starts), dtype=gradient_dtype, device=self.full.device)
-        self.flat = Flat(self.full, self.wire, self.layout)
+        self.flat = Vector(self.full, self.wire, self.layout)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
         self._releases = not (channel.in_place or self.full.is_meta)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.comm.channel import Ranks
-from shardtrain.comm.transport import Flat
+from shardtrain.comm.transport import Vector
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.segment import Segment, ShardedParam, plain_name
@@ -100,7 +100,7 @@ def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
     if unit.channel.world == 1:
         return segment.views_of(local.to(segment.full.device, copy=True))
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
-    unit.channel.gather(unit.title, [Flat(full, local, segment.layout)]).wait()
+    unit.channel.gather(unit.title, [Vector(full, local, segment.layout)]).wait()
     return segment.views_of(full)
 
 

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from shardtrain import torch_private
+from shardtrain.pieces.piece import uncompiled
 
 Hook = Callable[..., None]
-R = TypeVar("R")
-
-
-def uncompiled(hook: Callable[..., R]) -> Callable[..., R]:
-    """Return ``hook`` so that ``torch.compile`` breaks the graph there and runs it as it is."""
-    broken = torch_private.disable_dynamo(hook)
-
-    @functools.wraps(hook)
-    def either(*args: Any) -> R:
-        if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
-            answer: R = broken(*args)
-            return answer
-        return hook(*args)
-
-    return either
 
 
 def undisturbed(hook: Hook) -> Hook:
     """Return ``hook`` so that ``torch.compile`` breaks the graph there and runs it uncompiled, untransformed.
 
-    Raises ValueError inside ``torch.func``'s grad, jvp and others that wrap all that is computed inside. Uses
-    Dynamo only while it compiles or runs compiled code: importing Dynamo takes seconds.
+    Raises ValueError inside ``torch.func``'s grad, jvp and others that wrap all that is computed inside.
     """
-    broken = torch_private.disable_dynamo(hook)
 
     @functools.wraps(hook)
-    def either(*args: Any) -> None:
-        if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
-            broken(*args)
-            return
+    def untransformed(*args: Any) -> None:
         if _is_transformed():
             raise ValueError(
                 "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func: compute "
@@ -50,7 +31,7 @@ def undisturbed(hook: Hook) -> Hook:
             )
         hook(*args)
 
-    return either
+    return uncompiled(untransformed)
 
 
 def _is_transformed() -> bool:

@@ -8,11 +8,3 @@ from shardtrain.optim.known import steps_plain, trusted
 __all__ = ["Ema", "GradScaler", "clip_grad_norm_", "trusted"]
 
 check_optimizers(steps_plain)  # `shard` raises without; whoever uses it has imported this
-
-
-def __getattr__(name: str) -> object:
-    if name in ("Muon", "muon_groups"):
-        raise ValueError(
-            f"shardtrain.optim.{name} was moved; use shardtrain.recipes.muon.Muon and its groups()"
-        )
-    raise AttributeError(f"module 'shardtrain.optim' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.engine.hooks import engine_of
-from shardtrain.pieces.piece import Owners, by_kind, plain, total_norm
+from shardtrain.pieces.piece import Owners, Piece, by_kind, total_norm
 
 
 def clip_grad_norm_(
@@ -34,7 +34,7 @@ def clip_grad_norm_(
     engine = engine_of(module)
     engine.driver.require_reduced("clip_grad_norm_()")
     grads = [grad for param in module.parameters() if (grad := param.grad) is not None]
-    widest = functools.reduce(torch.promote_types, (s.local.dtype for s in engine.segments), torch.float32)
+    widest = functools.reduce(torch.promote_types, [s.local.dtype for s in engine.segments], torch.float32)
     virtual = engine.virtual.count if engine.virtual else 0
     owners = Owners(weakref.ref(engine.channel), engine.driver.device, virtual=virtual)
     norm = total_norm(grads, norm_type, owners, widest)
@@ -42,7 +42,7 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
     if max_norm != math.inf:
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for group in by_kind([plain(grad) for grad in grads]):
+        for group in by_kind([grad.plain if isinstance(grad, Piece) else grad for grad in grads]):
             torch._foreach_mul_(group, coefficient.to(group[0].device))
     return norm
 

@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
     from torch.distributed.checkpoint.planner import WriteItem
 
 P = TypeVar("P", bound="Piece")
+R = TypeVar("R")
 
 # What `PieceSize` refuses, without underscores.
 _COMPUTING = """
@@ -202,18 +203,21 @@ for _name in _COMPUTING.split():
     setattr(PieceSize, f"__{_name}__", PieceSize.compute)
 
 
-def uncompiled(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``ask``, a ``__torch_function__``, which ``torch.compile`` neither looks into nor compiles.
+def uncompiled(function: Callable[..., R]) -> Callable[..., R]:
+    """Return ``function`` so that ``torch.compile`` breaks the graph there and runs it as it is.
 
-    It would call itself without end, or keep the first function asked about, and call that for all others.
+    A compiled ``__torch_function__`` would call itself without end, or keep the first function asked about,
+    and call that for all others. Uses Dynamo only while it compiles or runs compiled code: importing it takes
+    seconds.
     """
-    broken = torch_private.disable_dynamo(ask)
+    broken = torch_private.disable_dynamo(function)
 
-    @functools.wraps(ask)
-    def either(cls: type[Any], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @functools.wraps(function)
+    def either(*args: Any) -> R:
         if torch.compiler.is_compiling() or torch_private.get_eval_frame_callback():
-            return broken(cls, func, types, args, kwargs)
-        return ask(cls, func, types, args, kwargs)
+            result: R = broken(*args)
+            return result
+        return function(*args)
 
     return either
 
@@ -486,7 +490,7 @@ def total_norm(tensors: Sequence[Tensor], order: float, owners: Owners, dtype: t
     counted = [none]
     intervals = list[Intervals]([()])
     for tensor in tensors:
-        held = plain(tensor)
+        held = tensor.plain if isinstance(tensor, Piece) else tensor
         if held.numel():
             counted.append(held if counts or held is not tensor else none)
             intervals.append(tensor.owners.parts if isinstance(tensor, Piece) else ())

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardtrain.comm import Channel, Ranks
 from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import open_inbox
-from shardtrain.comm.transport import Alone, Gradient, Pending
+from shardtrain.comm.transport import Alone, Pending, Vector
 from shardtrain.comm.wrappers import Replicated
 from shardtrain.layout import Layout
 
@@ -60,16 +60,16 @@ class Simulated(Alone):
             self._arena = like.new_empty(self._largest, dtype=torch.uint8)
         return self._arena[: layout.padded * like.element_size()].view(like.dtype)
 
-    def reduce_scatter(self, gradients: Sequence[Gradient]) -> Pending[list[Tensor]]:
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
         inboxes = list[Tensor]()
         for gradient in [] if self.in_place else gradients:
-            inboxes += self._inbox_of(gradient.own, gradient.full)
+            inboxes += self._inbox_of(gradient.local, gradient.full)
         if self.in_place or self._inbox:  # which compute means when they are waited for
             return Pending(partial(_means, gradients, inboxes))
         return Pending.done(_means(gradients, inboxes))
 
-    def average(self, gradients: Sequence[Gradient], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+    def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
         buffers = list[Tensor]()
         for gradient, mean in zip(gradients, means.wait(), strict=True):
@@ -84,9 +84,9 @@ class Simulated(Alone):
         return means.then(finish)
 
 
-def _means(gradients: Sequence[Gradient], inboxes: list[Tensor]) -> list[Tensor]:
+def _means(gradients: Sequence[Vector], inboxes: list[Tensor]) -> list[Tensor]:
     """Return new tensors in the place of the means of ``gradients``, and free the ``inboxes``."""
-    means = [gradient.new_mean().copy_(gradient.own) for gradient in gradients]
+    means = [gradient.new_mean().copy_(gradient.local) for gradient in gradients]
     inboxes.clear()
     return means
 

@@ -28,7 +28,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm, introspect
-from shardtrain.comm import Flat, activity, guard, messages, native, process_group, reports
+from shardtrain.comm import Vector, activity, guard, messages, native, process_group, reports
 from shardtrain.comm.reports import Links, Reports
 from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
@@ -678,12 +678,12 @@ def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: 
 
 
 @contextmanager
-def without_tags() -> Iterator[tuple[Any, Flat]]:
+def without_tags() -> Iterator[tuple[Any, Vector]]:
     """Over gloo's own collectives, which deliver equal sizes whatever they are; checks every 4th time."""
     with patch.object(native, "has_gloo", lambda _: False), patch.object(guard, "EVERY", 4):
         transport = comm.open_transport()
         layout = even([6], transport.world, 1)
-        yield transport, Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
+        yield transport, Vector(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
 
 
 @pytest.mark.parametrize(("at_forward", "told"), [(1, "forward 1"), (2, "forward 2"), (3, "forwards 3 to 4")])
@@ -737,7 +737,7 @@ def test_a_rank_that_is_late_hears_that_others_differ(tmp_path: Path) -> None:
             if is_last():
                 until(lambda: len([*tmp_path.iterdir()]) == 2)
             for name in ("first", "other" if transport.rank == 1 else "second"):
-                flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
+                flat = Vector(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
                 moving.append(transport.gather(name, [flat]))
             moving[0].wait()
 

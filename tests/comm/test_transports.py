@@ -444,7 +444,7 @@ def test_the_devices_of_vectors_choose_what_moves_them() -> None:
         assert type(channel.transport) is expected
         assert channel.transport.open_guard() is channel.guard
         local.fill_(channel.rank)
-        channel.gather("a unit", [comm.Flat(full, local, layout)]).wait()
+        channel.gather("a unit", [comm.Vector(full, local, layout)]).wait()
         assert full.tolist() == [0.0] * 32 + [1.0] * 32
     assert type(comm.ProcessGroupTransport(dist.group.WORLD).on([CPU])) is comm.MessagesTransport
 
@@ -475,12 +475,13 @@ def test_a_reduction_receives_the_others_parts_alone() -> None:
     """It allocates no place for this rank's own part, which nobody sends."""
     channel = comm.open_transport("process_group")
     layout = cut_of("even", channel.world)([16 * channel.world * 100], 16)
-    gradient = comm.Gradient(torch.ones(layout.padded), layout, channel.rank, torch.float32)
+    full = torch.ones(layout.padded)
+    gradient = comm.Vector(full, full[layout.interval(channel.rank)], layout)
     with Allocations() as allocations:
         pending = channel.reduce("a unit", [gradient])
     allocated = sum(storage.nbytes() for storage in allocations.storages.values())
-    assert allocated == (channel.world - 1) * gradient.own.nbytes
-    assert torch.equal(pending.wait()[0], gradient.own)
+    assert allocated == (channel.world - 1) * gradient.local.nbytes
+    assert torch.equal(pending.wait()[0], gradient.local)
 
 
 @each_rank(2, transport="auto")
