@@ -68,7 +68,7 @@ telling(loop, "restore", after="loaded")
 telling(StepMetrics, "phase", before="phase")
 telling(StepMetrics, "paused", before="phase")
 telling(Saver, "_copy", before="copy")
-telling(Saver, "step_done", after="step", step=lambda saver, step, *_: step)
+telling(Saver, "after_step", after="step", step=lambda saver, trainer, step, *_: step)
 if __name__ == "__main__":
     runpy.run_module("shardtrain.train", run_name="__main__")
 """

@@ -138,9 +138,9 @@ class Twins:
         for step in range(1, steps + 1):
             micro = list(islice(batches, count))
             with recording(twin, Tensor.clone, self._units) as right, torch.random.fork_rng():
-                accumulate(twin, job.loss, iter(micro), count, contextlib.nullcontext)
+                accumulate(twin, job.loss, micro, contextlib.nullcontext)
             with recording(sharded, Tensor.clone, self._units) as record:  # with the same dropout masks
-                accumulate(sharded, job.loss, iter(micro), count, partial(shardtrain.no_sync, sharded))
+                accumulate(sharded, job.loss, micro, partial(shardtrain.no_sync, sharded))
             yield step, "output", record.outputs, right.outputs
             yield step, "own gradient", record.gradients, right.gradients
             self._average()

@@ -22,6 +22,7 @@ from shardtrain import comm, device, introspect
 from shardtrain.comm import trace
 from shardtrain.job import tags
 from shardtrain.job.build import Job
+from shardtrain.job.data import Batch
 from shardtrain.job.evaluate import table_of, table_rows
 from shardtrain.job.format import MIB
 from shardtrain.plan.memory import optimizer_tensors
@@ -208,15 +209,14 @@ class StepMetrics:
             self.since += elapsed
             self.spent.seconds[part] += elapsed
 
-    def add(self, images: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a micro-batch: images [batch, channels, side, side], mean loss, logits [batch, classes], labels
-        [batch] or [batch, classes]."""
+    def add(self, batch: Batch, loss: Tensor, logits: Tensor) -> None:
+        """Add a micro-batch, its mean loss, 0-dim, and its logits [batch, classes]."""
         with torch.no_grad():
-            labels = labels.argmax(1) if labels.ndim == 2 else labels
+            labels = batch.labels.argmax(1) if batch.labels.ndim == 2 else batch.labels
             losses, hits = self.sums[self._added % len(self.sums)].unbind()
             losses.add_(loss, alpha=len(labels))
             hits.add_((logits.argmax(1) == labels).sum())
-        self.images += len(images)
+        self.images += len(batch.images)
         self.scored += len(labels)
         self._added += 1
 

@@ -17,10 +17,9 @@ import torch
 from omegaconf import OmegaConf
 
 from shardtrain import introspect
-from shardtrain.job import pictures, tags
+from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, ImageFolder
-from shardtrain.job.data import Batch, TrainFeed
 from shardtrain.job.data.feed import files_as_csv
 from shardtrain.job.dist_env import versions
 from shardtrain.job.evaluate import Evaluation
@@ -33,7 +32,6 @@ from shardtrain.job.target import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
-SAMPLES = 16  # images of a batch in the picture
 MOST_CLASSES = 6  # whose images are counted one by one in the first lines
 
 
@@ -89,16 +87,6 @@ class Monitor:
         for name, picture in evaluation.results.pictures.items():
             self.picture(tags.score(part, name), picture)
         self.texts |= titled(part, evaluation)
-
-    def showing(self, feed: TrainFeed) -> Iterator[Batch]:
-        """Yield the feed's batches, with a picture of the first one as the model gets it."""
-        for index, batch in enumerate(feed):
-            if index == 0 and self.writers:
-                images = batch.images[:SAMPLES]
-                captions = [pictures.caption(label, feed.classes) for label in batch.labels[:SAMPLES]]
-                sample = pictures.grid(images, feed.prepare.mean, feed.prepare.std, captions)
-                self.picture(tags.SAMPLES, sample)
-            yield batch
 
     def _each(self, event: Callable[[Writer], None]) -> None:
         for writer in self.writers:

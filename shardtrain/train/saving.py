@@ -24,8 +24,6 @@ from shardtrain.checkpoint.memory import keep_only
 from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.device import HostCopy
 from shardtrain.job import tags
-from shardtrain.job.build import Job
-from shardtrain.job.config import Config
 from shardtrain.job.data import EvalFeed
 from shardtrain.job.dist_env import together
 from shardtrain.job.errors import UserError
@@ -34,16 +32,8 @@ from shardtrain.job.format import MIB
 from shardtrain.job.losses import given_weights
 from shardtrain.job.saved import record_of
 from shardtrain.job.signals import Stopped, StopSignals
-from shardtrain.monitor import Monitor, StepMetrics
-
-
-class Training(NamedTuple):
-    """Hold a job and its measurements while it trains."""
-
-    config: Config
-    job: Job
-    metrics: StepMetrics
-    monitor: Monitor
+from shardtrain.train.hooks import Hook
+from shardtrain.train.trainer import Trainer
 
 
 class Best(NamedTuple):
@@ -84,7 +74,7 @@ def require_room(copy: Path, every: int, more: int) -> None:
         )
 
 
-class Saver:
+class Saver(Hook):
     """Evaluate and save the run when it is time to, and end it if a rank got a signal.
 
     With each step, and each batch of an evaluation, ranks start an exchange of two numbers and read the
@@ -94,40 +84,49 @@ class Saver:
 
     def __init__(
         self,
-        training: Training,
+        trainer: Trainer,
         store: Store,
         state: RunState,
         signals: StopSignals,
     ) -> None:
         self._store = store
         self._signals = signals
-        self._is_first_copy = not training.job.first_step
-        self._config, self._job, self._metrics, self._monitor = training
+        self._trainer = trainer
+        self._config = trainer.config
+        self._job = trainer.job
+        self._metrics = trainer.metrics
+        self._monitor = trainer.monitor
+        self._is_first_copy = not trainer.job.first_step
         best, self.pending_evaluation = state
         # If `train.best` has changed, earlier scores cannot be compared: the search for the best begins anew.
         self.best = best if best is not None and best.tag == self._config.train.best else None
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
-        self.before_save: Callable[[], object] = lambda: None
         self._copies_fail = False  # in memory, and a warning has said so
         self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
         self._evaluation_signal = 0  # that ended an evaluation; 0: none
 
-    def evaluate_pending(self, step: int) -> None:
-        """Evaluate the step from which this process resumes; raise Stopped on a signal. Collective."""
-        self._evaluate(step)
+    def before_fit(self, trainer: Trainer) -> None:
+        """Evaluate the step from which this process resumes, if pending. Raises Stopped on a signal."""
+        step = self._job.first_step
         if self.pending_evaluation:
-            self._stop(step, self._evaluation_signal)
+            self._evaluate(step)
+            if self.pending_evaluation:
+                self._stop(step, self._evaluation_signal)
+        trainer.end = self._why_stale(step)
 
-    def step_done(self, step: int, evaluate: bool) -> None:
+    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
         """Evaluate, save or stop as due after ``step``. Collective.
 
         Raises on every rank Stopped if one got a signal, with the step saved, and SaveFailed if the
         configuration says that failures stop the run.
         """
+        every = self._config.train.eval_every * self._job.steps_per_epoch
+        evaluate = step == self._job.steps or step % every == 0
         better = evaluate and self._evaluate(step)
         signal, busy = self._exchange()
         signal = signal or self._evaluation_signal
-        last = step == self._job.steps or self.is_stale(step)
+        trainer.end = self._why_stale(step)
+        last = step == self._job.steps or bool(trainer.end)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused("checkpoint"):
             is_due = bool(signal) or last or better or step % self._every == 0
@@ -147,16 +146,8 @@ class Saver:
         if stopping:
             self._stop(step, signal)
 
-    def is_stale(self, step: int) -> bool:
-        """Return whether `train.patience` has ended with the evaluation after ``step``."""
-        patience = self._config.train.patience
-        train = self._config.train
-        if patience is None or self.best is None:
-            return False
-        return step - self.best.step >= patience * train.eval_every * self._job.steps_per_epoch
-
-    def finish(self, step: int) -> None:
-        """Wait until the last save is committed, and evaluate the test images, if any, after ``step``.
+    def after_fit(self, trainer: Trainer) -> None:
+        """Wait until the last save is committed, and evaluate the test images, if any.
 
         Raises SaveFailed on every rank if it failed, and Stopped if one got a signal while evaluating.
         """
@@ -164,7 +155,17 @@ class Saver:
             self._store.finish()
         if self._job.test is not None:
             with self._metrics.paused("evaluation"):
-                self._monitor.tested(step, self.evaluation(self._job.test))
+                self._monitor.tested(self._monitor.latest, self.evaluation(self._job.test))
+
+    def _why_stale(self, step: int) -> str:
+        """Return why `train.patience` ends with the evaluation after ``step``; "" if it does not."""
+        train = self._config.train
+        if train.patience is None or self.best is None:
+            return ""
+        patience = train.patience * train.eval_every * self._job.steps_per_epoch
+        if step - self.best.step < patience:
+            return ""
+        return f"no better {train.best} in {train.patience} evaluations"
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate, and return whether the model is the best so far.
@@ -188,6 +189,8 @@ class Saver:
             if is_better:
                 self.best = Best(step, score, tag)
             self._monitor.evaluated(step, evaluation, self.best)
+            for hook in self._trainer.hooks:
+                hook.after_evaluation(self._trainer, step, evaluation)
         self.pending_evaluation = False
         return is_better
 
@@ -259,7 +262,7 @@ class Saver:
                 raise
 
     def _save(self, step: int, to_disk: bool = True) -> None:
-        self.before_save()
+        self._trainer.finiteness.settle()
         job = self._job
         extra = {  # part of the checkpoint format: these keys must not change
             "window": self._metrics.state(),

@@ -473,12 +473,12 @@ def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     config = configure(*TINY, *lengths, *keys)
     with SimulatedDevice()(monkeypatch) as device:
 
-        def step_done(saver: Saver, step: int, evaluate: bool, done: Any = Saver.step_done) -> None:
+        def after_step(saver: Saver, *arguments: Any, after: Any = Saver.after_step) -> None:
             waits.append(device.waits)
             device.next_step()
-            done(saver, step, evaluate)
+            after(saver, *arguments)
 
-        monkeypatch.setattr(Saver, "step_done", step_done)
+        monkeypatch.setattr(Saver, "after_step", after_step)
         train(config, Context(ALONE, DEVICE, tmp_path))
     assert torch.are_deterministic_algorithms_enabled() == bool(virtual)
     torch.use_deterministic_algorithms(False)

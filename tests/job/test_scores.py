@@ -22,11 +22,12 @@ from shardtrain.job.data.items import Expected, Items
 from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Scoring, evaluate
 from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.job.step import Step
+from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
-from shardtrain.train.saving import Best, RunState, Saver, Training
+from shardtrain.train.saving import Best, RunState, Saver
 from shardtrain.train.sweep import Outcome
+from shardtrain.train.trainer import Trainer
 
 from pool import each_rank
 from small import Parts
@@ -213,7 +214,7 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
 def judged(score: float, best: Best | None, *words: str) -> Any:
     """Return whether an evaluation with this score is better, and the best after it."""
     saver: Any = Saver.__new__(Saver)
-    saver._metrics, saver._monitor, saver._job = (MagicMock() for _ in range(3))
+    saver._metrics, saver._monitor, saver._job, saver._trainer = (MagicMock() for _ in range(4))
     saver._config = composed("+recipe=resnet", *TINY, *words)
     saver.best = best
     saver.evaluation = lambda feed: MagicMock(ranking=lambda: {saver._config.train.best: score})
@@ -300,10 +301,10 @@ def test_mixing_of_single_images_is_warned_of() -> None:
 
 def test_another_score_begins_anew() -> None:
     config = composed("+recipe=resnet", *TINY, "train.best=val/loss")
-    training = Training(config, MagicMock(), MagicMock(), MagicMock())
+    trainer = MagicMock(config=config)
     for tag, kept in (("val/acc1", False), ("val/loss", True)):
         best = Best(1, 50.0, tag)
-        saver = Saver(training, MagicMock(), RunState(best), MagicMock())
+        saver = Saver(trainer, MagicMock(), RunState(best), MagicMock())
         assert saver.best == (best if kept else None)
 
 
@@ -365,12 +366,10 @@ def weighted_step(*words: str) -> Computed:
     config = composed(*TINY, *FOUR, f"train.class_weights={WEIGHTS.tolist()}", *words)
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     batches = [*zip(range(job.train.share.accumulate), job.train, strict=False)]
-    seen: list[torch.Tensor] = []
-    feed = iter([batch for _, batch in batches])
-    Step.of(job, None).backward(
-        feed, len(batches), observe=lambda images, loss, *_: seen.append(loss.detach())
-    )
-    mean = torch.stack(seen).double().mean()
+    trainer = Trainer(config, job, StepMetrics(job), Monitor())
+    with trainer.metrics.step():
+        trainer.gradients(1, iter([batch for _, batch in batches]))
+    mean = trainer.metrics.sums[:, 0].sum() / trainer.metrics.scored
     comm.all_reduce(mean)
     with shardtrain.unsharded(job.model, grads=True):
         gradients = {name: param.grad.clone() for name, param in job.model.named_parameters()}

@@ -23,15 +23,16 @@ from shardtrain.comm.trace import GATHER, count, waiting
 from shardtrain.job import pictures, tags
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config
+from shardtrain.job.data import Batch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
-from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, writers
 from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, slow_rank
 from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.watch import Watch
+from shardtrain.train.trainer import Trainer
 
 from pool import each_rank, ended, once
 from small import Block, OddNet, sgd, shard
@@ -201,7 +202,8 @@ def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> N
         count(GATHER, [MIB])
         for batch in images:
             logits = torch.eye(2)[torch.arange(len(batch)) % 2]
-            metrics.add(batch, torch.tensor(loss), logits, torch.zeros(len(batch), dtype=torch.int64))
+            labels = torch.zeros(len(batch), dtype=torch.int64)
+            metrics.add(Batch(batch, labels, len(batch)), torch.tensor(loss), logits)
 
 
 def test_metrics_are_of_the_steps_between_reports() -> None:
@@ -532,8 +534,7 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     config = configure(*SHORT, "train.accumulate=2")
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     metrics = StepMetrics(job)
-    batches = iter(job.train)
-    step = Step.of(job, None)
+    trainer = Trainer(config, job, metrics, Monitor())
     around: list[float] = []  # seconds of steps with the measuring
     inside: list[float] = []  # and without
 
@@ -543,8 +544,7 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
             begun = time.perf_counter()
             with metrics.step():
                 entered = time.perf_counter()
-                step.gradients(batches, 2, metrics.phase, metrics.add)
-                step.update()
+                trainer.compute(1)
                 inside.append(time.perf_counter() - entered)
             around.append(time.perf_counter() - begun)
 

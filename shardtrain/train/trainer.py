@@ -1,0 +1,146 @@
+"""Train a model: forward, loss, backward and update in each step, and hooks after it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardtrain import clip_grad_norm_, comm, introspect, no_sync
+from shardtrain.job.build import Job, seed_process
+from shardtrain.job.config import Config
+from shardtrain.job.data import Batch
+from shardtrain.job.dist_env import AFTERWARDS
+from shardtrain.job.losses import CrossEntropy, Loss
+from shardtrain.job.step import refusals_of, weight_of
+from shardtrain.monitor import Monitor, StepMetrics
+from shardtrain.train.captured import CapturedSteps
+from shardtrain.train.finiteness import Finiteness
+from shardtrain.train.hooks import Hook
+from shardtrain.train.virtual import VirtualRanks
+
+
+class Trainer:
+    """A sharded model in training: its steps, and hooks after each.
+
+    A step is computed in one of three ways, chosen once: its micro-batches are accumulated, or computed as
+    virtual ranks, or the whole step is replayed as a CUDA graph.
+    """
+
+    def __init__(self, config: Config, job: Job, metrics: StepMetrics, monitor: Monitor) -> None:
+        self.config = config
+        self.job = job
+        self.metrics = metrics
+        self.monitor = monitor
+        self.hooks: Sequence[Hook] = ()
+        self.model = job.model
+        self.loss = job.loss
+        self.optimizer = job.optimizer
+        self.batches = iter(job.train)  # this rank's micro-batches of all steps
+        self.batch: Batch | None = None  # the latest of them
+        self.norm = torch.tensor(math.nan)  # of the latest gradients, before they were clipped: 0-dim
+        self.end = ""  # why no step follows, if a hook says so
+        self.finiteness = Finiteness(self)
+        self._loss_of: Loss = job.loss  # of a micro-batch in this step
+        self._max_norm = config.train.clip_grad_norm or math.inf  # inf measures and does not clip
+        virtual = introspect(job.model).virtual_ranks
+        self._compute_gradients = VirtualRanks(self, virtual) if virtual else self._accumulate
+        self._captured = CapturedSteps(self) if config.train.capture else None
+
+    def fit(self) -> None:
+        """Train up to the last step. Collective.
+
+        Raises RuntimeError on every rank if a loss or a gradient is not finite; on a CPU before the update.
+        """
+        compute = self._captured or self.compute
+        with self._captured or contextlib.nullcontext():
+            for hook in self.hooks:
+                hook.before_fit(self)
+            self.metrics.start()
+            for step in self.steps():
+                self.seed(step)
+                with self.metrics.step():
+                    finite = compute(step)
+                for hook in self.hooks:
+                    hook.after_step(self, step, finite)
+                self.optimizer.zero_grad()  # now, since hooks may read gradients
+                self.job.schedule.step()
+            self.finiteness.settle()
+            for hook in self.hooks:
+                hook.after_fit(self)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the numbers of the steps, from 1: after the checkpoint's, to the last, or until one ends."""
+        for step in range(self.job.first_step + 1, self.job.steps + 1):
+            if self.end:
+                self.monitor.say(f"stopped after step {step - 1}: {self.end}")
+                return
+            yield step
+            if step == self.job.first_step + 1:  # models are compiled by now
+                comm.set_time_out(AFTERWARDS)
+
+    def seed(self, step: int, rank: int | None = None) -> None:
+        """Seed the random numbers of ``step``, as those of another (virtual) ``rank`` if it is given."""
+        seed_process(self.job.device, self.config.seed, comm.rank() if rank is None else rank, step)
+
+    def compute(self, step: int) -> bool:
+        """Compute the gradients of ``step``, and update; return whether they are finite. Collective."""
+        self.gradients(step, self.batches)
+        return self.update(step)
+
+    def gradients(self, step: int, feed: Iterator[Batch], *, checked: bool = True) -> None:
+        """Compute the gradients of the next micro-batches in ``feed``, and reduce them. Collective.
+
+        ``checked``: by a replay, if one is due in ``step``.
+        """
+        batches = self.micro_batches(feed)
+        if isinstance(self.loss, CrossEntropy) and self.loss.weight is not None:
+            whole = [*batches]  # the loss needs the labels of all
+            self._loss_of = partial(self.loss.over, weight_of(self.model, self.loss, whole))
+            batches = iter(whole)
+        self._compute_gradients(step, batches, checked)
+
+    def _accumulate(self, step: int, batches: Iterator[Batch], checked: bool) -> None:
+        count = self.job.train.share.accumulate
+        for number, batch in enumerate(batches, 1):
+            with contextlib.nullcontext() if number == count else no_sync(self.model):
+                loss, outputs = self.forward_backward(batch, of=count)
+            self.metrics.add(batch, loss, outputs)
+
+    def micro_batches(self, feed: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the micro-batches of one step."""
+        for _ in range(self.job.train.share.accumulate):
+            with self.metrics.phase("data"):
+                self.batch = next(feed)
+            yield self.batch
+
+    def forward_backward(self, batch: Batch, of: int = 1) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of a micro-batch, one ``of`` some; return its loss, 0-dim, and outputs."""
+        with self.metrics.phase("forward"):
+            outputs = self.model(batch.images)
+            loss = self._loss_of(outputs, batch.labels)
+        with self.metrics.phase("backward"):
+            self.job.scaler.scale(loss / of).backward()  # type: ignore[no-untyped-call]
+        return loss, outputs
+
+    def update(self, step: int) -> bool:
+        """Clip the gradients, update the parameters and their moving average. Collective.
+
+        Return whether gradients are finite. If not, nothing is updated.
+        """
+        scaler = self.job.scaler
+        scaler.unscale_(self.optimizer)
+        self.norm = clip_grad_norm_(self.model, self._max_norm)
+        finite = self.finiteness.of(step, self.norm)
+        if not finite:
+            self.optimizer.zero_grad()  # so that the update changes nothing
+        with refusals_of(self.optimizer):
+            scaler.step(self.optimizer)
+        scaler.update()
+        if self.job.ema is not None:
+            self.job.ema.update(step)
+        return finite
