@@ -1,23 +1,24 @@
-"""Check that losses and gradients are finite, and name what is not."""
+"""Check that losses and gradients are finite, and name what is not.
+
+Its own file, since the training loop is about steps that are well.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from shardtrain import comm, recording
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
+from shardtrain.job.build import Job
 from shardtrain.job.format import first_of
-
-if TYPE_CHECKING:
-    from shardtrain.train.trainer import Trainer
 
 
 class Finiteness:
-    """Whether the gradients of a `Trainer`'s steps are finite. In fp16 their scale may have been too high.
+    """Whether the gradients of steps are finite. In fp16 their scale may have been too high.
 
     The gradient's norm is the same number on every rank, and not finite if any element of any rank's gradient
     is not. So all ranks decide alike, and exchange the cause only then. On an accelerator the scaler skips
@@ -27,13 +28,17 @@ class Finiteness:
     Raises RuntimeError on every rank if a loss is not finite, or if a gradient's scale cannot be the cause.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, job: Job, compute_again: Callable[[int], object]) -> None:
+        """compute_again: computes the gradients of a step again, before the update."""
+        self._job = job
+        self._compute_again = compute_again
         self._open: list[tuple[int, HostCopy]] = []  # unchecked steps, their norms and this rank's losses
 
-    def of(self, step: int, norm: Tensor) -> bool:
-        """Return False if the gradients of ``step``, with this ``norm``, are known not to be finite."""
-        loss = self._trainer.metrics.sums[:, 0].sum()  # it was finite before this step
+    def of(self, step: int, norm: Tensor, loss: Tensor) -> bool:
+        """Return False if the gradients of ``step``, with this ``norm``, are known not to be finite.
+
+        ``loss``: of this rank, with those of earlier steps, which were finite.
+        """
         self._open.append((step, HostCopy(torch.stack([norm.to(loss), loss]))))
         return self.settle(keep=int(on_accelerator(norm)))
 
@@ -48,7 +53,7 @@ class Finiteness:
     def _judge(self, step: int, norm: float, loss: float) -> bool:
         if math.isfinite(norm):
             return True
-        job = self._trainer.job
+        job = self._job
         losses = torch.zeros(comm.world_size(), dtype=torch.float64)
         losses[comm.rank()] = loss
         by_rank = enumerate(comm.all_reduce(losses).tolist())
@@ -64,12 +69,8 @@ class Finiteness:
 
         Collective, before the update.
         """
-        trainer = self._trainer
-        feed = trainer.job.train.of(trainer.job.train.share, step - 1)
-        trainer.optimizer.zero_grad()
-        trainer.seed(step)
-        with recording(trainer.model, lambda tensor: tensor.isfinite().all()) as record:
-            trainer.gradients(step, iter(feed), checked=False)
+        with recording(self._job.model, lambda tensor: tensor.isfinite().all()) as record:
+            self._compute_again(step)
         texts = enumerate(comm.gather_texts(record.first_false(), comm.plain_transport()))
         first_by_rank = [f"on rank {rank} {text}" for rank, text in texts if text]
         if not first_by_rank:

@@ -1,36 +1,15 @@
-"""What a training run does after its steps: a hook each. `saving.py` has the one that evaluates and saves."""
+"""Report steps, and picture the first images. `saving.py` has the hook that evaluates and saves.
+
+Its own file, since the training loop knows no hook.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardtrain.job import pictures, tags
-from shardtrain.job.evaluate import Evaluation
 from shardtrain.monitor import Watch
-
-if TYPE_CHECKING:
-    from shardtrain.train.trainer import Trainer
+from shardtrain.train.trainer import Hook, Trainer
 
 SAMPLES = 16  # images of a micro-batch in the picture
-
-
-class Hook:
-    """Something that a `Trainer` does after each step or evaluation; subclasses override what they need.
-
-    Every rank calls it, so it may call collectives, but on all ranks alike. What it raises ends the run.
-    """
-
-    def before_fit(self, trainer: Trainer) -> None:
-        """Run before the first step of this process."""
-
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
-        """Run after ``step``, with its gradients. Not ``finite``: these were not, and nothing was updated."""
-
-    def after_evaluation(self, trainer: Trainer, step: int, evaluation: Evaluation) -> None:
-        """Run after an evaluation of the validation images."""
-
-    def after_fit(self, trainer: Trainer) -> None:
-        """Run after the last step."""
 
 
 class Samples(Hook):

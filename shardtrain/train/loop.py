@@ -1,6 +1,7 @@
 """Run a training job.
 
-`trainer.py` has the loop. `job/build.py` builds its job, and `resume.py` finds where it begins.
+Its own file, since `trainer.py`, which has the loop, knows neither checkpoints nor run directories. `resume.py`
+finds where the loop begins.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from shardtrain.job.format import MIB
 from shardtrain.job.losses import given_weights
 from shardtrain.job.saved import record_of
 from shardtrain.job.signals import Stopped, StopSignals
-from shardtrain.train.hooks import Hook
-from shardtrain.train.trainer import Trainer
+from shardtrain.train.trainer import Hook, Trainer
 
 
 class Best(NamedTuple):

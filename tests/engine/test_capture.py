@@ -31,11 +31,11 @@ from shardtrain import device as devices
 from shardtrain.comm import guard
 from shardtrain.comm.guard import Paths
 from shardtrain.engine.watchdog import LOOKS, Watchdog
-from shardtrain.job import step as program
 from shardtrain.job.errors import UserError
 from shardtrain.job.launch import Context
 from shardtrain.monitor import Monitor
 from shardtrain.optim import Ema
+from shardtrain.train import ways as program
 from shardtrain.train.loop import train
 
 import ways

@@ -273,14 +273,14 @@ def test_the_command_s_settings_count_where_it_names_the_checkpoint(
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
-    fit = saving.Saver.step_done
+    fit = saving.Saver.after_step
 
     def look(self: saving.Saver, *args: Any, **options: Any) -> None:
         groups = self._job.optimizer.param_groups
         seen.append([(group["weight_decay"], group["lr"]) for group in groups])
         fit(self, *args, **options)
 
-    with patch.object(saving.Saver, "step_done", look):
+    with patch.object(saving.Saver, "after_step", look):
         given = ("optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5")
         assert f"; resume={folder}/checkpoints/step-00000008 continues it w" in run_to_end(
             str(folder), *given
