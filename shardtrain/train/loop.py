@@ -1,7 +1,7 @@
 """Run a training job.
 
-Its own file, since `trainer.py`, which has the loop, knows neither checkpoints nor run directories. `resume.py`
-finds where the loop begins.
+Its own file, since `trainer.py`, which has the loop, knows neither checkpoints nor run directories.
+`resume.py` finds where the loop begins.
 """
 
 from __future__ import annotations
