@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile
 from torch import Tensor
-from torchvision import datasets
 from torchvision.transforms import v2
 
 from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.errors import Unreadable, UserError, not_valid, path_of, plain_file, reading
-from shardtrain.job.format import counted
+from shardtrain.job.format import counted, first_of
 from shardtrain.job.inference import Inference, mode_of, transform_of
 from shardtrain.job.preprocessing import Preprocessing
 
@@ -109,15 +108,15 @@ class Pictures(Batches):
         return self.source.paths[index]
 
 
-class _Folders(datasets.ImageFolder):  # type: ignore[misc]
-    """Find images in folders, but not in hidden ones, such as `.ipynb_checkpoints`."""
+def files_in(root: Path) -> Iterator[str]:
+    """Yield the paths of all files in ``root`` and its folders, in order. Raises OSError if one is closed."""
 
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        names = sorted(path.name for path in Path(directory).iterdir() if path.is_dir())
-        classes = [name for name in names if not name.startswith(".")]
-        if not classes:
-            raise FileNotFoundError(f"no folder of a class in {directory}")
-        return classes, {name: number for number, name in enumerate(classes)}
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in sorted(os.walk(root, onerror=refuse, followlinks=True)):
+        for name in sorted(names):
+            yield os.path.join(folder, name)
 
 
 def readable_endings() -> frozenset[str]:
@@ -263,7 +262,8 @@ def images_in(root: Path) -> tuple[list[str], list[str]]:
     if not root.is_dir():
         raise UserError(f"data.root={root}: there is no such folder")
     is_image = Sieve(root)
-    paths = [str(path) for path in sorted(root.rglob("*")) if path.is_file() and is_image(str(path))]
+    with reading(f"data.root={root}", "expected folders that can be read"):
+        paths = [path for path in files_in(root) if os.path.isfile(path) and is_image(path)]
     return paths, is_image.notes()
 
 
@@ -290,10 +290,17 @@ def _in_folders(config: ImageFolder, part: str) -> Part:
     expected = f"expected {part}/<class>/<image> in {root.absolute()}{instead}, found {inside}"
     with reading(f"data.root={config.root}", expected):
         is_image = Sieve(root / part)
-        folders = _Folders(str(root / part), is_valid_file=is_image)
-        beside = [path for path in (root / part).iterdir() if path.is_file() and is_image(str(path))]
-    files = Files([path for path, _ in folders.samples], folders.targets)
-    return Part(files, folders.classes, is_image.notes(len(beside)))
+        entries = sorted((root / part).iterdir())
+        folders = [path for path in entries if path.is_dir() and not path.name.startswith(".")]
+        if not folders:
+            raise ValueError(f"no folder of a class in {root / part}")
+        by_class = [[*filter(is_image, files_in(path))] for path in folders]
+        beside = [path for path in entries if path.is_file() and is_image(str(path))]
+    classes = [path.name for path in folders]
+    if empty := [name for name, paths in zip(classes, by_class, strict=True) if not paths]:
+        raise UserError(f"data.root={config.root}: no image of {first_of(empty)} in {part}; {expected}")
+    labels = [label for label, paths in enumerate(by_class) for _ in paths]
+    return Part(Files([*itertools.chain(*by_class)], labels), classes, is_image.notes(len(beside)))
 
 
 def photographs(

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -165,3 +165,26 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
         if tag.split("/")[0] not in MEASURED:
             points[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
     return points
+
+
+def refused(body: Callable[..., Any], *arguments: Any) -> str:
+    """What this rank is told."""
+    try:
+        body(*arguments)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Inside, this process may not enter ``folder``; not as root either, who may enter any."""
+    user = os.geteuid()
+    folder.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)

@@ -181,7 +181,23 @@ def _compare_optimizer(
         if odd:
             where = "is missing from" if odd[0] in ours else "is unexpected in"
             problems.append(f"{odd[0]} {where} its optimizer's group {index}")
+        for key in sorted(theirs["options"].keys() & group.keys()):
+            option = theirs["options"][key]
+            if group[key] is not None and _kind(option) != _kind(group[key]):
+                found = f"{key}={str(option)[:80]!r} in its optimizer's group {index}"
+                problems.append(f"{found}, expected the kind of {group[key]}")
     return problems
+
+
+def _kind(option: Any) -> Any:
+    """Return a name of an option's kind. JSON has lists for tuples and numbers for tensors."""
+    if isinstance(option, bool | None):  # many a flag may be unset
+        return "flag"
+    if isinstance(option, int | float | torch.Tensor):
+        return "number"
+    if isinstance(option, list | tuple):
+        return [*map(_kind, option)]
+    return type(option).__name__
 
 
 def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> None:

@@ -339,13 +339,18 @@ def require_equal_groups(parallel: Parallel, world_size: int) -> None:
 
 
 def require_equal_parts(config: Config, world_size: int) -> None:
-    """Raise UserError if ranks and micro-batches do not divide the batch."""
-    size = config.train.batch_size
+    """Raise UserError if ranks and micro-batches, of pairs if images are mixed, do not divide the batch."""
+    train = config.train
+    size = train.batch_size
     virtual = config.virtual_ranks(world_size)
     parts = world_size * config.micro_batches(world_size)
+    mixes = train.mixup or train.cutmix
+    if mixes:
+        parts *= 2
     if size % parts:
         below = size // parts * parts
         fitting = " or ".join(str(fits) for fits in (below, below + parts) if fits)
-        by = f"{world_size} ranks × train.accumulate={config.train.accumulate}"
+        by = f"{world_size} ranks × train.accumulate={train.accumulate}"
         by = f"parallel.virtual_ranks={virtual}" if virtual else by
+        by += " × 2 images that train.mixup or train.cutmix mixes" if mixes else ""
         raise UserError(f"train.batch_size={size} is not divisible by {by}; {fitting} would fit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
@@ -70,13 +71,15 @@ def reason_with_line(error: Exception) -> str:
 
 
 def path_of(key: str, text: str) -> Path:
-    """Return the path that the option ``key`` gives. Raises UserError for what cannot be a path."""
-    with reading(f"{key}={text}", "expected a path"):  # too long, the home of nobody, a NUL
+    """Return the path that the option ``key`` gives. Raises UserError for what can be none, or be closed."""
+    with reading(
+        f"{key}={text}", "expected a path that can be entered"
+    ):  # too long, the home of nobody, a NUL
         if not text:
             raise ValueError("it is empty")
         path = Path(text).expanduser()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            path.lstat()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(f"{path}/.")  # raises PermissionError for a folder that may not be entered
         return path
 
 

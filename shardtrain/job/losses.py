@@ -140,16 +140,6 @@ def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
     ]
 
 
-def mix_notes(mixup: float, cutmix: float, images: int) -> list[str]:
-    """Return a warning if mixup or cutmix does nothing, since a micro-batch has less than two ``images``."""
-    if images > 1 or not (mixup or cutmix):
-        return []
-    return [
-        "warning: train.mixup and train.cutmix mix the images of a micro-batch, and each has a single one, "
-        "so they do nothing; a larger train.batch_size, or a smaller train.accumulate, has more"
-    ]
-
-
 def weights_of(asked: str | Sequence[float] | None, images: DataSet) -> Tensor | None:
     """Return the weight of each class, float32 [classes], as `train.class_weights` says. Collective.
 

@@ -16,7 +16,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import virtual_threads
 from shardtrain.job.errors import Unreadable, UserError
 from shardtrain.job.launch import Context
-from shardtrain.job.losses import loss_notes, mix_notes
+from shardtrain.job.losses import loss_notes
 from shardtrain.job.signals import StopSignals
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, start_table
 from shardtrain.train.hooks import Reports, Samples
@@ -63,7 +63,6 @@ def _train(config: Config, context: Context, identity: Identity, memory: Path | 
             *messages,
             *job.notes,
             *loss_notes(job.loss, job.scoring.classes),
-            *mix_notes(config.train.mixup, config.train.cutmix, job.train.share.micro_batch),
             *changes,
             *start_messages(store, start, job, config),
         ]

@@ -300,6 +300,25 @@ def test_a_path_with_a_nul_is_named(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a\0b", *fresh())
 
 
+# Options of the optimizer that are of another kind than its own.
+OPTIONS = [
+    *[("betas", value) for value in (5, [0.9], [0.9, "0.99"])],
+    *[("lr", value) for value in ("0.1", {"a": 1}, True)],
+    *[("eps", None), ("amsgrad", "yes"), ("maximize", 0)],
+]
+
+
+@pytest.mark.parametrize(("key", "value"), OPTIONS)
+@each_rank(2, transport="auto")
+def test_an_option_of_another_kind_is_refused(tmp_path: Path, saved: Path, key: str, value: Any) -> None:
+    if dist.get_rank() == 0:
+        folder = shutil.copytree(saved, tmp_path / "one")
+        rewrite(folder, lambda m: m["optimizer"]["groups"][3]["options"].update({key: value}))
+    dist.barrier()
+    text = f"nothing was loaded: {key}={str(value)!r} in its optimizer's group 3, expected the kind of "
+    assert text in refused(tmp_path / "one", *fresh("adamw"))
+
+
 @pytest.mark.parametrize("reason", [*DAMAGES, *FORGERIES])
 @each_rank(2, transport="auto")
 def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, reason: str) -> None:

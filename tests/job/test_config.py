@@ -94,6 +94,12 @@ def test_batches_that_ranks_do_not_divide() -> None:
         what = f"100 is not divisible by 3 ranks × train.accumulate={accumulate}; {fitting} would fit"
         with pytest.raises(UserError, match=f"train.batch_size={what}"):
             require_equal_parts(config, 3)
+    for mixing in ("train.mixup=1", "train.cutmix=1"):  # a pair in two parts would be other pairs
+        config = composed("train.batch_size=6", mixing)
+        require_equal_parts(config, 1)
+        require_equal_parts(config, 3)
+        with pytest.raises(UserError, match=r"2 images that .* mixes; 4 or 8 would fit"):
+            require_equal_parts(config, 2)
     for world_size in (1, 2, 3, 4):
         require_equal_parts(composed("+recipe=resnet"), world_size)
     with pytest.raises(UserError, match=r"not divisible by parallel\.virtual_ranks=8; 96 or 104 would fit"):

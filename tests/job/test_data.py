@@ -32,13 +32,14 @@ from shardtrain.job.data import DataSet, EvalFeed, TrainFeed, workers
 from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.items import Items
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
-from shardtrain.job.errors import UserError
+from shardtrain.job.errors import UserError, path_of
 from shardtrain.job.preprocessing import Preprocessing, numbered
 from shardtrain.job.signals import SIGNALS, end_with_parent
 from shardtrain.recipes.augment import Photo
+from shardtrain.recipes.photos import images_in
 from shardtrain.recipes.resnet9_cifar10 import Crops
 
-from tiny import CPU, composed, write_folders
+from tiny import CPU, closed, composed, refused, write_folders
 
 DIGITS: Any = composed("data=digits").data
 TWO_IMAGES = Share(2, 1, 0, 1)  # per step, on one rank
@@ -549,7 +550,10 @@ def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
             r"no folder of a class in .*val; expected val/<class>/<image> in .*, or data.validation=0.2",
         ),
         (["train/a/1.png", "val"], r"Not a directory"),
-        (["train/cat/notes.txt"], r"Found no valid file for the classes cat"),
+        (
+            ["train/cat/notes.txt"],
+            r"no image of cat in train; expected train/<class>/<image> in .*, found train",
+        ),
         (["train.tar", "test/a"], r"No such file .*train'; expected .* in .*, found test, train.tar"),
         ([], r"No such file .*train'; expected .*, found nothing"),
     ],
@@ -560,6 +564,36 @@ def test_advice_about_folders(tmp_path: Path, make: list[str], message: str) -> 
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=message):
         data.load(folder(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["train", "val", "train/class0", "val/class1", "train/class0/deep"])
+def test_folders_that_cannot_be_read_are_refused(tmp_path: Path, place: str) -> None:
+    write_folders(tmp_path)
+    (tmp_path / place).mkdir(exist_ok=True)
+    usual = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if os.fspath(path) == str(tmp_path / place):
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual(path)
+
+    told = rf"data\.root={tmp_path}.*: \[Errno 13\] Permission denied: '{tmp_path / place}'; expected "
+    # `Path.iterdir` of Python 3.11 and 3.12 calls listdir.
+    with patch("os.scandir", scandir), patch("os.listdir", lambda path: [e.name for e in scandir(path)]):
+        with pytest.raises(UserError, match=told):
+            data.load(folder(tmp_path))
+        with pytest.raises(UserError, match=told):
+            images_in(tmp_path / place.partition("/")[0])
+
+
+def test_paths_that_may_not_be_entered_are_mistakes(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    keys = {"data.root": tmp_path, "model.weights": tmp_path / "a.pth", "data.table": tmp_path / "a.csv"}
+    with closed(tmp_path):
+        for key, path in keys.items():
+            told = refused(path_of, key, str(path))
+            assert told.startswith(f"{key}={path}: [Errno 13] Permission denied: "), told
+        assert refused(data.load, folder(tmp_path)).startswith(f"data.root={tmp_path}: [Errno 13] ")
 
 
 def test_a_folder_that_is_not_there_or_one_too_deep_is_named(tmp_path: Path) -> None:

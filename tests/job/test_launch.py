@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,7 +41,7 @@ from shardtrain.train.resume import Identity, find_start, free_space, identify, 
 
 from pool import each_rank, ended
 from small import until
-from tiny import ALONE, CPU, composed, configure, context
+from tiny import ALONE, CPU, closed, composed, configure, context, refused
 
 
 @pytest.fixture(autouse=True)
@@ -340,15 +340,6 @@ def taken(folder: Path, *arguments: str) -> list[str]:
         return news
 
 
-def refused(body: Callable[..., Any], *arguments: Any) -> str:
-    """What this rank is told."""
-    try:
-        body(*arguments)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.long
 @each_rank(2, transport="auto")
 def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
@@ -414,15 +405,8 @@ def test_a_run_directory_out_of_reach_is_a_mistake(tmp_path: Path) -> None:
 def test_a_run_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    user = os.geteuid()
-    tmp_path.chmod(0)
-    if user == 0:  # who may read anything
-        os.seteuid(65534)
-    try:
+    with closed(tmp_path):
         told = refused(require_run, run)
-    finally:
-        os.seteuid(user)
-        tmp_path.chmod(0o700)
     assert told.startswith(f"run={run}: [Errno 13] Permission denied: "), told
 
 

@@ -292,13 +292,6 @@ def test_functions_of_torchmetrics_are_scores_with_keywords() -> None:
     assert found["multiclass_f1_score"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
 
-def test_mixing_of_single_images_is_warned_of() -> None:
-    assert losses.mix_notes(0.2, 0.0, 2) == losses.mix_notes(0.0, 0.0, 1) == []
-    for mixup, cutmix in ((0.2, 0.0), (0.0, 0.2)):
-        (warning,) = losses.mix_notes(mixup, cutmix, 1)
-        assert "each has a single one, so they do nothing" in warning
-
-
 def test_another_score_begins_anew() -> None:
     config = composed("+recipe=resnet", *TINY, "train.best=val/loss")
     trainer = MagicMock(config=config)

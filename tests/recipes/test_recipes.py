@@ -381,16 +381,6 @@ def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
     assert not torch.equal(draws[:, 0], mix.draws(6)[:, 0])
 
 
-def test_an_image_without_a_partner_stays_as_it_is() -> None:
-    mix = Mix(1.0, 0, 3, Share(3, 1, 0, 1), 0)
-    images = torch.randn(3, 1, 2, 2)
-    labels = torch.tensor([0, 1, 2])
-    mixed, soft = mix(images, labels, mix.draws(0))
-    assert torch.equal(mixed[2], images[2])
-    assert soft[2].tolist() == [0, 0, 1]
-    assert not torch.equal(mixed[0], images[0])
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_losses_of_hard_and_soft_labels(smoothing: float) -> None:
     logits = torch.randn(6, 5)

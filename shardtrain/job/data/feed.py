@@ -215,10 +215,9 @@ class Mix:
     """Mix each image of a batch, and its label, with those of a partner: mixup and cutmix.
 
     An image's partner is its neighbour in the global batch: 0 and 1, 2 and 3, …. How they are mixed is drawn
-    for each image of the global batch from the seed and the step. So neither depends on the number of ranks
-    and micro-batches, if each micro-batch has an even number of images. Of an odd number the last image stays
-    as it is, and the others pair up within their micro-batch. (torchvision and timm draw once per rank's
-    batch, so the number of ranks changes the images.)
+    for each image of the global batch from the seed and the step. Each micro-batch has an even number of
+    images. So neither depends on the number of ranks and micro-batches. (torchvision and timm draw once per
+    rank's batch, so the number of ranks changes the images.)
 
     Mixup with 0.7 turns images a, b of classes 3, 5 into 0.7 a + 0.3 b, labelled 0.7 of class 3 and 0.3 of
     class 5. Cutmix puts a box of b into a. A box that covers 30 % gives the same label.
@@ -251,7 +250,7 @@ class Mix:
         """images: float32 [batch, channels, height, width]; labels: int64 [batch]; returns soft labels."""
         here = draws.to(images.device, non_blocking=True)
         weight = kept_pixels(here, images.shape[2], images.shape[3])
-        partner = (torch.arange(len(images), device=images.device) ^ 1).clamp(max=len(images) - 1)
+        partner = torch.arange(len(images), device=images.device) ^ 1
         mixed = torch.lerp(images[partner], images, weight[:, None].to(images.dtype))
         one_hot = F.one_hot(labels, self.classes).float()
         return mixed, torch.lerp(one_hot[partner], one_hot, weight.mean((1, 2))[:, None])
