@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.errors import Unreadable, UserError, not_valid, path_of, plain_file, reading
-from shardtrain.job.format import counted, first_of
+from shardtrain.job.format import counted
 from shardtrain.job.inference import Inference, mode_of, transform_of
 from shardtrain.job.preprocessing import Preprocessing
 
@@ -294,13 +294,16 @@ def _in_folders(config: ImageFolder, part: str) -> Part:
         folders = [path for path in entries if path.is_dir() and not path.name.startswith(".")]
         if not folders:
             raise ValueError(f"no folder of a class in {root / part}")
-        by_class = [[*filter(is_image, files_in(path))] for path in folders]
+        paths = list[str]()
+        labels = list[int]()
+        for label, place in enumerate(folders):
+            own = [path for path in files_in(place) if is_image(path)]
+            if not own:
+                raise ValueError(f"no image in {place}")
+            paths += own
+            labels += [label] * len(own)
         beside = [path for path in entries if path.is_file() and is_image(str(path))]
-    classes = [path.name for path in folders]
-    if empty := [name for name, paths in zip(classes, by_class, strict=True) if not paths]:
-        raise UserError(f"data.root={config.root}: no image of {first_of(empty)} in {part}; {expected}")
-    labels = [label for label, paths in enumerate(by_class) for _ in paths]
-    return Part(Files([*itertools.chain(*by_class)], labels), classes, is_image.notes(len(beside)))
+    return Part(Files(paths, labels), [path.name for path in folders], is_image.notes(len(beside)))
 
 
 def photographs(
