@@ -54,8 +54,9 @@ def shard(
 
     Every rank then holds 1/N of each unit's parameters, gradients and optimizer state. Parameters stay the
     same objects under the same names. At rest each holds its local piece, with as many dimensions as the
-    parameter: n elements of a filter are (n, 1, 1, 1). A unit's parameters are gathered while it computes.
-    Gradients are the mean over ranks. Every rank gets rank 0's initial parameters and buffers. With no
+    parameter: n elements of a filter are (n, 1, 1, 1). A rank that has all of a parameter, as a single one
+    does, shows it in its own shape. A unit's parameters are gathered while it computes. Gradients are the
+    mean over ranks. Every rank gets rank 0's initial parameters and buffers. With no
     process group and no ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
 
     Args:

@@ -97,6 +97,13 @@ def test_a_teacher_that_is_sharded_alike_is_averaged_by_hand() -> None:
             torch.testing.assert_close(wholes[name], param.data, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(2, transport="auto")
+def test_a_parameter_has_the_elements_of_the_whole_on_each_rank(layout: Any) -> None:
+    model = shard(nn.Linear(5, 4), layout=layout)
+    assert [param.numel() for param in model.parameters()] == [20, 4]
+
+
 REFUSED: dict[str, tuple[str, Callable[[nn.Parameter], object]]] = {
     "mean": ("mean of ", lambda p: p.mean()),
     "std": ("std of ", lambda p: p.std()),
