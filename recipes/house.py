@@ -117,18 +117,19 @@ def way(left: int, title: str, calls: tuple[FunctionCall, ...], color: str) -> l
 
 
 def house() -> str:
-    """Return the picture: the rooms on the left, the highest first, and the two ways beside them."""
+    """Return the picture: the rooms on the left, each below those it imports, and two ways beside."""
     title = "The rooms of shardtrain, and one step through the engine"
     parts = [text(20, 30, title, fill=DARK, font_size=15, font_weight="bold")]
-    parts.append(text(20, 62, "rooms: each imports only from those below it", fill=DARK, font_weight="bold"))
-    for number, room in enumerate(reversed(rooms(Path(shardtrain.__file__).parent))):
+    parts.append(text(20, 62, "rooms: each imports only from those above it", fill=DARK, font_weight="bold"))
+    drawn = rooms(Path(shardtrain.__file__).parent)
+    for number, room in enumerate(drawn):
         y = 76 + ROW * number
         color = COLORS["parameters"] if room.name in ENGINE else LIGHT
         parts.append(box(20, y, 120, 24, color, room.name))
         parts.append(text(150, y + 16, room.does, font_size=12))
     parts += way(540, "a parameter, in one step", PARAMETER, COLORS["parameters"])
     parts += way(950, "its gradient, in backward", GRADIENT, COLORS["gradients"])
-    return document(1360, 604, title, parts)
+    return document(1360, 86 + max(ROW * len(drawn), 44 * len(PARAMETER)), title, parts)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,7 @@ def _sums(logits: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
     """
     targets = F.one_hot(labels, logits.shape[1]).float() if scoring.mixed else labels
     right = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    right &= ~logits.isnan().any(1, keepdim=True)  # topk puts NaN first, and class 0 would often be right
     fifth = right.sum() if logits.shape[1] > FEW_CLASSES else torch.tensor(math.nan)
     parts = [*sum_and_weight(scoring.loss, logits, targets)]
     parts += [right[:, 0].sum(), fifth, torch.tensor(len(labels))]

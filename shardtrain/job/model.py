@@ -291,5 +291,7 @@ def load_weights(
             )
     if problems:
         hint = "" if reset_head else "; model.reset_head=true makes the last layer anew"
+        if isinstance(model, models.ResNet) and "conv1.weight has shape" in "".join(problems):
+            hint += "; model.stem=standard has 7×7 weights in conv1, model.stem=small 3×3"
         raise UserError(f"{source} does not fit the model: {first_of(problems)}{hint}")
     model.load_state_dict(state)

@@ -182,7 +182,8 @@ class Saver(Hook):
             score = self.ranked(evaluation)
             if math.isnan(score):  # a class without images here has no recall
                 self._monitor.say(
-                    f"warning: {tag} is not a number after step {step}, which is not the best then"
+                    f"warning: {tag} or the loss of an answer is not a number after step {step}, "
+                    "which is not the best then"
                 )
             is_better = self._job.scoring.is_better(score, None if self.best is None else self.best.score)
             if is_better:
@@ -194,8 +195,11 @@ class Saver(Hook):
         return is_better
 
     def ranked(self, evaluation: Evaluation) -> float:
-        """Return the score that `train.best` names; not a number if these images have none."""
-        return evaluation.ranking().get(self._config.train.best, math.nan)
+        """Return the score that `train.best` names; not a number if these images, or answers, have none."""
+        scores = evaluation.ranking()
+        if math.isnan(scores.get(tags.VAL_LOSS, 0.0)):  # the model answers so, whatever else is right
+            return math.nan
+        return scores.get(self._config.train.best, math.nan)
 
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""

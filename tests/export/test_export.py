@@ -17,7 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from torchvision.models import mobilenet_v3_small
+from torchvision.models import mobilenet_v3_small, resnet18
 
 import shardtrain
 from shardtrain import comm
@@ -37,6 +37,7 @@ from shardtrain.job.model import (
     read_weights,
     shard_with_optimizer,
 )
+from shardtrain.recipes.models import classifier
 from shardtrain.train.loop import train
 
 from pool import once
@@ -358,3 +359,7 @@ def test_foreign_weights_are_told_by_what_they_are(tmp_path: Path) -> None:
             UserError, match=rf"a.pth does not fit the model: its names begin with '{prefix}'"
         ):
             load_weights(torch.nn.Linear(3, 2), foreign, "a.pth")
+    stock = resnet18(num_classes=3).state_dict()
+    for reset_head in (False, True):
+        with pytest.raises(UserError, match=r"3, 3, 3\).*; model.stem=standard has 7×7 weights"):
+            load_weights(classifier("resnet18", 10, 3, 32), stock, "a.pth", reset_head)

@@ -211,17 +211,19 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
     assert {"val/mine", "val/balanced", "val_recall/3"} <= {*tags["scalars"]}
 
 
-def judged(score: float, best: Best | None, *words: str) -> Any:
+def judged(score: float, best: Best | None, *words: str, loss: float = 1.0) -> Any:
     """Return whether an evaluation with this score is better, and the best after it."""
     saver: Any = Saver.__new__(Saver)
     saver._metrics, saver._monitor, saver._job, saver._trainer = (MagicMock() for _ in range(4))
     saver._config = composed("+recipe=resnet", *TINY, *words)
     saver.best = best
-    saver.evaluation = lambda feed: MagicMock(ranking=lambda: {saver._config.train.best: score})
+    saver.evaluation = lambda feed: MagicMock(
+        ranking=lambda: {"val/loss": loss, saver._config.train.best: score}
+    )
     train = saver._config.train
     saver._job.scoring = Scoring(is_minimised=train.best == "val/loss")
     better = saver._evaluate(7)
-    assert saver._monitor.say.called == math.isnan(score)
+    assert saver._monitor.say.called == math.isnan(score + loss)
     return better, saver.best
 
 
@@ -234,7 +236,9 @@ def test_directions() -> None:
         assert judged(40.0, best, f"train.best={word}") == (False, best)
         assert judged(60.0, best, f"train.best={word}")[0]
     assert judged(math.nan, None) == (False, None)
+    assert judged(math.nan, None, "train.best=val/loss") == (False, None)
     assert judged(-5.0, None)[0]
+    assert judged(60.0, best, loss=math.nan) == (False, best)  # some answer is not a number
 
 
 def error_rate(

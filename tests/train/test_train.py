@@ -135,6 +135,10 @@ def test_scores_of_known_logits() -> None:
     unknown = scores_as_json(3, [Evaluation(Scores(math.nan, 50.0))])
     assert unknown == '{"step": 3, "val/loss": null, "val/acc1": 50.0}'
     assert evaluation.scalars().keys() == {"val/loss", "val/acc1", "val/acc5"}
+    for odd in (logits.index_fill(1, torch.tensor(3), math.nan), torch.full_like(logits, math.nan)):
+        wrong = evaluate(model, [batch._replace(images=odd, labels=torch.zeros(4, dtype=torch.int64))]).scores
+        assert (wrong.acc1, wrong.acc5) == (0, 0)
+        assert math.isnan(wrong.loss)
     ten_classes = evaluate(model, [batch._replace(images=logits[:, :10])])
     assert ten_classes.scores.acc5 is None
     assert ten_classes.scalars().keys() == {"val/loss", "val/acc1"}
