@@ -208,22 +208,6 @@ class HostCopy:
         return self._values
 
 
-class HostNumber:
-    """Hold a number in memory of the host, which ``device`` writes. `read` calls nothing of the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory = torch.zeros(1, dtype=torch.int64, pin_memory=is_accelerator(device))
-        self._values = self._memory.numpy()
-
-    def write(self, number: int) -> None:
-        """Launch that ``number`` is written, after what was launched on the current stream before."""
-        self._memory.copy_(torch.full((1,), number, device=self._device), non_blocking=True)
-
-    def read(self) -> int:
-        return int(self._values[0])
-
-
 # Memory.
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from shardtrain import checkpoint, comm
 from shardtrain.engine.api import forward_method, no_sync, shard
-from shardtrain.engine.capture import capture
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
@@ -26,6 +25,7 @@ from shardtrain.engine.unit import UnitOptions
 from shardtrain.engine.units import blocks
 from shardtrain.engine.virtual import virtual_rank
 from shardtrain.errors import ShardtrainError
+from shardtrain.graphs.capture import capture
 from shardtrain.optim import GradScaler, clip_grad_norm_, trusted
 
 if TYPE_CHECKING:  # what is imported here alone is no public name

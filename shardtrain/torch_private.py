@@ -33,7 +33,6 @@ class Row(NamedTuple):
 
 
 _STEP = "test_engine.py::test_losses_and_gradients_of_three_steps_equal_ddp_s"
-_CAPTURE = "test_capture.py::test_hooks_of_all_record_again"
 _COMPILE = "test_forwards.py::test_blocks_compute_what_others_do"
 _PLAN = "test_plan.py::test_a_plan_is_kept"
 _DCP = "test_state.py::test_any_world_size_reads_any_other"
@@ -73,10 +72,6 @@ NAMES = {
         "test_user_code.py::test_uses_of_a_sharded_model_are_refused",
         "torch.func.debug_unwrap of a new tensor, which takes 60 times as long",
     ),
-    "torch.nn.modules.module:_global_forward_pre_hooks": Row("to notice hooks of all modules", _CAPTURE),
-    "torch.nn.modules.module:_global_forward_hooks": Row("to notice hooks of all modules", _CAPTURE),
-    "torch.nn.modules.module:_global_backward_pre_hooks": Row("to notice hooks of all modules", _CAPTURE),
-    "torch.nn.modules.module:_global_backward_hooks": Row("to notice hooks of all modules", _CAPTURE),
     "torch._compile:_disable_dynamo": Row(
         "to keep hooks out of compiled graphs",
         _COMPILE,
@@ -101,7 +96,7 @@ NAMES = {
     "torch._subclasses:FakeTensor": Row("to shard the model of a plan, which has no memory", _PLAN),
     "torch._subclasses.fake_tensor:FakeTensorMode": Row("to plan a model that has no memory", _PLAN),
     "torch.utils._python_dispatch:TorchDispatchMode": Row(
-        "to refuse collectives of the host in a captured step",
+        "to hold the memory of a captured step, and to refuse its collectives of the host",
         "test_capture.py::test_collectives_of_the_host_are_refused",
     ),
     "torch.utils._python_dispatch:_disable_current_modes": Row(
@@ -182,15 +177,6 @@ IN_PLACE = {
         "to call users' hooks once gradients are reduced",
         "test_user_code.py::test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece",
     ),
-    "torch:Tensor._backward_hooks": Row(
-        "to notice hooks that a captured step lacks", "test_capture.py::test_a_change_records_again"
-    ),
-    **{
-        f"torch.nn:Module().{name}": Row(
-            "to notice hooks that a captured step lacks", "test_capture.py::test_a_change_records_again"
-        )
-        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks")
-    },
     "torch.optim:SGD([{'params': []}])._optimizer_step_pre_hooks": Row(
         "to begin a step after users' hooks",
         "test_gradients.py::test_users_code_in_a_step_sees_pieces",

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtrain import device as devices
-from shardtrain.engine import uncapturable
+from shardtrain.graphs import uncapturable
 
 import simulated_device
 from simulated_device import DEVICE, NO_KERNEL, WAITS, Event, SimulatedDevice, Stream, tensors, written
@@ -145,7 +145,6 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def begun_on(self, stream: Stream) -> Iterator[None]:
         """Record what is launched inside, and let nothing of it have run."""
-        generator = torch.default_generator.get_state()
         self.streams[stream] = stream.clock[stream]
         self.sim.recording = self
         try:
@@ -156,7 +155,6 @@ class Recording(TorchDispatchMode):
         finally:
             self.sim.recording = None
             self._undo()
-            torch.default_generator.set_state(generator)
 
     def reset(self) -> None:
         """Do as torch's: delete the graph, and give its memory back."""
@@ -204,7 +202,10 @@ class Recording(TorchDispatchMode):
         for tensor in arguments if is_launch else ():
             self._save(tensor)  # it may be written: the schema of a batch's norm does not say so
         sends = func.namespace == "c10d" and self.sim.is_real
+        generator = torch.default_generator.get_state()
         result = func(*self._sending_nothing(args) if sends else args, **kwargs)
+        if is_launch:  # a device has a generator of its own, which draws nothing now
+            torch.default_generator.set_state(generator)
         fresh = [t for t in tensors(result) if all(t is not other for other in arguments)]
         if name in ("copy_", "_to_copy") and len({*map(self.on_device, [*arguments, *fresh])}) > 1:
             raise RuntimeError(f"{NOT_PERMITTED} (a copy between host and device)")

@@ -26,6 +26,7 @@ ENGINE = [
     "comm",
     "pieces",
     "engine",
+    "graphs",
     "optim",
     "collectives",
     "checkpoint",

@@ -193,12 +193,16 @@ class Engine:
     # between steps
 
     def require_rest(self, refusal: str) -> None:
-        """Call `adopt_changes`. Raises ValueError, with ``refusal`` first, inside a step or `unsharded`."""
+        """Call `require_idle`, then `adopt_changes`."""
+        self.require_idle(refusal)
+        self.adopt_changes()
+
+    def require_idle(self, refusal: str) -> None:
+        """Show shards. Raises ValueError, with ``refusal`` first, inside a step or `unsharded`."""
         self.driver.reset_failed_backward()
         if not self.driver.is_idle:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
         self.driver.show_shards()
-        self.adopt_changes()
 
     def _place(self) -> None:
         """Tell the channel on which devices full vectors lie."""

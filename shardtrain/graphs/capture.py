@@ -1,0 +1,250 @@
+"""Capture a whole training step as one graph of launches, and replay it without Python.
+
+A step of small kernels waits for the host, which launches them one by one. A graph repeats a step's launches
+in one call. One call of `Captured`::
+
+    between steps      gradients wait nowhere, learning rates are in tensors
+    something changed  drop the graph, and say so in one line of the log
+    no graph           run the step, a step like any other; or record it, once nothing has changed since
+    other inputs       run the step
+    else               replay it
+
+Recording launches nothing, so the call that records replays at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardtrain import device as devices
+from shardtrain import torch_private
+from shardtrain.comm.agreement import gather_texts, require_same
+from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.graphs.fixed import Fixed, Rates
+from shardtrain.graphs.recording import Recording, copied, detached, gradients, record
+from shardtrain.graphs.uncapturable import WarmUp, kind_of, refusal
+
+Step = Callable[..., Any]
+_log = logging.getLogger("shardtrain")
+
+# Why a step was not replayed.
+WARM_UP = "to warm up"
+CHANGED = "after a change"
+OTHERS = "with other inputs"
+FAILED = "since it cannot be captured"
+
+_TOLD = 10  # the call that says why none was replayed
+
+
+def capture(
+    step: Step, model: nn.Module, optimizer: Optimizer, *, warmup: int = 3, copies: bool = True
+) -> Captured:
+    """Return ``step`` so that its launches become one CUDA graph, which later calls replay without Python.
+
+    ``step(*inputs)`` is a whole training step: forward, backward, clipping, accumulation over its inputs,
+    ``optimizer.step()``. The first calls run it as it is, and are training steps. Then one call records it,
+    and each later call with inputs of the same shapes copies them into its own buffers and replays it. Other
+    inputs, such as an epoch's last batch, run it as it is::
+
+        step = shardtrain.capture(step, model, optimizer)
+        for images, labels in batches:
+            loss = step(images, labels)
+            schedule.step()
+
+    Learning rates become tensors, so that schedules and ``group["lr"] = ...`` act. If something changes that
+    is compared (modules, their modes, what requires gradients, options, memory of parameters, buffers and
+    state), the log says what in one line, and the step is recorded again. Hooks, attributes of modules,
+    globals and switches of torch are not: after a change of these call the step's ``release()``. What only
+    the host does in ``step``, such as a print, is not done in a replay.
+
+    Args:
+        step: it must not read values of tensors on the host, draw there, or change what a graph fixes.
+        model: what `shard` returned, on CUDA devices; ranks communicate by NCCL.
+        optimizer: the only one that steps the model in ``step``: ``SGD(fused=True)``, or Adam or AdamW with
+            ``capturable=True``, or another one with ``capturable=True`` whose learning rates are tensors.
+        warmup: calls that run ``step`` as it is before one records it, at least 1.
+        copies: return copies of the tensors that ``step`` returns. Without, the next call overwrites them.
+
+    Raises:
+        ValueError: the step cannot be captured, with the reason, which the call that records may find. Later
+            calls then run ``step`` as it is.
+    """
+    engine = engine_of(model)
+    engine.require_rest("capture() cannot be called")
+    recorder = devices.recorder(engine.driver.device)
+    if warmup < 1:
+        raise ValueError(f"capture(warmup={warmup}): expected at least 1, since the first step makes state")
+    if reason := refusal(engine, optimizer, recorder):
+        raise ValueError(f"capture(): {reason}")
+    assert recorder is not None
+    lines = [f"capture of steps with {type(optimizer).__name__}, warmup={warmup}"]
+    require_same(lines, "what is to be captured", engine.channel.all_ranks)
+    engine.channel.guard.paths.captures = True
+    return Captured(step, engine, optimizer, recorder, warmup, copies)
+
+
+class Captured:
+    """A training step that is run, recorded and replayed. See `capture`.
+
+    ``replayed``: how many calls replayed it. ``eager``: how many ran it as it is, by the reason.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        engine: Engine,
+        optimizer: Optimizer,
+        recorder: devices.Recorder,
+        warmup: int,
+        copies: bool,
+    ) -> None:
+        self.replayed = 0
+        self.eager = Counter[str]()
+        self._step = step
+        self._engine = engine
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self._warmup = warmup
+        self._copies = copies
+        self._rates = Rates(optimizer, engine.driver.device)
+        self._warm_up = WarmUp(engine, optimizer)
+        self._graph: Recording | None = None
+        self._fixed: Fixed | None = None  # as the step has run or was recorded, unless something has changed
+        self._kind: Any = None  # of the inputs that were recorded
+        self._seen: list[
+            Any
+        ] = []  # kinds of inputs before the first recording, each ``warmup`` times at most
+        self._hindrance = f"no shapes and numbers of inputs came {warmup} times"  # what was in the way last
+        self._failed = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        engine = self._engine
+        engine.require_idle("a captured step cannot be called")
+        engine.driver.require_reduced("a captured step")
+        self._rates.hold()
+        if self._failed:
+            return self._run(inputs, FAILED)
+        kind = kind_of(inputs, engine.driver.device)
+        grads = gradients(engine.module.parameters() if self._graph is None else self._graph.params.values())
+        self._notice_changes(grads)
+        if self._graph is None and self._is_ready(kind):
+            self._record(kind, inputs)
+        if self._graph is None:
+            return self._run_watched(kind, inputs)
+        if kind != self._kind:
+            return self._run(inputs, OTHERS)
+        self._graph.replay(engine, inputs, grads)
+        self.replayed += 1
+        outputs = self._graph.outputs
+        return torch_private.tree_map(copied, outputs) if self._copies else outputs
+
+    def release(self) -> None:
+        """Delete the graph, and free its memory. The next call runs the step as it is, then one records it.
+
+        Call it after a change that is not compared, and before ``torch.distributed.destroy_process_group()``,
+        which otherwise waits, for ever, for the graph that has collectives of NCCL.
+        """
+        self._graph = None
+        self._fixed = None
+        self._recorder.release()
+
+    @property
+    def summary(self) -> str:
+        """How many calls replayed the step, and why the others did not."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.eager.items())
+        return f"{self.replayed} replayed, {self.eager.total()} not{reasons and ': '}{reasons}"
+
+    def _notice_changes(self, grads: Sequence[Tensor | None]) -> None:
+        """Drop the graph if something has changed that it has fixed. ``grads``: that parameters have now."""
+        if not (self._graph is None or self._change(grads)):
+            return
+        self._engine.adopt_changes()  # other memory of parameters is copied into that which is fixed
+        if change := self._change(grads):
+            self._hindrance = change
+            if self._graph is not None:
+                _log.warning("the captured step is recorded again: %s", change)
+            self.release()
+
+    def _change(self, grads: Sequence[Tensor | None]) -> str:
+        change = self._fixed.change() if self._fixed is not None else ""
+        return change or (self._graph.changed_gradient(grads) if self._graph is not None else "")
+
+    # steps as they are
+
+    def _run(self, inputs: Any, reason: str) -> Any:
+        self.eager[reason] += 1
+        calls = self.eager.total()
+        if not self.replayed and calls == max(_TOLD, self._warmup + 1):
+            _log.warning("the captured step was replayed in none of %d calls: %s", calls, self._hindrance)
+        return detached(self._step(*inputs))
+
+    def _run_watched(self, kind: Any, inputs: Any) -> Any:
+        """Run the step where it will be recorded, and see what it does that a graph cannot hold."""
+        reason = WARM_UP if self._kind is None else CHANGED
+        with self._warm_up.watching():
+            result = self._recorder.warm_up(partial(self._run, inputs, reason))
+        self._fixed = Fixed(self._engine, self._optimizer)
+        if self._kind is None and self._seen.count(kind) < self._warmup:
+            self._seen.append(kind)
+        return result
+
+    # recording
+
+    def _is_ready(self, kind: Any) -> bool:
+        """Return whether to record this call. Collective in the calls after warm-up until one records.
+
+        Raises ValueError on every rank if a rank cannot capture the step, or if ranks differ.
+        """
+        if self._kind is not None:  # a rank alone may see a change: the guard tells, at the next comparison
+            return self._fixed is not None and kind == self._kind
+        if len(self._seen) < self._warmup:
+            return False
+        is_ready = self._fixed is not None and self._seen.count(kind) == self._warmup
+        all_ranks = self._engine.channel.all_ranks
+        for rank, reason in enumerate(gather_texts(self._warm_up.reason, all_ranks)):
+            if reason:
+                where = f" (rank {rank})" if all_ranks.world > 1 else ""
+                self._failed = True
+                self._hindrance = f"{reason}{where}"
+                raise ValueError(f"the step cannot be captured: {self._hindrance}")
+        fixed = self._fixed or Fixed(self._engine, self._optimizer)
+        lines = [f"a step on {kind}, recorded now: {is_ready}", *fixed.lines()]
+        require_same(lines, "a captured step", all_ranks)
+        return is_ready
+
+    def _record(self, kind: Any, inputs: Any) -> None:
+        """Record the step. Raises ValueError if it does what a graph cannot hold; then nothing is left."""
+        assert self._fixed is not None
+        title = "\n".join([str(kind), *self._fixed.lines()])
+        unchanged = partial(self._require_unchanged, self._fixed, _versions(self._rates))
+        try:
+            self._graph = record(self._step, inputs, self._engine, self._recorder, title, unchanged)
+        except BaseException as error:
+            self._failed = True
+            self._hindrance = str(error)
+            self.release()
+            raise
+        self._kind = kind
+
+    def _require_unchanged(self, fixed: Fixed, versions: Sequence[int]) -> None:
+        """Raise ValueError if the step itself, as it was recorded, changed what a graph fixes."""
+        if _versions(self._rates) != versions:
+            raise ValueError(
+                "the step changes its learning rate, which a replay would set to the same value each time: "
+                "call the schedule after the captured step"
+            )
+        if change := fixed.change():
+            raise ValueError(f"the step changes what a replay cannot: {change}; do so outside of the step")
+        self._engine.driver.require_reduced("the end of a captured step")
+
+
+def _versions(rates: Rates) -> list[int]:
+    """Return autograd's versions of learning rates: whether they are written."""
+    return [tensor._version for tensor in rates.tensors]

@@ -1,0 +1,211 @@
+"""Say why a step cannot be captured: what a graph cannot hold is refused by name.
+
+By `capture` where it can be, in warm-up (`WarmUp`), or while the step is recorded (`Operations`,
+`refuse_drawn`, `explained`, with the line of the user's code). What the step changes of what is fixed is
+found in ``capture.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from shardtrain import device as devices
+from shardtrain import torch_private
+from shardtrain.engine.hooks import Engine
+
+_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # no user's code
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_GENERATORS = ("torch's generator of the CPU", "Python's random", "NumPy's random")
+
+
+class Shape(NamedTuple):
+    """Describe an input that a graph has a buffer for."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def refusal(engine: Engine, optimizer: Optimizer, recorder: devices.Recorder | None) -> str | None:
+    """Return why steps of the model cannot be captured, before one has run; None if nothing is known."""
+    channel = engine.channel
+    if recorder is None:
+        return f"only steps on a CUDA device can be captured, and the model is on {engine.driver.device}"
+    if channel.uploads:
+        return "offload has the host wait for gradients in each step: shard without offload=True"
+    if engine.virtual is not None:
+        return "virtual ranks compute and compare on the host: shard without virtual_ranks"
+    if recorder.only_capturable and not channel.transport.capturable:
+        kind = type(channel.transport).__name__
+        return f"collectives of {kind} need the host: open a process group of NCCL"
+    allocator = [os.environ.get(name, "").lower() for name in _ALLOCATOR]
+    expands = any("expandable_segments:true" in options for options in allocator)
+    if channel.all_ranks.world > 1 and expands and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        return (
+            "NCCL registers the memory of a graph's collectives, which hangs with expandable_segments:True "
+            "of PYTORCH_CUDA_ALLOC_CONF: set NCCL_GRAPH_REGISTER=0 before the process group is opened"
+        )
+    return _refusal_of(optimizer)
+
+
+def _refusal_of(optimizer: Optimizer) -> str | None:
+    """Return why steps of ``optimizer`` cannot be captured, or None."""
+    name = type(optimizer).__name__
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    for group in optimizer.param_groups:
+        if is_torchs and name == "SGD":
+            if not group.get("fused"):
+                return "SGD reads its learning rate on the host unless it is fused: SGD(..., fused=True)"
+        elif not group.get("capturable"):
+            return f"{name} decides on the host unless it is capturable: {name}(..., capturable=True)"
+        elif not (isinstance(group["lr"], Tensor) or (is_torchs and name in ("Adam", "AdamW"))):
+            return f"{name} would keep its learning rate, a number, for ever: give it a tensor, or use AdamW"
+    return None
+
+
+def kind_of(inputs: Any, device: torch.device) -> Any:
+    """Return what inputs must share with recorded ones, in containers like theirs.
+
+    Raises ValueError for what no graph can have as an input.
+    """
+    return torch_private.tree_map(partial(_kind_of_one, device), inputs)
+
+
+def _kind_of_one(device: torch.device, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"an input of a captured step is a {type(value).__name__}, in which tensors would go unseen: "
+            "pass tensors, numbers and strings, in tuples, lists and dicts"
+        )
+    if value.device != device:
+        raise ValueError(
+            f"an input of a captured step is on {value.device}, the model on {device}: move it there "
+            "before the call, since the copy would wait"
+        )
+    if value.requires_grad:
+        raise ValueError("an input of a captured step requires a gradient, which no caller would see")
+    return Shape(tuple(value.shape), value.stride(), value.dtype)
+
+
+class WarmUp:
+    """Watch steps that run as they are for what a graph cannot hold. ``reason``: "" if there was nothing."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self.reason = ""
+        self._engine = engine
+        self._optimizer = optimizer
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the step that runs inside."""
+        asked = self._engine.driver.asked
+        asked.clear()
+        params = set(self._engine.module.parameters())
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if optimizer is self._optimizer:
+                if hasattr(optimizer, "found_inf"):  # a scaler sets it
+                    self.reason = "a GradScaler has the host decide whether to step: compute in bf16"
+            elif not all(params.isdisjoint(group["params"]) for group in optimizer.param_groups):
+                self.reason = f"{type(optimizer).__name__} steps the model, which capture() was not given"
+
+        handle = register_optimizer_step_pre_hook(before)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if asked:
+            self.reason = (
+                f"{next(iter(asked))} has no gradient on this rank, and the host must ask whether another "
+                "rank has one: freeze it with requires_grad_(False), or use it in each step"
+            )
+
+
+class Operations(torch_private.TorchDispatchMode):  # type: ignore[misc]
+    """Hold the memory from before a recording that it uses, and refuse collectives on the CPU.
+
+    Such a collective would run while the step is recorded, and never again. ``held``: storages, so that a
+    replay finds at their addresses what it has found, even if users have replaced tensors that nobody sees.
+    """
+
+    def __init__(self, recorder: devices.Recorder) -> None:
+        super().__init__()
+        self.held: dict[int, torch.UntypedStorage] = {}
+        self._recorder = recorder
+        self._made = set[int]()  # the graph's own storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch_private.DisableTorchFunction():  # which has run: these are operations
+            arguments = tensors_of((args, kwargs))
+            if func.namespace == "c10d" and not all(map(self._recorder.holds, arguments)):
+                raise ValueError(
+                    f"the step calls a collective ({func.name()}) on the CPU, which no replay would call: do "
+                    "so before or after the captured step"
+                )
+            for storage in _storages(arguments):
+                if storage._cdata not in self._made:
+                    self.held[storage._cdata] = storage
+            result = func(*args, **(kwargs or {}))
+            made = {storage._cdata for storage in _storages(tensors_of(result))}
+            self._made |= made - self.held.keys()
+            return result
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the tensors in containers of torch's."""
+    return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+
+
+def refuse_drawn(before: Sequence[Any], after: Sequence[Any]) -> None:
+    """Raise ValueError if a generator of the host was advanced between two `device.random_state` of it."""
+    for generator, was, now in zip(_GENERATORS, _comparable(before), _comparable(after), strict=True):
+        if was != now:
+            raise ValueError(
+                f"the step draws from {generator}, and each replay would use what was drawn when it was "
+                "recorded: draw on the device, or before the call and pass what was drawn as an input"
+            )
+
+
+def _comparable(states: Sequence[Any]) -> tuple[Any, ...]:
+    of_torch, of_python, (_, keys, *rest) = states
+    return of_torch.numpy().tobytes(), of_python, (keys.tobytes(), *rest)
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return what ended a recording, in words if it is what torch refuses while it captures."""
+    text = str(error)
+    if not (isinstance(error, RuntimeError) and "captur" in text):
+        return error
+    line = _users_line(error)
+    where = f" at {line}" if line else ""
+    first_line = text.splitlines()[0]
+    return ValueError(
+        f"the step cannot be captured{where}: {first_line}. Code in a captured step may not wait for the "
+        "device: read values, print, and move tensors after it. torch.utils.checkpoint reads random states "
+        "unless preserve_rng_state=False, which is right where nothing is drawn"
+    )
+
+
+def _users_line(error: BaseException) -> str:
+    """Return where ``error`` left code that is neither torch's nor this package's, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_INSIDE):
+            return f"{frame.filename}:{frame.lineno}, `{frame.line}`"
+    return ""

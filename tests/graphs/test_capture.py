@@ -1,0 +1,1147 @@
+"""Steps that are captured and replayed, on the simulated device with a recorder of graphs for it."""
+
+import copy
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import shardtrain
+from shardtrain import comm
+from shardtrain import device as devices
+from shardtrain.comm import guard
+from shardtrain.job.errors import UserError
+from shardtrain.job.launch import Context
+from shardtrain.monitor import Monitor
+from shardtrain.train import ways as program
+from shardtrain.train.loop import train
+
+import ways
+from pool import each_rank
+from simulated_device import DEVICE, SimulatedDevice
+from simulated_graph import Recordings, recorder
+from small import Block, OddNet, images, mesh, raised_soon
+from tiny import ALONE, TINY, commanded, composed
+from ways import WAYS, Way
+
+Step = Callable[..., Any]
+WARM = "to warm up"
+
+# Captured, a way that offloads, scales its loss or has virtual ranks is refused. Averages and checkpoints are
+# no part of a step, and what `in_way` does not do tells nothing here.
+CAPTURABLE = [
+    name
+    for name, way in WAYS.items()
+    if not (way.virtual or way.scale or "offload" in way.options)
+    and not (way.around or way.between or way.autocast or way.together or way.reduces_each or way.compiled)
+    and name not in ("EMA", "checkpoint", "whole, bf16, checkpoint")
+]
+# A silent rank; a rank over a group of one, with streams and launches of NCCL; and rank 2 of eight.
+WORLDS = {"silent": 0, "one": 1, "eight": 8}
+
+
+@contextmanager
+def simulated(size: int = 0) -> Iterator[tuple[SimulatedDevice, Recordings]]:
+    """Let this process be the last rank of a fake group of ``size``, or a silent one; steps are captured."""
+    with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
+        if size:
+            dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=size // 4, world_size=size)
+        try:
+            yield device, records
+        finally:
+            if size:
+                dist.destroy_process_group()
+
+
+@contextmanager
+def simulated_rank() -> Iterator[tuple[SimulatedDevice, Recordings]]:
+    """Let a real rank have a simulated device, whose values gloo moves through host memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEARDOWN_CUPTI", "0")  # as the recorder sets it, so that it is as before in the end
+        with SimulatedDevice()(pytest.MonkeyPatch()) as device, recorder(device) as records:
+            yield device, records
+
+
+@pytest.fixture
+def records() -> Iterator[Recordings]:
+    with simulated() as (device, made):
+        yield made
+        assert list(device.findings) == []
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+def batch(step: int, rank: int = 0, n: int = 6) -> list[Tensor]:
+    return [tensor.to(DEVICE) for tensor in images(step, rank, n)]
+
+
+def sharded(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return shardtrain.shard(OddNet().to(DEVICE), units=[Block], **options)
+
+
+def over_one() -> nn.Module:
+    return sharded(transport=comm.ProcessGroupTransport(dist.group.WORLD))
+
+
+def over_gloo() -> nn.Module:
+    return sharded(transport="process_group")
+
+
+def learn(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Take the step that ``loss`` asks for, and clear gradients last."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    return lambda x, y: learn(F.cross_entropy(model(x).float(), y), optimizer)
+
+
+class Run:
+    """A model, its optimizer and its step, captured after one as it is, or not captured."""
+
+    def __init__(
+        self,
+        captures: bool,
+        make: Callable[..., torch.optim.Optimizer] = sgd,
+        step: Callable[..., Step] = plain_step,
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = model if model is not None else sharded()
+        self.optimizer = make(self.model)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.place_rates()
+        self.step = step(self.model, self.optimizer)
+        if captures:
+            options = {"warmup": 1} | options
+            self.step = shardtrain.capture(self.step, self.model, self.optimizer, **options)
+
+    def place_rates(self) -> None:
+        """Let rates be tensors, as captured steps do: a number is not rounded to fp32."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]), device=DEVICE)
+
+    def losses(self, steps: range) -> list[float]:
+        return [self.step(*batch(number)).item() for number in steps]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything that training changes."""
+        state = {**shardtrain.full_state_dict(self.model)}
+        for name, param in self.model.named_parameters():
+            for key, value in self.optimizer.state[param].items():
+                state[f"{name} {key}"] = value.detach().cpu().clone()
+            grad = torch.zeros(0) if param.grad is None else param.grad.as_subclass(Tensor)
+            state[f"{name} gradient"] = grad.cpu()
+        return state
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Return the names of what differs in any bit."""
+    return [name for name in {**one, **other} if not torch.equal(one[name], other[name])]
+
+
+def twins(
+    act: Callable[[Run], object] = lambda run: None,
+    model: Callable[[], nn.Module] = sharded,
+    before: int = 2,
+    **options: Any,
+) -> Run:
+    """Train as it is and captured, with ``act`` after some steps: bits are equal. Return the captured run."""
+    runs = [Run(captures, model=model(), **options) for captures in (False, True)]
+    losses = [run.losses(range(before)) for run in runs]
+    for run in runs:
+        act(run)
+    losses += [run.losses(range(before, before + 3)) for run in runs]
+    assert losses[0::2] == losses[1::2]
+    assert same(*(run.state() for run in runs)) == []
+    return runs[1]
+
+
+def in_way(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Return a whole step of ``way`` on its micro-batches."""
+
+    def step(*batches: Any) -> list[Tensor]:
+        losses = []
+        for number, (x, y) in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else shardtrain.no_sync(model):
+                loss = F.cross_entropy(model(x).float(), y)
+                (loss / len(batches)).backward()
+            losses.append(loss)
+        if way.clip:
+            losses.append(shardtrain.clip_grad_norm_(model, way.clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return step
+
+
+def compare_way(way: Way, device: SimulatedDevice, rank: int, compares: bool, **options: Any) -> None:
+    """Train in ``way`` as it is and captured."""
+    results = []
+    for captures in (False, True):
+        device.next_step()
+        run = Run(captures, step=partial(in_way, way), model=ways.sharded(way, DEVICE, **options), warmup=2)
+        values = []
+        for number in range(5):
+            batches = [batch(10 * number + micro, rank) for micro in range(way.micro_batches)]
+            values += [value.item() for value in run.step(*batches)]
+        results.append((values, run.state()))
+    if compares:
+        assert results[0][0] == results[1][0]
+        assert same(results[0][1], results[1][1]) == []
+    assert run.step.summary == "3 replayed, 2 not: 2 to warm up"
+    assert list(device.findings) == []
+
+
+# Captured by default: what finds a planted fault. Over a group of one the others are long, as each value can
+# be compared there; in other worlds they are for releases.
+SHORT = {"silent": {"clip"}, "one": {"even"}, "eight": {"frozen, no_sync, clip"}}
+MARKS = {"silent": pytest.mark.release, "one": pytest.mark.long, "eight": pytest.mark.release}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=() if name in SHORT[world] else MARKS[world])
+        for world in WORLDS
+        for name in CAPTURABLE
+        if not WAYS[name].replicas or world == "one"
+    ],
+)
+def test_every_way_can_be_captured(name: str, world: str) -> None:
+    with simulated(WORLDS[world]) as (device, _):
+        options: dict[str, Any] = {}
+        if WAYS[name].replicas:
+            options["mesh"] = mesh(1, 1)
+        elif world == "one":
+            options["transport"] = comm.ProcessGroupTransport(dist.group.WORLD)
+        # What a fake group gathers is nobody's values.
+        compare_way(WAYS[name], device, 0, world != "eight", **options)
+
+
+OTHER_WAYS = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("even", "kept, no_sync", "bf16", "replicas")
+]
+
+
+@pytest.mark.parametrize("name", ["frozen, no_sync, clip", *OTHER_WAYS])
+@each_rank(2, transport="auto")
+def test_two_ranks_replay_what_they_would_compute(name: str) -> None:
+    options: dict[str, Any] = {"mesh": mesh(2, 1)} if WAYS[name].replicas else {}
+    with simulated_rank() as (device, _):
+        compare_way(WAYS[name], device, dist.get_rank(), True, transport="process_group", **options)
+
+
+def test_a_replay_is_a_step(records: Recordings) -> None:
+    """Losses, parameters, statistics and the optimizer's state have the bits of steps as they are."""
+    for make in (sgd, adamw):
+        assert twins(make=make, before=5, warmup=3).step.summary == "5 replayed, 3 not: 3 to warm up"
+
+
+# What users change between two calls: what acts in replays, and what has the step recorded again.
+
+
+def change_rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.03
+
+
+def load_into_memory(run: Run) -> None:
+    state = shardtrain.full_state_dict(run.model)
+    shardtrain.load_full_state_dict(run.model, {**state, "fc.weight": state["fc.weight"] * 1.5})
+
+
+def change_weights(run: Run) -> None:
+    with shardtrain.unsharded(run.model), torch.no_grad():
+        run.model.fc.weight.mul_(1.5)
+
+
+def evaluate(run: Run) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        run.model(batch(77)[0])
+    run.model.train()
+
+
+def replace_memory(run: Run) -> None:
+    """Between steps other memory is copied into the shards."""
+    for param in run.model.parameters():
+        param.data = param.data.clone() * 1.5
+
+
+def train_without(run: Run) -> None:
+    """A forward without backward leaves the root whole, with an event of work that is not recorded."""
+    run.model(batch(78)[0])
+
+
+ACTS = (
+    change_rate,
+    lambda run: run.schedule.step(),
+    load_into_memory,
+    change_weights,
+    evaluate,
+    replace_memory,
+)
+
+
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("act", [*ACTS, train_without])
+def test_what_acts_without_another_recording(act: Callable[[Run], None], before: int) -> None:
+    """Before the recording, too, which waits for nothing of that, and has none of its memory."""
+    with simulated(1) as (device, _):
+        assert twins(act, over_one, before).step.eager == {WARM: 1}
+        assert list(device.findings) == []
+
+
+def freeze(run: Run) -> None:
+    run.model.blocks[0].requires_grad_(False)
+
+
+def to_eval(run: Run) -> None:
+    run.model.blocks[1].eval()
+
+
+def replace_shards(run: Run) -> None:
+    """Casts are adopted as the local shards' new memory."""
+    for dtype in (torch.float64, torch.float32):
+        for param in run.model.parameters():
+            param.data = param.data.to(dtype)
+        shardtrain.full_state_dict(run.model)
+
+
+def replace_parameter(run: Run) -> None:
+    run.model.fc.bias = nn.Parameter(torch.ones(5, device=DEVICE))
+
+
+def replace_module(run: Run) -> None:
+    run.model.blocks[2].relu = nn.Tanh()
+
+
+def replace_buffer(run: Run) -> None:
+    norm = run.model.blocks[0].norm
+    norm.running_mean = norm.running_mean + 1
+
+
+def decay(run: Run) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def divide(run: Run) -> None:
+    engine = run.model._shardtrain_engine
+    engine.driver.reductions[engine.units[0]].divide_by = 2.0
+
+
+def keep(run: Run) -> None:
+    engine = run.model._shardtrain_engine
+    engine.driver.schedule.keep_after_forward(engine.units[1], True)
+
+
+def load_state(run: Run) -> None:
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    run.place_rates()
+
+
+def add_group(run: Run) -> None:
+    weights = [run.optimizer.param_groups[0]["params"].pop()]
+    run.optimizer.add_param_group({"params": weights, "lr": 0.01})
+
+
+def leave_gradient(run: Run) -> None:
+    F.cross_entropy(run.model(batch(79)[0]), batch(79)[1]).backward()
+
+
+CHANGES = {
+    freeze: "requires_grad of blocks.0.conv.weight was True and is False",
+    to_eval: "training of blocks.1 was True and is False",
+    replace_shards: "the memory of ",
+    replace_parameter: "bias of fc was replaced",
+    replace_module: "relu of blocks.2 was replaced",
+    replace_buffer: "running_mean of blocks.0.norm was replaced",
+    decay: "weight_decay of group 0 of SGD was 0 and is 0.1",
+    divide: "divide_by of the root was None and is 2.0",
+    keep: "whether blocks.0 stays whole after forward was False and is True",
+    load_state: "momentum_buffer of state 0 of SGD was replaced",
+    add_group: "parameter 13 of group 0 of SGD was removed",
+    leave_gradient: "scale has a gradient before the step, unlike when recorded",
+}
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "shardtrain"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_records_again(change: Callable[[Run], None], caplog: pytest.LogCaptureFixture) -> None:
+    """In one line of the log, after one step as it is."""
+    with simulated(1) as (_, records):
+        captured = twins(change, over_one).step
+        assert [recording.is_deleted for recording in records.recordings] == [True, False]
+    assert captured.summary == "3 replayed, 2 not: 1 to warm up, 1 after a change"
+    [line] = lines_of(caplog)
+    assert line.startswith(f"the captured step is recorded again: {CHANGES[change]}")
+
+
+def test_units_whose_gradients_are_to_wait_record_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As `set_requires_gradient_sync(False)` of `shardtrain.fsdp` has it. A replay would reduce them."""
+    with simulated(1):
+        run = Run(True, model=over_one())
+        run.losses(range(2))
+        engine = run.model._shardtrain_engine
+        engine.driver.schedule.accumulate([engine.units[1]])
+        with pytest.raises(ValueError, match="gradients wait"):
+            run.losses(range(2, 3))
+    assert "whether gradients of blocks.0 wait was False and is True" in caplog.text
+
+
+def test_what_is_not_compared_takes_a_release(records: Recordings) -> None:
+    """Such as a hook. The graph is deleted: NCCL ends a group only when no graph has its collectives."""
+
+    def hook(run: Run) -> None:
+        run.model.fc.register_forward_hook(lambda module, args, output: output * 2)
+        if isinstance(run.step, shardtrain.graphs.capture.Captured):
+            assert records.is_held
+            run.step.release()
+            assert not records.is_held
+
+    assert twins(hook).step.summary == "3 replayed, 2 not: 1 to warm up, 1 after a change"
+
+
+def test_memory_that_nobody_compares_is_held(records: Recordings) -> None:
+    """A tensor of a closure that is replaced: the replay reads the first one, and no other memory."""
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        step = plain_step(model, optimizer)
+        return lambda x, y: step(x * scales[0], y)
+
+    scales = [torch.ones(1, device=DEVICE)]
+    eager = Run(False)
+    run = Run(True, step=make)
+    losses = run.losses(range(2))
+    scales[0] = scales[0] * 1.5
+    assert losses + run.losses(range(2, 4)) == eager.losses(range(4))
+
+
+@pytest.mark.parametrize("varies", ["momentum", "inputs", "refused"])
+def test_a_step_that_is_never_replayed_says_why(
+    records: Recordings, caplog: pytest.LogCaptureFixture, varies: str
+) -> None:
+    """In one line, at the tenth call."""
+    run = Run(True, step=on_the_host(random.random) if varies == "refused" else plain_step, warmup=2)
+    for number in range(12):
+        if varies == "momentum":  # as OneCycleLR does
+            run.optimizer.param_groups[0]["momentum"] = 0.1 + 0.01 * number
+        inputs = batch(number, 0, 3 + (number if varies == "inputs" else 0))
+        if number == 9:
+            assert lines_of(caplog) == []
+        refused = varies == "refused" and number == 2
+        with pytest.raises(ValueError, match="draws from Python's random") if refused else nullcontext():
+            run.step(*inputs)
+    why = {
+        "momentum": "momentum of group 0 of SGD was 0.18 and is 0.19",
+        "inputs": "no shapes and numbers of inputs came 2 times",
+        "refused": "the step draws from Python's random, and each replay would use what was drawn when",
+    }
+    assert lines_of(caplog)[0].startswith(
+        f"the captured step was replayed in none of 10 calls: {why[varies]}"
+    )
+    assert run.step.replayed == 0
+
+
+def test_other_inputs_run_as_they_are(records: Recordings) -> None:
+    """Also the first one: the shapes that come as often as warm-up has steps are recorded."""
+    losses = []
+    for captures in (False, True):
+        run = Run(captures, warmup=2) if captures else Run(False)
+        losses.append([run.step(*batch(at, 0, n)).item() for at, n in enumerate([3, 6, 6, 6, 3, 6, 3])])
+    assert losses[0] == losses[1]
+    assert run.step.summary == "2 replayed, 5 not: 3 to warm up, 2 with other inputs"
+    assert records.replays == 2
+
+
+def never_clears(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> Step:
+    """Return a step after which gradients stay, or decay, and are other tensors."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        for param in model.parameters() if scale < 1.0 else ():
+            param.grad = param.grad * scale
+        return loss
+
+    return step
+
+
+def clears_first(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = never_clears(model, optimizer)
+    return lambda x, y: (optimizer.zero_grad(), step(x, y))[1]
+
+
+@pytest.mark.parametrize("step", [clears_first, never_clears, partial(never_clears, scale=0.5)])
+def test_gradients_are_what_a_step_leaves(step: Callable[..., Step]) -> None:
+    """Also if users put other ones there, or a step of other inputs comes between."""
+
+    def act(run: Run) -> None:
+        run.step(*batch(90, 0, 3))
+        for param in run.model.parameters():
+            param.grad = param.grad * 3
+
+    with simulated(1):
+        assert twins(act, over_one, 5, step=step).step.replayed == 7
+
+
+def test_gradients_that_the_step_leaves_can_be_cleared_between_calls(records: Recordings) -> None:
+    def act(run: Run) -> None:
+        for number in range(5, 8):
+            assert run.model.fc.weight.grad.abs().sum().item() > 0
+            run.optimizer.zero_grad()
+            run.losses(range(number, number + 1))
+        run.optimizer.zero_grad()
+
+    assert twins(act, before=1, step=never_clears).step.replayed == 5
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_it_returns(records: Recordings, copies: bool) -> None:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        step = plain_step(model, optimizer)
+        return lambda batch, scale: {"loss": step(*batch) * scale, "text": ["as it is"]}
+
+    run = Run(True, step=make, copies=copies)
+    results = [run.step(batch(number), 2.0) for number in range(4)]
+    assert all(result["text"] == ["as it is"] for result in results)
+    assert not any(result["loss"].requires_grad for result in results)
+    assert len({result["loss"].data_ptr() for result in results[1:]}) == (3 if copies else 1)
+    run.step(batch(4), 3.0)  # a number is no input of a graph
+    assert run.step.eager["with other inputs"] == 1
+
+
+def test_dropout_draws_as_in_other_steps(records: Recordings) -> None:
+    losses = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(75, 30), nn.Dropout(0.5), nn.Linear(30, 5)).to(DEVICE)
+        run = Run(captures, model=shardtrain.shard(net, units=[nn.Linear]))
+        torch.manual_seed(1)
+        losses.append([*run.losses(range(5)), torch.rand(1).item()])
+    assert losses[0] == losses[1]
+    assert run.step.replayed == 4
+
+
+def test_counts_go_on_in_replays() -> None:
+    """Of the guard, the meter, and the peak of what is gathered."""
+    with simulated(8):
+        counts = []
+        for captures in (False, True):
+            run = Run(captures, step=partial(in_way, WAYS["no_sync"]))  # of three forwards
+            for number in range(3):
+                run.step(batch(number), batch(10), batch(11))
+            info = shardtrain.introspect(run.model)
+            info.take_gathered_peak()
+            with comm.meter() as meter:
+                run.step(batch(3), batch(10), batch(11))
+            forward = info.transport.guard.paths.forward
+            counts.append((meter.calls, meter.bytes, info.take_gathered_peak(), info.gathered, forward))
+        assert counts[0] == counts[1]
+        assert counts[0][0]["all_gather"] > 0
+        assert dict(meter.exposed()) == {}
+
+
+# What cannot be captured.
+
+
+def refused_by_capture(text: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    with pytest.raises(ValueError, match=text):
+        shardtrain.capture(plain_step(model, optimizer), model, optimizer, **options)
+
+
+def test_refusals_before_the_first_step(records: Recordings) -> None:
+    model = sharded()
+    params = [*model.parameters()]
+    refused_by_capture(r"warmup=0\): expected at least 1", model, sgd(model), warmup=0)
+    slow = torch.optim.SGD(params, 0.1)
+    refused_by_capture(r"SGD reads its learning rate .*: SGD\(\.\.\., fused=True\)", model, slow)
+    adam = torch.optim.Adam(params, fused=True)
+    refused_by_capture(r"Adam decides on the host .*: Adam\(\.\.\., capturable=True\)", model, adam)
+    nadam = torch.optim.NAdam(params, capturable=True)
+    refused_by_capture("NAdam would keep its learning rate, a number, for ever", model, nadam)
+    nadam.param_groups[0]["lr"] = torch.tensor(2e-3, device=DEVICE)
+    shardtrain.capture(plain_step(model, nadam), model, nadam)
+    with shardtrain.unsharded(model):
+        refused_by_capture(r"capture\(\) cannot be called inside", model, sgd(model))
+    offloaded = sharded(offload=True)
+    refused_by_capture("offload has the host wait", offloaded, sgd(offloaded))
+    torch.use_deterministic_algorithms(True)
+    try:
+        virtual = sharded(virtual_ranks=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    refused_by_capture("virtual ranks compute and compare on the host", virtual, sgd(virtual))
+
+
+def test_steps_on_the_cpu_are_refused() -> None:
+    model = shardtrain.shard(OddNet(), units=[Block])
+    refused_by_capture("only steps on a CUDA device can be captured, .* on cpu", model, sgd(model))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_nccl_would_register_wrongly_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with simulated(8):
+        model = sharded()
+        text = "hangs with expandable_segments:True .*: set NCCL_GRAPH_REGISTER=0"
+        refused_by_capture(text, model, sgd(model))
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+        Run(True, model=model)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    with simulated():  # a single rank has no collectives
+        Run(True)
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, enabled: bool = True) -> Step:
+    scaler = shardtrain.GradScaler("cuda", init_scale=8.0, enabled=enabled)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def with_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+    another = adamw(model)
+    return lambda x, y: (step(x, y), another.step())[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (scaled, "a GradScaler has the host decide whether to step"),
+        (with_another, r"AdamW steps the model, which capture\(\) was not given"),
+    ],
+)
+def test_refusals_after_warm_up(records: Recordings, step: Callable[..., Step], text: str) -> None:
+    """Before anything is recorded; later calls are steps as they are."""
+    run = Run(True, step=step, warmup=2)
+    run.losses(range(2))
+    with pytest.raises(ValueError, match=f"the step cannot be captured: {text}"):
+        run.losses(range(2, 3))
+    run.losses(range(3, 4))
+    assert run.step.eager == {WARM: 2, "since it cannot be captured": 1}
+    assert records.recordings == []
+
+
+def test_a_scaler_that_is_off_is_no_reason(records: Recordings) -> None:
+    assert twins(step=partial(scaled, enabled=False)).step.replayed == 4
+
+
+def test_gradients_that_may_be_absent_are_refused() -> None:
+    with simulated(8) as (_, records):
+        net = OddNet().to(DEVICE)
+        net.blocks[0].unused = nn.Linear(30, 30).to(DEVICE)
+        run = Run(True, model=shardtrain.shard(net, units=[Block]))
+        run.losses(range(1))
+        with pytest.raises(ValueError, match=r"blocks\.0\.unused\.weight has no gradient on this rank, and"):
+            run.losses(range(1, 2))
+        assert records.recordings == []
+
+
+def reads_loss(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        return loss if loss.item() > 100 else learn(loss, optimizer)  # read on the host
+
+    return step
+
+
+def reads_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        logits.register_hook(lambda grad: grad * float(grad.isfinite().all()))  # read on the host
+        return learn(F.cross_entropy(logits, y), optimizer)
+
+    return step
+
+
+def moves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+    return lambda x, y: step(x + torch.ones(1).to(DEVICE), y)  # read on the host
+
+
+def recomputes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = checkpoint(model, x, use_reentrant=False, determinism_check="none")  # read on the host
+        return learn(F.cross_entropy(logits, y), optimizer)
+
+    return step
+
+
+class Planted(Exception):
+    pass
+
+
+def raises(fail: Callable[..., None], where: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+    if where == "forward":
+        model.blocks[1].register_forward_hook(lambda *_: fail())
+    if where == "step":
+        optimizer.register_step_pre_hook(lambda *_: fail())
+
+    def hooked(x: Tensor, y: Tensor) -> Tensor:
+        if where == "backward":
+            x = x.clone().requires_grad_()
+            x.register_hook(lambda grad: fail())
+        return step(x, y)
+
+    return hooked
+
+
+def on_the_host(draw: Callable[[], object]) -> Callable[..., Step]:
+    """Return what makes a step that is scaled by what the host draws."""
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        step = plain_step(model, optimizer)
+        return lambda x, y: step(x * float(draw()), y)
+
+    return make
+
+
+def changes(change: Callable[[nn.Module, Any], object]) -> Callable[..., Step]:
+    """Return what makes a step that changes what a graph has fixed."""
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        step = plain_step(model, optimizer)
+        return lambda x, y: (step(x, y), change(model, optimizer))[0]
+
+    return make
+
+
+def grows(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[model.fc.weight]
+    state["count"] = state.get("count", 0) + 1
+
+
+LINE = r"test_capture\.py:\d+, `.*# read on the host`: .*may not wait for the device"
+CHANGED = "the step changes what a replay cannot: "
+REFUSED: dict[str, tuple[Callable[..., Step], str]] = {
+    "a value": (reads_loss, LINE),
+    "a value in backward": (reads_in_backward, LINE),
+    "a copy": (moves, LINE),
+    "a random state": (recomputes, LINE),
+    "Python's generator": (
+        on_the_host(random.random),
+        "the step draws from Python's random, and each replay",
+    ),
+    "NumPy's generator": (on_the_host(np.random.rand), "the step draws from NumPy's random"),
+    "torch's generator": (on_the_host(lambda: torch.rand(())), "draws from torch's generator of the CPU"),
+    "a schedule": (
+        changes(lambda model, optimizer: optimizer.param_groups[0]["lr"].mul_(0.5)),
+        "the step changes its learning rate, .*: call the schedule after",
+    ),
+    "a mode": (
+        changes(lambda model, optimizer: model.blocks[0].train(not model.blocks[0].training)),
+        f"{CHANGED}training of blocks.0 was (True and is False|False and is True)",
+    ),
+    "a state": (changes(grows), f"{CHANGED}count of state 12 of SGD was 1 and is 2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_recording_finds_is_refused(records: Recordings, name: str) -> None:
+    """By the line of the user's code, or by name. It trains on as it is; the recording leaves nothing."""
+    make, text = REFUSED[name]
+    losses = []
+    states = []
+    for captures in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        run = Run(captures, step=make)
+        torch.manual_seed(0)
+        losses.append(run.losses(range(1)))
+        if captures:
+            with pytest.raises(ValueError, match=text):
+                run.losses(range(1, 2))
+            assert not records.is_held
+        losses[-1] += run.losses(range(1, 3))
+        states.append(run.state() if name != "a state" else {})
+    if name != "a mode":  # which Python has changed
+        assert losses[0] == losses[1]
+        assert same(*states) == []
+    assert run.step.eager == {WARM: 1, "since it cannot be captured": 2}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_an_error_of_the_user_s_passes_a_recording(records: Recordings, where: str) -> None:
+    def fail() -> None:
+        if fails:
+            raise Planted(where)
+
+    fails: list[bool] = []
+
+    def act(run: Run) -> None:
+        if isinstance(run.step, shardtrain.graphs.capture.Captured):
+            fails.append(True)
+            with pytest.raises(Planted, match=where):
+                run.losses(range(1, 2))
+            fails.clear()
+
+    twins(act, before=1, step=partial(raises, fail, where))
+
+
+def test_inputs_that_no_graph_can_have(records: Recordings) -> None:
+    run = Run(True)
+    x, y = batch(0)
+    with pytest.raises(ValueError, match="an input of a captured step is on cpu, the model on cuda:0"):
+        run.step(*images(0, 0))
+    with pytest.raises(ValueError, match="an input of a captured step requires a gradient"):
+        run.step(x.clone().requires_grad_(), y)
+    with pytest.raises(ValueError, match="an input of a captured step is a Run, in which tensors would go"):
+        run.step(run)
+    with shardtrain.unsharded(run.model), pytest.raises(ValueError, match="a captured step cannot be called"):
+        run.step(x, y)
+
+
+def test_gradients_that_wait_are_refused() -> None:
+    with simulated(8):
+        run = Run(True)
+        run.losses(range(1))
+        with shardtrain.no_sync(run.model):
+            F.cross_entropy(run.model(batch(0)[0]), batch(0)[1]).backward()
+        with pytest.raises(ValueError, match="a captured step while gradients wait under no_sync"):
+            run.losses(range(1, 2))
+
+
+# Two real ranks.
+
+
+@pytest.mark.parametrize("how", ["other inputs", "another mode"])
+@each_rank(2, transport="auto")
+def test_ranks_that_take_other_steps_are_named(how: str) -> None:
+    """At the next comparison of paths, which both begin the step with."""
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        run = Run(True, model=over_gloo(), warmup=2)
+        run.losses(range(3))
+        is_odd = dist.get_rank() == 1
+        if is_odd and how == "another mode":
+            run.model.blocks[1].eval()
+        run.losses(range(3, 5))
+        with pytest.raises(comm.Diverged) as raised:
+            run.step(*batch(5, 0, 3 if is_odd and how == "other inputs" else 6))
+        text = str(raised.value)
+        assert "ranks 0 and 1 take different paths" in text
+        if how == "other inputs":
+            assert text.startswith(
+                "forward 6: ranks 0 and 1 take different paths: rank 0 is replaying a step"
+            )
+            assert "rank 1 is entering a step. A captured step must run on all ranks alike: inputs of" in text
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@each_rank(2, transport="auto")
+def test_replays_of_several_forwards_are_compared_as_often(evaluates: bool) -> None:
+    """Their forwards are counted at once, so that the number at which paths are compared may be left out."""
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "EVERY", 6)
+        run = Run(True, step=partial(in_way, WAYS["no_sync"]), model=over_gloo())
+        if evaluates:
+            evaluate(run)
+        for number in range(2):
+            run.step(batch(number), batch(10))
+        run.step._graph = run.step._graph._replace(name=f"of rank {dist.get_rank()}")
+        later = [(batch(number), batch(10)) for number in range(2, 5)]
+        with pytest.raises(comm.Diverged, match="ranks 0 and 1 take different paths"):
+            [run.step(*batches) for batches in later]
+
+
+@each_rank(2, transport="auto")
+def test_what_ranks_must_agree_on_before_a_step_is_recorded() -> None:
+    rank = dist.get_rank()
+    with simulated_rank() as (_, records):
+        model = over_gloo()
+        with pytest.raises(ValueError, match=r"what is to be captured differs between ranks: .*warmup=2"):
+            Run(True, model=model, warmup=1 + rank)
+        run = Run(True, model=model)
+        run.losses(range(1))
+        with pytest.raises(ValueError, match=r"a captured step differs between ranks: .*recorded now: False"):
+            run.step(*batch(1, 0, 6 - rank))
+        run.model.train(rank == 0)
+        with pytest.raises(ValueError, match=r"differs between ranks: .*rank 1 has .*"):
+            run.step(*batch(1))
+        run = Run(True, model=model.train())
+        run.losses(range(1))
+        if rank == 1:
+            run.step._warm_up.reason = "planted"
+        with pytest.raises(ValueError, match=r"the step cannot be captured: planted \(rank 1\)"):
+            run.losses(range(1, 2))
+        run.losses(range(2, 3))
+        assert records.recordings == []
+
+
+@each_rank(2, transport="auto")
+def test_gloo_is_refused_for_what_needs_no_host() -> None:
+    with simulated_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices.Recorder, "only_capturable", True)
+        model = over_gloo()
+        refused_by_capture("collectives of BackendTransport need the host: .* NCCL", model, sgd(model))
+
+
+@each_rank(2, transport="auto")
+def test_a_rank_that_is_lost_ends_the_replays_of_others() -> None:
+    with simulated_rank():
+        run = Run(True, model=over_gloo(), warmup=2)
+        run.losses(range(4))
+        if dist.get_rank() == 1:
+            return
+        text = raised_soon(comm.PeerLost, lambda: run.losses(range(4, 6)))
+        assert re.match("rank 1 has ended: rank 0 was at forward 5, replaying a step", text), text
+
+
+def with_sums(of_host: bool, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    step = plain_step(model, optimizer)
+
+    def more(x: Tensor, y: Tensor) -> Tensor:
+        loss = step(x, y).detach()
+        dist.all_reduce(loss)
+        if of_host:
+            dist.all_reduce(torch.ones(1))
+        return loss
+
+    return more
+
+
+@each_rank(2, transport="auto")
+def test_collectives_of_the_host_are_refused() -> None:
+    """They would run once. Those of the device are a part of the graph."""
+    with simulated_rank() as (_, records):
+        run = twins(model=over_gloo, step=partial(with_sums, False))
+        assert run.step.replayed == 4
+        assert "allreduce_" in records.recordings[0].names
+        run = Run(True, step=partial(with_sums, True), model=run.model)
+        run.losses(range(1))
+        text = r"a collective \(c10d::allreduce_\) on the CPU, which no replay"
+        with pytest.raises(ValueError, match=text):
+            run.losses(range(1, 2))
+        run.losses(range(2, 3))
+
+
+# The recorder of a card.
+
+
+def test_the_recorder_of_a_card_deletes_its_graph_and_keeps_the_profiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setenv("TEARDOWN_CUPTI", "")
+    monkeypatch.delenv("TEARDOWN_CUPTI")
+    with SimulatedDevice()(monkeypatch):
+        recorder = devices.Recorder(DEVICE)
+        assert os.environ["TEARDOWN_CUPTI"] == "0"
+        recorder.release()
+        assert recorder.record(lambda: 1) == (1, graph.replay)
+    recorder.release()
+    recorder.release()
+    graph.reset.assert_called_once_with()
+
+
+def test_a_recording_that_fails_returns_to_the_stream_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch leaves its context without doing so if CUDA has given the recording up."""
+    with simulated() as (device, _):
+
+        @contextmanager
+        def graph(recording: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+            device.set_stream(stream)
+            yield
+            raise RuntimeError("capture_end")
+
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        before = device.current
+        with pytest.raises(RuntimeError, match="capture_end"):
+            devices.Recorder(DEVICE).record(lambda: 1)
+        assert device.current is before
+
+
+def test_a_warm_up_that_fails_is_waited_for(records: Recordings) -> None:
+    [x, _] = batch(0)
+
+    def fail() -> None:
+        x.add_(1)
+        raise Planted
+
+    with pytest.raises(Planted):
+        devices.Recorder(DEVICE).warm_up(fail)
+    x.add_(1)  # the fixture finds races
+
+
+# What the simulated device finds in a recording.
+
+
+def waits_for_before(side: Any, event: Any, x: Tensor) -> None:
+    devices.current_stream(DEVICE).wait_event(event)
+
+
+def leaves_open(side: Any, event: Any, x: Tensor) -> None:
+    side.wait_event(devices.current_stream(DEVICE).record_event())
+    with devices.inside(side):
+        x.add_(1)
+
+
+def synchronizes(side: Any, event: Any, x: Tensor) -> None:
+    devices.synchronize(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("acts", "text"),
+    [
+        (waits_for_before, "dependency created on uncaptured work in another stream"),
+        (leaves_open, "capturing stream has unjoined work"),
+        (synchronizes, r"operation not permitted when stream is capturing \(synchronize\(\)\)"),
+    ],
+)
+def test_streams_that_no_graph_can_have_are_refused(acts: Callable[..., None], text: str) -> None:
+    """In the words of CUDA, as capture() passes them on."""
+    with simulated() as (_, records):
+        side = devices.new_stream(DEVICE)
+        with devices.inside(side):
+            torch.ones(1, device=DEVICE)
+            event = side.record_event()
+
+        def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+            step = plain_step(model, optimizer)
+            return lambda x, y: (step(x, y), acts(side, event, x))[0]
+
+        run = Run(True, step=make)
+        run.losses(range(1))
+        with pytest.raises(ValueError, match=f"the step cannot be captured.*: CUDA error: {text}"):
+            run.losses(range(1, 2))
+        assert records.recordings == []
+
+
+@pytest.mark.parametrize("after", [0, 8])
+def test_memory_outside_of_a_recording_is_found(after: int) -> None:
+    """What others resize or free, and what is on a stream that takes no part."""
+    with simulated() as (device, _):
+        scale, apart, own = (torch.ones(1, device=DEVICE) for _ in range(3))
+        own.untyped_storage().resize_(0)
+        stream = devices.new_stream(DEVICE)
+
+        def run() -> None:
+            own.untyped_storage().resize_(4)
+            own.copy_(scale * apart)
+            own.untyped_storage().resize_(0)
+            scale.untyped_storage().resize_(after)
+            with devices.inside(stream):
+                torch.ones(3, device=DEVICE)
+
+        _, launch = devices.Recorder(DEVICE).record(run)
+        texts = [re.sub(", at .*", "", finding) for finding in device.findings]
+        assert texts[0] == "outside: memory of before is used in a recording, and given back there"
+        assert "outside: ones on a stream of priority 0, which is not recorded" in texts
+        apart.untyped_storage().resize_(0)
+        apart.untyped_storage().resize_(1 << 20)
+        device.findings.clear()
+        launch()
+        texts = [re.sub(", at .*", "", finding) for finding in device.findings]
+        assert {*texts} == {"outside: mul in a replay uses memory of before ((1,)), which was given back"}
+
+
+# The training program.
+
+
+def run_program(folder: Path, *keys: str, warmup: int = 3) -> tuple[list[str], str, dict[str, Tensor]]:
+    """Train on the simulated device; return the losses in log.txt, all of it, and the last checkpoint."""
+    lengths = ("train.log_every=1", "train.eval_every=1", "monitor.writers=[]")
+    with simulated() as (device, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "capture", partial(shardtrain.capture, warmup=warmup))
+        words = ("+recipe=resnet", *TINY, *lengths, "train.capture=true", *keys)
+        train(composed(*words), Context(ALONE, DEVICE, folder, commanded(*words).words))
+        assert list(device.findings) == []
+    log = (folder / "log.txt").read_text()
+    summary = json.loads((folder / "result.json").read_text()).get("captured_steps", "")
+    assert summary in log
+    saved = load_file(folder / "checkpoints/step-00000010/rank-00000.safetensors")
+    return re.findall(r"loss [\d.]+", log), summary, saved
+
+
+def test_the_program_replays_its_steps(tmp_path: Path) -> None:
+    """Losses, scores, schedules and state are those of steps that run as they are."""
+    keys = ("optim=adamw", "train.accumulate=2", "ema.decay=0.5", "train.class_weights=[1,9,1,4,1,1,1,1,1,1]")
+    expected, summary, state = run_program(tmp_path / "eager", *keys, warmup=1000)
+    assert summary == "0 replayed, 10 not: 10 to warm up"
+    losses, summary, captured = run_program(tmp_path / "captured", *keys)
+    assert summary == "7 replayed, 3 not: 3 to warm up"
+    assert losses == expected
+    assert same(state, captured) == []
+    _, summary, plain = run_program(tmp_path / "plain", *keys, "train.capture=false")
+    assert summary == ""
+    for name, value in plain.items():  # rates are rounded to fp32 where steps are captured
+        torch.testing.assert_close(captured[name], value, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (("parallel.precision=fp16",), "parallel.precision=fp16 has the host decide"),
+        (("parallel.offload=true",), "offload has the host wait"),
+        (("parallel.activation_checkpoint=true",), "parallel.activation_checkpoint has the host read random"),
+        (("parallel.virtual_ranks=2",), "virtual ranks compute and compare on the host"),
+        (("optim=muon",), "Muon decides on the host unless it is capturable"),
+    ],
+)
+def test_what_the_program_cannot_capture(tmp_path: Path, keys: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UserError, match=f"train.capture=true: .*{text}"):
+        run_program(tmp_path, *keys)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_program_that_ends_early_leaves_no_graph(tmp_path: Path, error: type[BaseException]) -> None:
+    """The traceback refers to the captured step while the process group ends."""
+
+    def end(monitor: Monitor, step: int) -> None:
+        if step == 6:
+            raise error
+
+    keys = ("train.capture=true", "monitor.writers=[]")
+    with simulated() as (_, records), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Monitor, "step", end)
+        with pytest.raises(error) as raised:
+            train(composed("+recipe=resnet", *TINY, *keys), Context(ALONE, DEVICE, tmp_path))
+        assert raised.traceback
+        assert records.replays == 3
+        assert not records.is_held
