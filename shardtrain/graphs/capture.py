@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -44,7 +45,12 @@ _TOLD = 10  # the call that says why none was replayed
 
 
 def capture(
-    step: Step, model: nn.Module, optimizer: Optimizer, *, warmup: int = 3, copies: bool = True
+    step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    warmup: int = 3,
+    copies: bool = True,
 ) -> Captured:
     """Return ``step`` so that its launches become one CUDA graph, which later calls replay without Python.
 
