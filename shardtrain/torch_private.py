@@ -132,14 +132,6 @@ NAMES = {
         "test_keys.py::test_all_other_keys_act",
         "torch.cpu.get_capabilities, whose keys depend on the machine",
     ),
-    "torch.optim.optimizer:_global_optimizer_pre_hooks": Row(
-        "to call users' hooks of all optimizers with pieces of parameters",
-        "test_gradients.py::test_users_hooks_of_a_step_compute_with_pieces_of_parameters",
-    ),
-    "torch.optim.optimizer:_global_optimizer_post_hooks": Row(
-        "to call users' hooks of all optimizers with pieces of parameters",
-        "test_gradients.py::test_users_hooks_of_a_step_compute_with_pieces_of_parameters",
-    ),
     "torch.distributed.distributed_c10d:_coalescing_manager": Row(
         "to launch several calls of one collective as one",
         "test_cuda.py::test_two_nccl_ranks_equal_ddp",
