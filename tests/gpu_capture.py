@@ -632,10 +632,10 @@ def program(out: Path, is_dry: bool, seconds: float) -> dict[str, Any]:
             return finding | {"error": f"{kind}: exit code {done.returncode}: {text[-900:]}"}
         else:
             facts = json.loads((folder / "result.json").read_text())
-            for key in ("val/acc1", "val/loss", "train/loss", "run_img_per_s", "captured_steps"):
+            for key in ("acc1/val", "loss/val", "loss/train", "run_img_per_s", "captured_steps"):
                 finding[f"{kind}_{key}"] = facts.get(key)
-    if "captured_val/acc1" in finding:  # rates are rounded to fp32 where steps are captured
-        finding["right"] = abs(finding["eager_val/acc1"] - finding["captured_val/acc1"]) <= 1.0
+    if "captured_acc1/val" in finding:  # rates are rounded to fp32 where steps are captured
+        finding["right"] = abs(finding["eager_acc1/val"] - finding["captured_acc1/val"]) <= 1.0
     return finding
 
 

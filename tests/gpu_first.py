@@ -514,7 +514,7 @@ def same_bits() -> None:
             what=f"same bits, {name}",
             code=process.returncode,
             digest=digest_of(folder),
-            result={key: facts.get(key) for key in ("step", "train/loss", "val/loss", "run_img_per_s")},
+            result={key: facts.get(key) for key in ("step", "loss/train", "loss/val", "run_img_per_s")},
             tail=text[-600:] if process.returncode else "",
         )
 

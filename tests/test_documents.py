@@ -244,8 +244,8 @@ def test_the_examples_of_writers_write(tmp_path: Path, monkeypatch: pytest.Monke
     result = tiny.run("mine", *own)
     with Path("mine/scores.csv").open(newline="") as file:
         lines = list(csv.reader(file))
-    assert ["10", "val/acc1", str(result["val/acc1"])] in lines
-    assert [step for step, tag, _ in lines if tag == "train/loss"] == ["5", "10"]
+    assert ["10", "acc1/val", str(result["acc1/val"])] in lines
+    assert [step for step, tag, _ in lines if tag == "loss/train"] == ["5", "10"]
     if stands_in:
         events = [json.loads(line) for line in (tmp_path / "wandb.jsonl").read_text().splitlines()]
         assert [event[0] for event in events[:3]] == ["init", "facts", "log"]

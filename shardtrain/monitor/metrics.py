@@ -107,7 +107,7 @@ def scores_in_words(scalars: Mapping[str, Any]) -> dict[str, str]:
             fifth = "" if acc5 is None else f", acc5 {acc5:.2f} %"
             scores[name] = f"loss {loss:.4f}, acc1 {acc1:.2f} %{fifth}"
     for tag, value in scalars.items():
-        part, _, name = tag.partition("/")
+        name, _, part = tag.partition("/")
         if part in scores and tag not in (*tags.VAL, *tags.VAL_EMA, *tags.TEST):
             judged = "average" if part == "val" and "average" in scores else part
             scores[judged] += f", {name} {tags.in_words(tag, value)}"

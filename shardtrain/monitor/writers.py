@@ -163,7 +163,7 @@ class TensorBoard(Writer):
     are written with later ones. torch's `add_hparams` makes a separate run per call; here hyperparameters go
     into the run's own file.
 
-    TensorBoard sorts groups of tags by name, and opens the first two: scores over epochs, and the best score.
+    TensorBoard sorts groups of tags by name, and opens the first two, `acc1` and what follows it.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ def run_job(fixed: Sequence[str], ranks: int, directory: Path, _: DictConfig) ->
         number, overrides, problem_of([*command, *fixed, *overrides, f"run.dir={quoted(folder)}"])
     )
     result = json_in(folder / "result.json")
-    score = result.get(tags.best(result.get(tags.BEST_BY)))
+    score = result.get(tags.best(str(result.get(tags.BEST_BY))))
     if outcome.problem:
         print(f"job {number} has failed: {outcome.problem}", flush=True)
     elif score is not None:

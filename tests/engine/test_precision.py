@@ -309,4 +309,4 @@ def test_a_run_in_fp16_scales_its_loss(tmp_path: Path) -> None:
     assert found[0] < 65536, found  # the first step overflowed, which is no failure
     assert len(set(found)) < len(found) == 6, found  # others did not
     assert scales(parts) == found
-    assert result_of(whole)["train/loss"] == result_of(parts)["train/loss"]
+    assert result_of(whole)["loss/train"] == result_of(parts)["loss/train"]

@@ -509,7 +509,7 @@ def test_a_run_with_replays_has_the_same_bits(on_ranks: Any, tmp_path: Path) -> 
         assert on_ranks(2, run_to_end, str(folder), *given, f"train.replay_every={every}") == ["finished"] * 2
     assert final(tmp_path / "with") == final(tmp_path / "without")
     a, b = (result_of(tmp_path / name) for name in ("with", "without"))
-    assert (a["train/loss"], a["train/acc1"]) == (b["train/loss"], b["train/acc1"])
+    assert (a["loss/train"], a["acc1/train"]) == (b["loss/train"], b["acc1/train"])
 
 
 def counts(folder: str, *given: str) -> str:

@@ -185,18 +185,18 @@ def test_an_evaluation_scores_as_the_run_did(
     result = result_of(trained)
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     found = on_ranks(3, scored, f"run={trained}", "optim=sgd")[0][0]
-    assert found.scores.loss == pytest.approx(result["val/loss"])
-    assert found.ema.loss == pytest.approx(result["val/ema_loss"])
+    assert found.scores.loss == pytest.approx(result["loss/val"])
+    assert found.ema.loss == pytest.approx(result["loss/val_ema"])
     assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     capsys.readouterr()
     scored(f"run={trained}/best")
     said = capsys.readouterr().out
-    assert f"evaluating step {result['best_val/step']} (" in said
+    assert f"evaluating step {result['best/step']} (" in said
     scores = json.loads(said.splitlines()[-1])
-    assert (scores["step"], scores["val/loss"]) == (result["best_val/step"], result["val/loss"])
+    assert (scores["step"], scores["loss/val"]) == (result["best/step"], result["loss/val"])
     assert export(f"run={trained}/best", f"out={tmp_path}/best.pth") == 0
     plain = [word for word in RUN if not word.startswith("ema")]
-    for weights, tag in (("raw", "val/loss"), ("ema", "val/ema_loss")):
+    for weights, tag in (("raw", "loss/val"), ("ema", "loss/val_ema")):
         out = tmp_path / f"{weights}.pth"
         assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0
         (found,) = scored(*plain, f"model.weights={out}")

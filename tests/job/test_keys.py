@@ -88,9 +88,9 @@ def evidence(folder: Path, *words: str) -> dict[str, Any]:
         return [[value for tag, value in row.items() if tag.startswith(tags)] for row in logged]
 
     return {
-        "losses": of("train/loss"),
-        "scores": of("val/", "test/"),
-        "average": of("val/ema"),
+        "losses": of("loss/train"),
+        "scores": of("loss/val", "acc1/val", "balanced/val", "loss/test"),
+        "average": of("loss/val_ema", "acc1/val_ema"),
         "steps": of("step"),
         "lr": of("lr/"),
         "traffic": of("comm/"),

@@ -37,7 +37,7 @@ from tiny import ALONE, CPU, VIT, composed, context, result_of
 QUIET = ("monitor.writers=[]",)
 # Keys without a row of their own in `key_table.py`, with a value for this test.
 OTHERS = (
-    *("train.best=val/loss", "train.channels_last=true"),
+    *("train.best=loss/val", "train.channels_last=true"),
     *("data.classes=[a,b,c,d,e,f,g,h,i,j]", "parallel.virtual_ranks=2", "checkpoint.memory_every_steps=1"),
     *("optim._target_=torch.optim.RAdam", "train.loss._target_=torch.nn.MultiMarginLoss", "threads=1"),
     *("augment=none", "model.freeze=[body]", "monitor.scores=[]"),
@@ -104,7 +104,7 @@ def require_agreement(folder: Path, words: list[str]) -> None:
     usual = [word for word in FOUR_STEPS if words[:1] != ["data=imagefolder"] or word[:4] != "data"]
     usual.remove("checkpoint.keep=0")
     result = ran(run, *VIT, *usual, *words)
-    if result["status"] != "finished" or "val/loss" not in result:
+    if result["status"] != "finished" or "loss/val" not in result:
         return
     names = [name for name in result if name.startswith(("val/", "test/"))]
     numbers = {name: pytest.approx(result[name], nan_ok=True, rel=1e-6) for name in names}
@@ -123,7 +123,7 @@ def require_equal_export(run: Path, out: Path, result: dict[str, Any]) -> None:
     exported(run, out)
     config = composed(f"config={run}/config.yaml")
     if config.ema.decay is None and config.parallel.precision == "fp32":
-        assert accuracy_of_plain_model(out, config) == pytest.approx(result["val/acc1"])
+        assert accuracy_of_plain_model(out, config) == pytest.approx(result["acc1/val"])
 
 
 def require_equal_continuations(
@@ -243,7 +243,7 @@ def right_of(run: Path, new: Path, out: Path) -> list[list[str]]:
     assert [path for path, *_ in lines] == sorted(map(str, new.rglob("*.png")))
     right = [path.split("/")[-2] == name for path, name, _ in lines]
     found = scored_by(f"run={run}", f"data.root={new}")
-    assert found["val/acc1"] == pytest.approx(100 * sum(right) / len(right)) == result_of(run)["val/acc1"]
+    assert found["acc1/val"] == pytest.approx(100 * sum(right) / len(right)) == result_of(run)["acc1/val"]
     return lines
 
 
@@ -324,9 +324,9 @@ def test_balanced_weights_are_those_of_the_run_where_none_can_be_counted(tmp_pat
     run = photo_run(tmp_path, "train.class_weights=balanced", "data.validation=4")
     new = tmp_path / "photos/val"
     found = scored_by(f"run={run}", f"data.root={new}")
-    assert found["val/loss"] == pytest.approx(result_of(run)["test/loss"])
+    assert found["loss/val"] == pytest.approx(result_of(run)["loss/test"])
     plain = scored_by(f"run={run}", f"data.root={new}", "train.class_weights=null")
-    assert plain["val/loss"] != pytest.approx(found["val/loss"])
+    assert plain["loss/val"] != pytest.approx(found["loss/val"])
     other = photo_run(tmp_path / "unweighted")
     with pytest.raises(UserError, match=r"class_weights=balanced needs the training images; train.class_w"):
         scored_by(f"run={other}", f"data.root={new}", "train.class_weights=balanced")
@@ -363,7 +363,7 @@ def test_a_start_from_a_run_that_patience_ended_trains_and_has_a_best_step_of_it
     assert stopped["step"] == 4 < 12
     words = (f"config={tmp_path}/a/config.yaml", f"resume={tmp_path}/a", "optim.lr=0.01", "train.patience=9")
     started = ran(tmp_path / "b", *words)
-    assert (started["step"], started["best_val/step"] > 4) == (12, True)
+    assert (started["step"], started["best/step"] > 4) == (12, True)
     assert "its best score and its patience begin anew" in (tmp_path / "b/log.txt").read_text()
     exported(tmp_path / "b/best", tmp_path / "b.pth")
 
@@ -398,7 +398,7 @@ def test_weights_come_with_their_card(tmp_path: Path) -> None:
     comm.barrier()
     files = (f"data.root={tmp_path}/photos", "data.image_size=8", "data.workers=0", "train.batch_size=8")
     words = ("data=imagefolder", *files, *VIT, f"model.weights={out}")
-    assert scored_by(*words)["val/loss"] == pytest.approx(result_of(run)["val/loss"], rel=1e-6)
+    assert scored_by(*words)["loss/val"] == pytest.approx(result_of(run)["loss/val"], rel=1e-6)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         score(evaluation(*words, "data.mean=[0.1]"), context("nowhere").rank_info, CPU)
     if comm.rank() == 0:

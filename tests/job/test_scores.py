@@ -89,16 +89,16 @@ def test_scores_do_not_depend_on_larger_numbers_of_ranks(on_ranks: Any) -> None:
 def whole_run(folder: str) -> dict[str, Any]:
     """Train with class weights, replays and virtual ranks; return all that is scored, pictures included."""
     same = ("parallel.virtual_ranks=4", "train.replay_every=2", "train.eval_every=1", "ema.decay=0.5")
-    result = run(folder, *same, "train.class_weights=balanced", "train.best=val/balanced")
+    result = run(folder, *same, "train.class_weights=balanced", "train.best=balanced/val")
     found = {tag: value for tag, value in result.items() if tag.startswith(("val", "best", "train/"))}
-    events = events_of(Path(folder)).Images("val/confusion")
+    events = events_of(Path(folder)).Images("confusion/val")
     return {**found, "pictures": [event.encoded_image_string for event in events]}
 
 
 @pytest.mark.release
 def test_runs_of_1_2_and_4_ranks_have_the_same_scores_and_pictures(on_ranks: Any, tmp_path: Path) -> None:
     (alone,) = on_ranks(1, whole_run, str(tmp_path / "1"))
-    assert {"val/balanced", "val_recall/1", "best_val/balanced"} <= alone.keys()
+    assert {"balanced/val", "recall/val/1", "best/balanced"} <= alone.keys()
     assert len(alone["pictures"]) == 2
     for world in (2, 4):
         assert on_ranks(world, whole_run, str(tmp_path / str(world)))[0] == alone
@@ -192,23 +192,23 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
 
     words = (
         "monitor.scores=[{_target_: mine.mine, higher_is_better: false},per_class]",
-        "train.best=val/mine",
+        "train.best=mine/val",
     )
     words += ("train.epochs=9", "train.eval_every=1", "train.patience=2", "allow=[mine]")
     with patch.object(scores, "find_target", lambda *_: mine):
         assert train(composed("+recipe=resnet", *TINY, *words), context(tmp_path)) == 3.0
     result = result_of(tmp_path)
-    assert (result["best_val/mine"], result["best_val/step"], result["step"]) == (3.0, 10, 20)
-    assert (result["best_by"], result["best_is_lowest"]) == ("val/mine", True)
+    assert (result["best/mine"], result["best/step"], result["step"]) == (3.0, 10, 20)
+    assert (result["best_by"], result["best_is_lowest"]) == ("mine/val", True)
     log = (tmp_path / "log.txt").read_text()
-    assert "stopped after step 20: no better val/mine in 2 evaluations" in log
+    assert "stopped after step 20: no better mine/val in 2 evaluations" in log
     assert ", mine 6.0000" in log
     assert "best mine 3.0000 at step 10" in log
     assert "val, lines:" in log
     assert (tmp_path / "checkpoints" / step_name(10)).exists()  # the best is kept
     tags = events_of(tmp_path).Tags()
-    assert {"val/shown", "val/confusion"} <= {*tags["images"]}
-    assert {"val/mine", "val/balanced", "val_recall/3"} <= {*tags["scalars"]}
+    assert {"shown/val", "confusion/val"} <= {*tags["images"]}
+    assert {"mine/val", "balanced/val", "recall/val/3"} <= {*tags["scalars"]}
 
 
 def judged(score: float, best: Best | None, *words: str, loss: float = 1.0) -> Any:
@@ -218,25 +218,25 @@ def judged(score: float, best: Best | None, *words: str, loss: float = 1.0) -> A
     saver._config = composed("+recipe=resnet", *TINY, *words)
     saver.best = best
     saver.evaluation = lambda feed: MagicMock(
-        ranking=lambda: {"val/loss": loss, saver._config.train.best: score}
+        ranking=lambda: {"loss/val": loss, saver._config.train.best: score}
     )
     train = saver._config.train
-    saver._job.scoring = Scoring(is_minimised=train.best == "val/loss")
+    saver._job.scoring = Scoring(is_minimised=train.best == "loss/val")
     better = saver._evaluate(7)
     assert saver._monitor.say.called == math.isnan(score + loss)
     return better, saver.best
 
 
 def test_directions() -> None:
-    best = Best(1, 50.0, "val/acc1")
+    best = Best(1, 50.0, "acc1/val")
     assert judged(50.0, best) == (False, best)
-    assert judged(60.0, best) == (True, Best(7, 60.0, "val/acc1"))
-    assert judged(40.0, best, "train.best=val/loss") == (True, Best(7, 40.0, "val/loss"))
-    for word in ("val_recall/blossom", "val/loss_free"):  # a class or a score of any name
+    assert judged(60.0, best) == (True, Best(7, 60.0, "acc1/val"))
+    assert judged(40.0, best, "train.best=loss/val") == (True, Best(7, 40.0, "loss/val"))
+    for word in ("recall/val/blossom", "loss_free/val"):  # a class or a score of any name
         assert judged(40.0, best, f"train.best={word}") == (False, best)
         assert judged(60.0, best, f"train.best={word}")[0]
     assert judged(math.nan, None) == (False, None)
-    assert judged(math.nan, None, "train.best=val/loss") == (False, None)
+    assert judged(math.nan, None, "train.best=loss/val") == (False, None)
     assert judged(-5.0, None)[0]
     assert judged(60.0, best, loss=math.nan) == (False, best)  # some answer is not a number
 
@@ -271,9 +271,9 @@ def test_a_score_takes_keywords_and_says_what_is_better() -> None:
             scores.chosen_scores([{**entry, "higher_is_better": "maybe"}], 10, ())
     text = "monitor.scores=[per_class,{_target_:mine.error_rate,k:2}]"
     assert composed(text).monitor.scores == ("per_class", entry)
-    job, _ = build(composed(*TINY, "train.best=val/balanced"), 0, 1, CPU)
+    job, _ = build(composed(*TINY, "train.best=balanced/val"), 0, 1, CPU)
     assert job.scoring.is_better(2.0, 1.0)
-    job, _ = build(composed(*TINY, "train.best=val/loss"), 0, 1, CPU)
+    job, _ = build(composed(*TINY, "train.best=loss/val"), 0, 1, CPU)
     assert job.scoring.is_better(1.0, 2.0)
 
 
@@ -297,9 +297,9 @@ def test_functions_of_torchmetrics_are_scores_with_keywords() -> None:
 
 
 def test_another_score_begins_anew() -> None:
-    config = composed("+recipe=resnet", *TINY, "train.best=val/loss")
+    config = composed("+recipe=resnet", *TINY, "train.best=loss/val")
     trainer = MagicMock(config=config)
-    for tag, kept in (("val/acc1", False), ("val/loss", True)):
+    for tag, kept in (("acc1/val", False), ("loss/val", True)):
         best = Best(1, 50.0, tag)
         saver = Saver(trainer, MagicMock(), RunState(best), MagicMock())
         assert saver.best == (best if kept else None)
@@ -308,8 +308,8 @@ def test_another_score_begins_anew() -> None:
 def test_a_sweep_ranks_by_it() -> None:
     done = [Outcome(0, ["seed=0"], "", 0.5, 0.5), Outcome(1, ["seed=1"], "", 0.25, 0.25)]
     done.append(Outcome(2, ["seed=2"], "why"))
-    assert sweep.table(done, "val/loss").splitlines() == [
-        "best val/loss   job  overrides",
+    assert sweep.table(done, "loss/val").splitlines() == [
+        "best loss/val   job  overrides",
         "       0.2500     1  seed=1",
         "       0.5000     0  seed=0",
         "       failed     2  seed=2",
@@ -319,21 +319,21 @@ def test_a_sweep_ranks_by_it() -> None:
 
 @pytest.mark.long
 def test_unknown_scores_are_refused_before_the_first_step() -> None:
-    known = "val/loss, val/acc1, val/balanced, val_recall/0"
+    known = "loss/val, acc1/val, balanced/val, recall/val/0"
     with pytest.raises(UserError, match=rf"train.best=balanced: no such score; did you mean .*: {known}"):
         build(composed(*TINY, "train.best=balanced"), 0, 1, CPU)
-    with pytest.raises(UserError, match=r"train.best=val/balanced: no such score"):
-        build(composed(*TINY, "train.best=val/balanced", "monitor.scores=[]"), 0, 1, CPU)
+    with pytest.raises(UserError, match=r"train.best=balanced/val: no such score"):
+        build(composed(*TINY, "train.best=balanced/val", "monitor.scores=[]"), 0, 1, CPU)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("monitor=val/balanced", "train.best=val/balanced names the score"),
-        ("monitor=val_loss", "train.best=val/balanced names the score"),
-        ("monitor.metric=val/loss", "did you mean train.best=val/balanced"),
-        ("train.metric_for_best_model=accuracy", "did you mean train.best=val/balanced"),
+        ("monitor=balanced/val", "train.best=balanced/val names the score"),
+        ("monitor=val_loss", "train.best=balanced/val names the score"),
+        ("monitor.metric=loss/val", "did you mean train.best=balanced/val"),
+        ("train.metric_for_best_model=accuracy", "did you mean train.best=balanced/val"),
         ("early_stopping=true", "train.patience=5 ends training after five"),
         ("greater_is_better=false", "higher_is_better: false}] says that less is better"),
         ("train.class_weight=balanced", "did you mean train.class_weights=balanced"),

@@ -39,7 +39,7 @@ from small import Block, OddNet, sgd, shard
 from small import train as steps_of
 from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
-SCALARS = {"train/loss": 0.5, "train/acc1": 80.0, "perf/img_per_s": 123.0, "lr/group0": 0.1, "grad_norm": 2.0}
+SCALARS = {"loss/train": 0.5, "acc1/train": 80.0, "perf/img_per_s": 123.0, "lr/group0": 0.1, "grad_norm": 2.0}
 TWO = torch.zeros(2, 1, 8, 8)  # images
 ONE = torch.ones(())
 FOUR: Any = SimpleNamespace(steps=4, steps_per_epoch=2, first_step=0)  # of a job
@@ -67,8 +67,8 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         monitor.evaluated(1, Evaluation(Scores(0.25, 98.5)), (1, 98.5, tags.VAL_ACC1))
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
-    assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
-    assert (result["parameters"], result["best_val/step"]) == (4_154, 1)
+    assert (result["acc1/val"], result["best/acc1"], result["loss/train"]) == (98.5, 98.5, 0.5)
+    assert (result["parameters"], result["best/step"]) == (4_154, 1)
     assert result["command"] == shlex.join(sys.argv)
     assert abs(datetime.datetime.fromisoformat(result["started"]).timestamp() - time.time()) < 600
     assert result["commit"] is None or re.fullmatch("[0-9a-f]{40}", result["commit"])
@@ -76,7 +76,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     saved = OmegaConf.load(tmp_path / "a/run/config.yaml")
     assert (saved.model.num_classes, saved.model.in_channels, saved.model.image_size) == (10, 1, 8)
     log = (tmp_path / "a/run/log.txt").read_text()
-    assert "train/loss 0.5" in log
+    assert "loss/train 0.5" in log
     assert "finished  step 1" in log
     output = capsys.readouterr().out
     assert f"step   1/{job.steps}  epoch 0.0  loss 0.5000  acc1 80.00 %  lr 0.1  123 img/s" in output
@@ -151,20 +151,20 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path) -> None:
         assert re.search(failed, done.output)
     assert (tmp_path / "run/checkpoints/step-00000010/manifest.json").exists()
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "finished"
-    assert "step 10  train/loss" in (tmp_path / "run/log.txt").read_text()
-    points = events_of(tmp_path / "run").Scalars("train/loss")
+    assert "step 10  loss/train" in (tmp_path / "run/log.txt").read_text()
+    points = events_of(tmp_path / "run").Scalars("loss/train")
     assert [point.step for point in points] == [*range(1, 11)]
 
 
 def test_results_are_written_while_a_run_goes_on_with_null_for_what_json_has_not(tmp_path: Path) -> None:
     result = writers.ResultFile(tmp_path, FOUR)
     result.due = 0.0
-    result.log(3, {"train/loss": float("nan"), "grad_norm": float("inf"), "perf/img_per_s": 2.0})
+    result.log(3, {"loss/train": float("nan"), "grad_norm": float("inf"), "perf/img_per_s": 2.0})
     read = json.loads(result.path.read_text())
     assert (read["status"], read["step"], read["perf/img_per_s"]) == ("running", 3, 2.0)
-    assert (read["train/loss"], read["grad_norm"]) == (None, None)
+    assert (read["loss/train"], read["grad_norm"]) == (None, None)
     resumed: Any = SimpleNamespace(steps_per_epoch=2, first_step=1)
-    assert "train/loss" not in writers.ResultFile(tmp_path, resumed).result
+    assert "loss/train" not in writers.ResultFile(tmp_path, resumed).result
 
 
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
@@ -219,17 +219,17 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
         step_of(metrics, TWO, TWO, loss=1.5)
         scalars = metrics.report(2, 3 * ONE).scalars
         assert 1000 < time.perf_counter() - metrics.spent.since - 1e6 < 2000
-    assert (scalars["train/loss"], scalars["train/acc1"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
-    assert scalars["perf/img_per_s"] == pytest.approx(2 / scalars["time/step_s"])
-    assert 500 < scalars["time/step_s"] < 1000
-    assert 50 < scalars["time/data_pct"] < 100
-    assert scalars["time/forward_pct"] == 0 < scalars["time/optimizer_pct"]
-    assert scalars["time/exposed_comm_pct"] == 0
+    assert (scalars["loss/train"], scalars["acc1/train"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
+    assert scalars["perf/img_per_s"] == pytest.approx(2 / scalars["perf/step_s"])
+    assert 500 < scalars["perf/step_s"] < 1000
+    assert 50 < scalars["perf/data_pct"] < 100
+    assert scalars["perf/forward_pct"] == 0 < scalars["perf/optimizer_pct"]
+    assert scalars["perf/exposed_comm_pct"] == 0
     assert not [tag for tag in scalars if tag.startswith("comm/")]  # on one rank
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
     assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
     step_of(metrics, TWO, loss=float("nan"))
-    with pytest.raises(RuntimeError, match=r"train/loss is nan at step 7; a lower optim.lr may help"):
+    with pytest.raises(RuntimeError, match=r"loss/train is nan at step 7; a lower optim.lr may help"):
         metrics.report(7, ONE)
 
 
@@ -418,8 +418,8 @@ def test_a_meter_that_is_open_for_long_stays_small() -> None:
 
 
 TAGS = {  # of the public interface
-    *("train/loss", "train/acc1", "val/loss", "val/acc1", "lr/group0", "grad_norm", "best_val/acc1"),
-    *("perf/img_per_s", "perf/img_per_s_per_rank", "time/step_s", "time/data_pct", "time/exposed_comm_pct"),
+    *("loss/train", "acc1/train", "loss/val", "acc1/val", "lr/group0", "grad_norm", "best/acc1"),
+    *("perf/img_per_s", "perf/img_per_s_per_rank", "perf/step_s", "perf/data_pct", "perf/exposed_comm_pct"),
     *("comm/all_gather_mib_per_step", "comm/reduce_scatter_mib_per_step", "memory/params_mib"),
     *("memory/grads_mib", "memory/optimizer_mib", "memory/gathered_peak_mib", "memory/peak_mib"),
 }
@@ -437,10 +437,10 @@ def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> Non
     assert set(events.Tags()["scalars"]) >= TAGS
     for tag in TAGS:
         assert events.Scalars(tag)[-1].value == pytest.approx(result[tag], rel=1e-6), tag
-    assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
+    assert [event.step for event in events.Scalars("loss/train")] == [5, 10]
     groups = sorted({tag.partition("/")[0] for tag in events.Tags()["scalars"]})
-    assert " ".join(groups) == "best_val comm grad_norm lr memory perf time train val val_recall"
-    assert "val/acc5" not in events.Tags()["scalars"]  # of ten classes
+    assert " ".join(groups) == "acc1 balanced best comm grad_norm loss lr memory perf recall"
+    assert "acc5/val" not in events.Tags()["scalars"]  # of ten classes
 
 
 def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finished: Path) -> None:
@@ -459,7 +459,7 @@ def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finish
 
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
-    assert {*events.Tags()["images"]} == {"samples/as_trained", "val/confusion"}
+    assert {*events.Tags()["images"]} == {"samples/as_trained", "confusion/val"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
     # As many as TensorBoard shows, and the scores follow: another one by name would be `augment`.
     assert first == {"model", "optim.lr", "seed", "train.batch_size", "train.epochs"}
@@ -485,14 +485,14 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     config = configure(*TINY)
     first = writers.TensorBoard(tmp_path, config, FACTS)
     for step in (1, 2, 3):
-        first.log(step, {"train/loss": float(step)})
-    assert len(events_of(tmp_path).Scalars("train/loss")) == 3  # on disk before a checkpoint is saved
+        first.log(step, {"loss/train": float(step)})
+    assert len(events_of(tmp_path).Scalars("loss/train")) == 3  # on disk before a checkpoint is saved
     second = writers.TensorBoard(tmp_path, config, FACTS, first_step=2)
-    second.log(3, {"train/loss": 30.0})
+    second.log(3, {"loss/train": 30.0})
     second.facts({"status": "finished", "step": 3})
     first.facts({"status": "failed"})
     events = events_of(tmp_path)
-    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    points = [(event.step, event.value) for event in events.Scalars("loss/train")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
@@ -564,7 +564,7 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
         "grads": sum(p.grad.nbytes for p in params if p.grad is not None),
         "optimizer": sum(v.nbytes for v in state),
     }
-    shares = [value for tag, value in scalars.items() if tag.startswith("time/") and tag.endswith("_pct")]
+    shares = [value for tag, value in scalars.items() if tag.startswith("perf/") and tag.endswith("_pct")]
     elapsed = 4 * 12 / scalars["perf/img_per_s"]
     assert end - start < elapsed < after - before
     for kind in ("all_gather", "reduce_scatter"):

@@ -210,13 +210,13 @@ class Lines(Writer):
 
     def log(self, step, scalars):
         with self.path.open("a") as file:
-            file.write(f"{step} {scalars.get('val/seven')}\\n")
+            file.write(f"{step} {scalars.get('seven/val')}\\n")
 """
 OWN = (
     *("model._target_=mine.Net", "model.width=7", "optim._target_=mine.Slow", "optim.momentum=0.5"),
     *("train.loss._target_=mine.Twice", "train.loss.factor=2", "train.label_smoothing=0"),
     "monitor.writers=[mine.Lines]",
-    *("monitor.scores=[{_target_:mine.seven,value:7.0},mine.spread,per_class]", "train.best=val/spread"),
+    *("monitor.scores=[{_target_:mine.seven,value:7.0},mine.spread,per_class]", "train.best=spread/val"),
 )
 
 
@@ -233,10 +233,10 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     assert (done.output.count("GFLOP per image"), done.output.count("finished")) == (1, 1)
     result = result_of(tmp_path / "outputs/own")
     assert result["parameters"] == 7 * 9 + 7 + 7 * 10 + 10
-    assert result["val/seven"] == 7
-    assert result["val/loss"] == pytest.approx(2 * math.log(10), rel=0.2)  # of the loss that is trained
-    assert result["train/loss"] == pytest.approx(result["val/loss"], rel=0.2)
-    assert result["best_val/spread"] == result["val/spread"] > 0
+    assert result["seven/val"] == 7
+    assert result["loss/val"] == pytest.approx(2 * math.log(10), rel=0.2)  # of the loss that is trained
+    assert result["loss/train"] == pytest.approx(result["loss/val"], rel=0.2)
+    assert result["best/spread"] == result["spread/val"] > 0
     assert "2 7.0\n" in (tmp_path / "outputs/own/lines").read_text()
     for refused, arguments in (
         ("error: model._target_=mine.Net: only builders in shardtrain.recipes and torchv", train),

@@ -68,7 +68,7 @@ def test_crashes_leave_no_trace(
     assert curves(tmp_path) == curves(undisturbed)
     ours = result_of(tmp_path)
     theirs = result_of(undisturbed)
-    for key in ("status", "step", "train/loss", "val/acc1", "best_val/acc1", "grad_norm"):
+    for key in ("status", "step", "loss/train", "acc1/val", "best/acc1", "grad_norm"):
         assert ours[key] == theirs[key], key
     assert "continuing after step " in (tmp_path / "log.txt").read_text()
 
@@ -142,7 +142,7 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(
         whole = tmp_path / "whole"
         run_to_end(str(whole), *given)
         assert final(left) == final(whole)  # the other's last step was saved without its evaluation
-    for key in ("status", "step", "train/loss", "val/loss", "val/ema_loss", "best_val/acc1"):
+    for key in ("status", "step", "loss/train", "loss/val", "loss/val_ema", "best/acc1"):
         assert result_of(left)[key] == result_of(whole)[key], key
 
 
@@ -198,7 +198,7 @@ def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
     assert on_ranks(3, without_chance, folder) == ["finished"] * 3
     ours = curves(tmp_path / "parts")
     theirs = curves(tmp_path / "whole")
-    for tag in ("train/loss", "val/loss", "grad_norm", "lr/group0"):
+    for tag in ("loss/train", "loss/val", "grad_norm", "lr/group0"):
         assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]]
         assert [value for _, value in ours[tag]] == pytest.approx([v for _, v in theirs[tag]], rel=2e-4), tag
 

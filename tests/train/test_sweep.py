@@ -32,7 +32,7 @@ def started(folder: Path, *arguments: str, scores: Any = lambda words: 1.0) -> l
         words = [word for word in command[command.index("shardtrain.train") + 1 : -1] if word not in given]
         found.append(" ".join(words))
         score = scores(found[-1])
-        result = {"best_by": "val/acc1", "best_val/acc1": score, "best_is_lowest": False}
+        result = {"best_by": "acc1/val", "best/acc1": score, "best_is_lowest": False}
         (directory / "result.json").write_text(json.dumps(result))
         return "" if score is not None else "why"
 
@@ -152,7 +152,7 @@ def test_a_sweep_of_four_on_two_ranks(tmp_path: Path) -> None:
     assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in done.stdout
     assert done.stdout.count("\nworld ") == 2  # the first lines are those of each job that begins
     first = tmp_path / "sweep/0-lr-0.001-batch_size-12"
-    best = result_of(first)["best_val/acc1"]
+    best = result_of(first)["best/acc1"]
     outcome = json.loads((first / "outcome.json").read_text())
     overrides = ["optim.lr=0.001", "train.batch_size=12"]
     assert outcome == Outcome(0, overrides, score=best, rank=-best)._asdict()
@@ -226,7 +226,7 @@ def test_the_ranking() -> None:
         Outcome(1, ["seed=1"], "why"),
         Outcome(2, ["seed=2"], "", 99.5, -99.5),
     ]
-    ranked = sweep.table([*done, Outcome(3, ["seed=3"])], "val/acc1")
+    ranked = sweep.table([*done, Outcome(3, ["seed=3"])], "acc1/val")
     assert ranked.splitlines()[1:] == [
         "      99.50 %     2  seed=2",
         "       0.00 %     0  seed=0",

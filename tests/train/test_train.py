@@ -56,7 +56,7 @@ def test_repetitions_are_exact_and_settings_count(tmp_path: Path) -> None:
     bf16 = "parallel.precision=bf16"
     settings = ("seed=0", "seed=0", again, "seed=1", bf16)
     results = [run(tmp_path / str(n), setting) for n, setting in enumerate(settings)]
-    tags = ("train/loss", "val/loss", "grad_norm")
+    tags = ("loss/train", "loss/val", "grad_norm")
     first, second, recomputed, other, rounded = ([result[tag] for tag in tags] for result in results)
     assert first == second == recomputed
     assert first != other
@@ -133,15 +133,15 @@ def test_scores_of_known_logits() -> None:
     total = logits[0].logsumexp(0).item()
     assert evaluation.scores == pytest.approx(Scores(total - (3 - 2 - 1) / 3, 100 / 3, 200 / 3))
     unknown = scores_as_json(3, [Evaluation(Scores(math.nan, 50.0))])
-    assert unknown == '{"step": 3, "val/loss": null, "val/acc1": 50.0}'
-    assert evaluation.scalars().keys() == {"val/loss", "val/acc1", "val/acc5"}
+    assert unknown == '{"step": 3, "loss/val": null, "acc1/val": 50.0}'
+    assert evaluation.scalars().keys() == {"loss/val", "acc1/val", "acc5/val"}
     for odd in (logits.index_fill(1, torch.tensor(3), math.nan), torch.full_like(logits, math.nan)):
         wrong = evaluate(model, [batch._replace(images=odd, labels=torch.zeros(4, dtype=torch.int64))]).scores
         assert (wrong.acc1, wrong.acc5) == (0, 0)
         assert math.isnan(wrong.loss)
     ten_classes = evaluate(model, [batch._replace(images=logits[:, :10])])
     assert ten_classes.scores.acc5 is None
-    assert ten_classes.scalars().keys() == {"val/loss", "val/acc1"}
+    assert ten_classes.scalars().keys() == {"loss/val", "acc1/val"}
 
 
 def test_a_model_whose_forward_reads_a_value_is_not_refused_for_its_shape() -> None:
