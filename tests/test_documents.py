@@ -366,7 +366,7 @@ STAND_FOR = {  # how documents abbreviate modules
     **{"Node": "torch.autograd.graph.Node", "Tensor": "torch.Tensor"},
     **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "fsdp", "optim", "recipes")},
 }
-OBJECTS = {"block", "grad", "meter", "model", "module", "optimizer", "p", "param"}
+OBJECTS = {"block", "grad", "meter", "model", "module", "monitor", "optimizer", "p", "param", "trainer"}
 OUTSIDE = [  # where names without dots may come from
     *("builtins", "torch", "torch.Tensor", "torch.func", "torch.optim", "torch.profiler"),
     *("torch.nn", "torch.nn.Module", "torch.nn.functional", "torch.nn.init", "torch.nn.parallel"),

@@ -57,8 +57,12 @@ class Train:
     eval_every: int = at_least(1, mark=REPORTED)
     best: str = marked(REPORTED)
     patience: int | None = at_least(1, mark=REPORTED)
+    hooks: tuple[str, ...] = marked(REPORTED)
 
     def __post_init__(self) -> None:
+        for path in self.hooks:
+            if "." not in path:
+                raise UserError(f"train.hooks=[{path}]: expected PACKAGE.CLASS, with allow=[PACKAGE]")
         if isinstance(self.loss, str):
             return
         if "_target_" not in self.loss:

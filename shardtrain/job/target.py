@@ -28,6 +28,7 @@ PACKAGES = {
     "augment": (RECIPES,),
     "optim": ("torch.optim", RECIPES),
     "train.loss": (RECIPES, "torch.nn"),
+    "train.hooks": (RECIPES,),
     "data": (RECIPES,),
     "monitor.scores": (RECIPES,),
     "monitor.writers": (RECIPES,),

@@ -44,6 +44,7 @@ class Monitor:
     def __init__(self, *writers: Writer, first_step: int = 0) -> None:
         self.writers = writers
         self.latest = first_step
+        self.scalars: dict[str, float] = {}  # the latest value of each tag
         self.texts: dict[str, str] = {}  # of the latest evaluation of each part, for the end
         self._warned: set[object] = set()
 
@@ -54,6 +55,7 @@ class Monitor:
         self.latest = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.scalars.update(scalars)
         self._each(lambda writer: writer.log(step, scalars))
 
     def facts(self, facts: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from shardtrain.job.errors import Unreadable, UserError
 from shardtrain.job.launch import Context
 from shardtrain.job.losses import loss_notes
 from shardtrain.job.signals import StopSignals
+from shardtrain.job.target import instantiate
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, start_table
 from shardtrain.train.hooks import Reports, Samples
 from shardtrain.train.resume import (
@@ -30,7 +31,7 @@ from shardtrain.train.resume import (
     start_messages,
 )
 from shardtrain.train.saving import Saver
-from shardtrain.train.trainer import Trainer
+from shardtrain.train.trainer import Hook, Trainer
 
 
 def train(config: Config, context: Context) -> float | None:
@@ -50,6 +51,7 @@ def _train(config: Config, context: Context, identity: Identity, memory: Path | 
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
+    own = [instantiate({"_target_": path}, "train.hooks", Hook, config.allow) for path in config.train.hooks]
     store, start = find_start(config, context, identity, memory)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
@@ -70,6 +72,6 @@ def _train(config: Config, context: Context, identity: Identity, memory: Path | 
         trainer = Trainer(config, job, metrics, monitor)
         saver = Saver(trainer, store, state, signals)
         with Watch(config, context, metrics, monitor) as watch:
-            trainer.hooks = (Samples(), Reports(watch), saver)
+            trainer.hooks = (Samples(), Reports(watch), *own, saver)
             trainer.fit()
         return saver.best.score if saver.best else None

@@ -111,7 +111,7 @@ class Saver(Hook):
             self._evaluate(step)
             if self.pending_evaluation:
                 self._stop(step, self._evaluation_signal)
-        trainer.end = self._why_stale(step)
+        trainer.end = trainer.end or self._why_stale(step)
 
     def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
         """Evaluate, save or stop as due after ``step``. Collective.
@@ -124,7 +124,7 @@ class Saver(Hook):
         better = evaluate and self._evaluate(step)
         signal, busy = self._exchange()
         signal = signal or self._evaluation_signal
-        trainer.end = self._why_stale(step)
+        trainer.end = trainer.end or self._why_stale(step)
         last = step == self._job.steps or bool(trainer.end)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused("checkpoint"):

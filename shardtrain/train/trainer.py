@@ -55,6 +55,7 @@ class Trainer:
         self.metrics = metrics
         self.monitor = monitor
         self.hooks: Sequence[Hook] = ()
+        self.rank = comm.rank()
         self.model = job.model
         self.loss = job.loss
         self.optimizer = job.optimizer
@@ -178,7 +179,7 @@ class Trainer:
         with refusals_of(self.optimizer):
             scaler.step(self.optimizer)
         scaler.update()
-        self._average(after=step)
+        self._average(step)
         return finite
 
     def _replay(self, captured: CapturedSteps, step: int) -> bool:
@@ -202,5 +203,5 @@ class Trainer:
         """Compute the gradients of ``step`` once more, to see what in them is not finite."""
         feed = self.job.train.of(self.job.train.share, step - 1)
         self.optimizer.zero_grad()
-        self.seed(step)
+        self.seed(step, self.rank)
         self.gradients(step, iter(feed), checked=False)

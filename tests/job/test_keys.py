@@ -16,7 +16,7 @@ from shardtrain.job import build
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
 from shardtrain.monitor import Monitor
-from shardtrain.train import loop
+from shardtrain.train import loop, trainer
 
 from key_table import FOUR_STEPS, ROWS, UNITS, keys_of, photos
 from pool import each_rank
@@ -35,6 +35,7 @@ ELSEWHERE = {
         "allow train.loss monitor.scores"
     ),
     "test_scores.py::test_a_run_by_another_score": "train.best",
+    "test_trainer.py::test_hooks_are_called_after_each_step_and_evaluation_on_every_rank": "train.hooks",
     "test_data.py::test_a_data_set_of_ones_own": "data._target_",
     "test_train.py::test_channels_last_reaches_the_activations": "train.channels_last",
     "test_train.py::test_compiling_without_a_compiler_is_a_mistake": "parallel.compile",
@@ -61,7 +62,7 @@ def test_every_key_is_in_the_table() -> None:
     shown = set(" ".join(ELSEWHERE.values()).split())
     assert changed.isdisjoint(shown)
     assert changed | shown == keys
-    assert len(keys) <= 81
+    assert len(keys) <= 82
     for place in ELSEWHERE:
         file, _, name = place.partition("::")
         [test_file] = (ROOT / "tests").rglob(file)
@@ -179,7 +180,7 @@ def test_an_average_begins_at_the_end_of_the_warm_up() -> None:
 
 
 def test_the_time_out_is_shorter_after_the_first_step(tmp_path: Path) -> None:
-    with patch.object(loop.comm, "set_time_out") as set_to:
+    with patch.object(trainer.comm, "set_time_out") as set_to:
         evidence(tmp_path)
     assert [call.args for call in set_to.call_args_list] == [(AFTERWARDS,)]
     assert AFTERWARDS < START_UP  # with which the process group opens
