@@ -40,7 +40,7 @@ class Noting(Hook):
         CALLS.append(("step", step))
 
     def after_evaluation(self, trainer: Trainer, step: int, evaluation: Evaluation) -> None:
-        assert trainer.monitor.scalars["val/loss"] == evaluation.scores.loss
+        assert trainer.monitor.scalars["loss/val"] == evaluation.scores.loss
         CALLS.append(("evaluation", step))
 
     def after_fit(self, trainer: Trainer) -> None:
