@@ -119,6 +119,7 @@ OTHER_VALUES = """
 & train.channels_last=true
 & train.capture=true
 & train.best=loss/val
+& train.hooks=[a.Hook]
 & monitor.scores=[]
 & parallel.compile=true
 & parallel.offload=true
@@ -142,7 +143,7 @@ checkpoint.every_steps checkpoint.keep checkpoint.memory_every_steps data.root d
 monitor.profile_at monitor.scores monitor.writers parallel.activation_checkpoint parallel.compile
 parallel.layout parallel.offload parallel.replicate parallel.reshard_after_forward parallel.virtual_ranks
 threads train.accumulate train.best train.capture train.channels_last train.epochs train.eval_every
-train.log_every train.max_steps train.patience train.replay_every
+train.hooks train.log_every train.max_steps train.patience train.replay_every
 """
 
 
