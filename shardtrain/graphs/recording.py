@@ -131,15 +131,13 @@ def record(
             _recover(engine)
             set_gradients(params.values(), before)
             raise explained([*errors, error][0]) from error
-    left = gradients(params.values())
-    set_gradients(params.values(), before)  # nothing has run
     return Recording(
         inputs=buffers,
         outputs=outputs,
         launch=launch,
         params=params,
         before=before,
-        left=left,
+        left=gradients(params.values()),  # which the first replay computes, at once
         counts=counts,
         name=f"a step ({zlib.crc32(title.encode()):08x})",
         held=[*operations.held.values()],
