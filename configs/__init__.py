@@ -1,4 +1,4 @@
-"""Hydra's config groups: the YAML files here, and `model`, which is torchvision's own list."""
+"""Hydra's config groups: the YAML files here, the program's dataclasses, and torchvision's list of models."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 FOLDER = Path(__file__).resolve().parent
 PRIMARY = "program"  # the name of the configuration with which Hydra begins
-# Sections that take keys of a user's choice: what they may be, the program's dataclasses say.
+# Sections of which one of several is chosen. Those without files are dataclasses of the program.
 GROUPS = ("model", "data", "optim", "sched", "augment", "parallel", "checkpoint", "monitor")
 
 
@@ -26,7 +26,7 @@ def registered(primary: DictConfig) -> Iterator[str]:
     have the better messages. Hydra's store is one for the whole process.
     """
     store = ConfigStore.instance()
-    store.repo["model"] = _models()
+    store.repo.update(_stored())
     store.store(name=PRIMARY, node=primary)
     node = store.repo[f"{PRIMARY}.yaml"].node
     for name in GROUPS if "seed" in primary else ():
@@ -38,7 +38,8 @@ def registered(primary: DictConfig) -> Iterator[str]:
     try:
         yield PRIMARY
     finally:
-        store.repo.pop("model")
+        for name in _stored():
+            store.repo.pop(name)
         store.repo.pop(f"{PRIMARY}.yaml")
 
 
@@ -54,12 +55,26 @@ def groups_in(folders: Sequence[Path]) -> set[str]:
         "recipes": lambda: help_texts.choice_table(folders, "recipe"),
     }.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
-    return {"model", *(group for group, _ in choices)} - {"common"}
+    return {*GROUPS, *(group for group, _ in choices)} - {"common"}
 
 
 @functools.cache  # storing them takes a third of the time in which Hydra composes
-def _models() -> Any:
-    """Return what Hydra's store holds as the group `model`. Hydra copies what it reads there."""
+def _stored() -> dict[str, Any]:
+    """Return what Hydra's store holds of groups without files. Hydra copies what it reads there."""
+    schema = importlib.import_module("shardtrain.job.schema")
+    help_texts = importlib.import_module("shardtrain.job.help")
+    store = ConfigStore.instance()
+    for group in GROUPS:
+        for choice, kind in help_texts.group_choices(group).items():
+            values = schema.defaults_of(kind)
+            node = {**values, "name": choice} if "name" in values else values
+            store.store(group=group, name=choice, node=node)
+    _store_models()
+    return {name: store.repo.pop(name) for name in GROUPS if name in store.repo}
+
+
+def _store_models() -> None:
+    """Store torchvision's classifiers, and the models of recipes that have a name."""
     shared, own = (OmegaConf.load(FOLDER / "common" / f"{name}.yaml") for name in ("models", "classifier"))
     for name in torchvision_models():
         _store(name, "models.classifier", shared, name=name, **own)
@@ -67,12 +82,11 @@ def _models() -> Any:
     _store("vit_cifar", "models.vit", shared, patch=4, layers=7, heads=12, width=384, mlp_width=384)
     _store("resnet20", "models.resnet_cifar", shared, depth=20)
     _store("resnet9", "resnet9_cifar10.Resnet9", shared, widths=[64, 256, 256], views=False)
-    return ConfigStore.instance().repo.pop("model")
 
 
 def stored(group: str) -> list[str]:
     """Return the choices of ``group`` that no file has."""
-    return [name.removesuffix(".yaml") for name in _models()] if group == "model" else []
+    return [name.removesuffix(".yaml") for name in _stored()["model"]] if group == "model" else []
 
 
 def torchvision_models() -> list[str]:

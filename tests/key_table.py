@@ -92,7 +92,7 @@ def keys_of(kind: Any, prefix: str = "") -> set[str]:
         return set().union(*(keys_of(each, prefix) for each in get_args(kind)))
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        # A user's own keywords are no key, nor is what the choice from a group sets.
+        # A user's own keywords are no key, nor is what the choice from a group sets, nor another base.
         kept = {"others", "chosen"}
         names = [field.name for field in dataclasses.fields(kind) if kept.isdisjoint(field.metadata)]
         return set().union(*(keys_of(hints[name], f"{prefix}.{name}".lstrip(".")) for name in names))

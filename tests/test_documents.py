@@ -27,11 +27,13 @@ from PIL import Image
 
 import shardtrain
 from shardtrain.engine.schedule import Schedule
+from shardtrain.job.config import Config
 from shardtrain.job.data import load
 from shardtrain.job.schema import flat
 from shardtrain.recipes import api, why_shard
 
 import tiny
+from key_table import keys_of
 from pool import ended
 from tiny import composed
 
@@ -339,7 +341,7 @@ def test_what_is_cited_is_what_is_built() -> None:
 
 
 def test_the_recipe_shown_is_the_one_that_is_tried() -> None:
-    shown, _ = blocks("yaml", ROOT / "docs/extending.md")
+    [shown] = blocks("yaml", ROOT / "docs/extending.md")
     assert (ROOT / "docs/example/recipe/mine.yaml").read_text() == shown
 
 
@@ -434,9 +436,9 @@ def stored(node: ast.AST) -> str:
 @functools.cache
 def keys() -> set[str]:
     """Return every key of the training program."""
-    keys = {"train.loss._target_", "model._target_"}
+    keys = {"train.loss._target_", "model._target_", *keys_of(Config)}
     for path in ROOT.glob("configs/**/*.yaml"):
-        group = {"models": "model", "classifier": "model", "images": "data"}.get(path.stem, path.parent.name)
+        group = {"models": "model", "classifier": "model"}.get(path.stem, path.parent.name)
         above = path.stem == "config" or group in ("recipe", "debug")
         if path.stem != "hints":
             values = flat(yaml.safe_load(path.read_text()) or {})

@@ -20,8 +20,8 @@ from shardtrain.checkpoint.store import Store, step_name
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import Command, read_command
 from shardtrain.job.launch import Context
-from shardtrain.job.read import Command, read_command
 from shardtrain.job.signals import SIGNALS, Stopped
 from shardtrain.monitor import Monitor
 from shardtrain.recipes import models

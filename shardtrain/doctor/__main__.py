@@ -33,16 +33,16 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError
 from shardtrain.job.format import counted
-from shardtrain.job.hydra_app import Program
+from shardtrain.job.hydra_app import Command, Program, read_command
 from shardtrain.job.model import (
     PRECISIONS,
     converted,
     initial_model,
+    optimizer_of,
     parameter_groups,
     shard_with_optimizer,
     uncompiled,
 )
-from shardtrain.job.read import Command, read_command
 from shardtrain.job.schema import key
 from shardtrain.job.step import accumulate
 
@@ -82,7 +82,9 @@ class Twins:
         whole = converted(initial_model(config), config, job.device).to(job.device)
         self._units = [*chain.from_iterable([unit.modules for unit in inside.units])]
         if PRECISIONS[config.parallel.precision] is None:
-            optimizer = config.optim.make(parameter_groups(whole, config.optim, config.allow), config.allow)
+            optimizer = optimizer_of(
+                config.optim, parameter_groups(whole, config.optim, config.allow), config.allow
+            )
             self._engines = [job.model]
         else:
             optimizer = shard_with_optimizer(whole, config, comm.Channel(comm.Alone()))
@@ -217,11 +219,8 @@ def difference(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> str:
 class DoctorKeys:
     """The doctor's own keys."""
 
-    steps: int = key(
-        3,
-        "optimizer steps that the sharded model and an unsharded one take side by side, at most the run's",
-        at_least=1,
-    )
+    # optimizer steps that the sharded model and an unsharded one take side by side, at most the run's
+    steps: int = key(3, at_least=1)
 
 
 read = partial(read_command, program=Program(DoctorKeys))

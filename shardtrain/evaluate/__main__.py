@@ -29,10 +29,9 @@ from shardtrain.job.config import Config, Data
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError, reading
 from shardtrain.job.evaluate import Evaluation, evaluate
-from shardtrain.job.hydra_app import Program, read_base, require_run
+from shardtrain.job.hydra_app import Command, Program, read_base, read_command, require_run
 from shardtrain.job.losses import loss_notes
 from shardtrain.job.model import converted, ema_of, initial_model, model_notes, sharded
-from shardtrain.job.read import Command, read_command
 from shardtrain.job.schema import key, typed
 from shardtrain.monitor import score_table
 from shardtrain.monitor.writers import json_of
@@ -49,10 +48,9 @@ PREPARED = ("classes", "mean", "std", "image_size", "eval_size", "resize", "inte
 class EvaluateKeys:
     """The evaluation's own keys."""
 
-    run: str | None = key(
-        None,
-        "a run directory, whose newest complete checkpoint is scored, or one of its checkpoints, as RUN/best",
-    )
+    # a run directory, whose newest complete checkpoint is scored, or one of its checkpoints, as
+    # RUN/best
+    run: str | None = key(None)
 
 
 def read(arguments: Sequence[str], speak: bool = True) -> Command | None:

@@ -24,15 +24,14 @@ from torch import Tensor
 
 import shardtrain
 from shardtrain.checkpoint.files import write_tensors
-from shardtrain.device import ACCELERATOR
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import MIB
+from shardtrain.job.hydra_app import read_keys
 from shardtrain.job.inference import Inference, load_exported
 from shardtrain.job.model import plain_model
-from shardtrain.job.read import read_keys
-from shardtrain.job.schema import MANDATORY, key, typed
+from shardtrain.job.schema import key, typed
 from shardtrain.train.resume import load_saved, open_saved
 
 IMAGES = 32  # random images in the comparison
@@ -40,24 +39,22 @@ MOST_DIFFERENCE = 1e-3  # of logits
 SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportSettings:
     """The keys of an export."""
 
-    allow: tuple[str, ...] = key(
-        (), "packages of the run's model._target_, as the run's own command allowed them"
-    )
-    run: str = key(
-        MANDATORY,
-        "a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best",
-    )
-    out: str = key(
-        MANDATORY,
-        "FILE.safetensors or FILE.pth; must not exist. FILE.json gets what answers need",
-    )
-    weights: str = key("raw", "raw | ema: the weights, or their moving average", choices=("raw", "ema"))
-    device: str = key("cpu", "cpu | cuda: where the check computes", choices=("auto", "cpu", ACCELERATOR))
-    threads: int | None = key(None, "CPU threads; null: all cores", at_least=1)
+    # packages of the run's model._target_, as the run's own command allowed them
+    allow: tuple[str, ...] = key(())
+    # a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best
+    run: str = key()
+    # FILE.safetensors or FILE.pth; must not exist. FILE.json gets what answers need
+    out: str = key()
+    # raw | ema: the weights, or their moving average
+    weights: str = key("raw", choices=("raw", "ema"))
+    # cpu | cuda: where the check computes
+    device: str = key("cpu")
+    # CPU threads; null: all cores
+    threads: int | None = key(None, at_least=1)
 
 
 read = partial(read_keys, ExportSettings)

@@ -1,36 +1,40 @@
-"""Define the training program's configuration: types, ranges, and combinations that are refused.
+"""Define the training program's configuration: keys, defaults, ranges, and combinations that are refused.
 
-All code after this file uses these frozen dataclasses. The files in `configs/` have the same keys, with
-their defaults and meanings.
+Hydra begins with the defaults here. The comment above a field is the help of its key. All code after this
+file uses these frozen dataclasses. Of `model` and `augment` the files in `configs/` have the keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-from shardtrain.device import ACCELERATOR
-from shardtrain.job.errors import UnknownKey, UserError, not_valid, reading
-from shardtrain.job.schema import Mark, above, at_least, chosen, marked, one_of, optional
-from shardtrain.job.target import instantiate
+from shardtrain.job.errors import UserError, not_valid
+from shardtrain.job.schema import Mark, key
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
 COMMAND = Mark.COMMAND | REPORTED
 PROCESS = Mark.PER_HOST | REPORTED
-data_set = partial(chosen, mark=Mark.IMAGES)
 
 
-@dataclass(frozen=True)
+def choice(*names: str, mark: Mark = Mark.NONE) -> Any:
+    """Declare the field with the name that was chosen from a group; it is no key."""
+    return key(choices=names, chosen=True, mark=mark)
+
+
+data_set = partial(choice, mark=Mark.IMAGES)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    name: str | None
-    dir: str | None
+    # null: data set, model and the time of the start
+    name: str | None = key(None)
+    # null: outputs/<run.name>
+    dir: str | None = key(None)
 
     def __post_init__(self) -> None:
         parts = Path(self.name or "default").parts
@@ -40,24 +44,45 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    epochs: int = at_least(1, mark=Mark.CHANGES)
-    max_steps: int | None = at_least(1, mark=REPORTED)
-    batch_size: int = at_least(1, mark=Mark.IMAGES)
-    accumulate: int = at_least(1, mark=Mark.CHANGES)
-    channels_last: bool = marked(Mark.CHANGES)
-    loss: str | dict[str, Any] = one_of("cross_entropy")
-    class_weights: str | tuple[float, ...] | None = one_of("balanced", above=0)
-    label_smoothing: float = at_least(0, below=1)
-    mixup: float = at_least(0)
-    cutmix: float = at_least(0)
-    clip_grad_norm: float | None = above(0)
-    replay_every: int = at_least(0, mark=REPORTED)
-    capture: bool = marked(Mark.CHANGES)
-    log_every: int = at_least(1, mark=REPORTED)
-    eval_every: int = at_least(1, mark=REPORTED)
-    best: str = marked(REPORTED)
-    patience: int | None = at_least(1, mark=REPORTED)
-    hooks: tuple[str, ...] = marked(REPORTED)
+    # how often the training images are seen
+    epochs: int = key(9, at_least=1, mark=Mark.CHANGES)
+    # optimizer steps; null: as many as the epochs have
+    max_steps: int | None = key(None, at_least=1, mark=REPORTED)
+    # images of one optimizer step, over all ranks and micro-batches
+    batch_size: int = key(96, at_least=1, mark=Mark.IMAGES)
+    # micro-batches of one optimizer step
+    accumulate: int = key(1, at_least=1, mark=Mark.CHANGES)
+    # store filters, and so activations, pixel by pixel: faster on GPUs
+    channels_last: bool = key(False, mark=Mark.CHANGES)
+    # cross_entropy | loss._target_=PACKAGE.CLASS and its keywords
+    loss: str | dict[str, Any] = key("cross_entropy", choices=("cross_entropy",))
+    # of the loss: balanced | one per class: [1,5,2]; over the weights of all images of the step; null: all
+    # alike
+    class_weights: str | tuple[float, ...] | None = key(None, choices=("balanced",), above=0)
+    # part of each target that is spread over all classes
+    label_smoothing: float = key(0.0, at_least=0, below=1)
+    # alpha: blend pairs of images; 0: off. With cutmix, each image is given one of the two
+    mixup: float = key(0.0, at_least=0)
+    # alpha: put a box of one image into another; 0: off
+    cutmix: float = key(0.0, at_least=0)
+    # largest global gradient norm; null: no clipping
+    clip_grad_norm: float | None = key(None, above=0)
+    # K: every K steps a neighbour computes a micro-batch again, and the run stops if their bits differ; 0:
+    # never
+    replay_every: int = key(0, at_least=0, mark=REPORTED)
+    # launch each step as one CUDA graph, for steps that wait for Python; learning rates are rounded to fp32
+    capture: bool = key(False, mark=Mark.CHANGES)
+    # optimizer steps
+    log_every: int = key(10, at_least=1, mark=REPORTED)
+    # epochs; the end is always evaluated
+    eval_every: int = key(1, at_least=1, mark=REPORTED)
+    # the score that decides the best step, patience and the order of a sweep: loss/val, balanced/val, …
+    best: str = key("acc1/val", mark=REPORTED)
+    # evaluations without a better score after which training ends; null: it goes on
+    patience: int | None = key(None, at_least=1, mark=REPORTED)
+    # PACKAGE.CLASS, with allow=[PACKAGE]: subclasses of shardtrain.train.Hook, called after each step and
+    # evaluation
+    hooks: tuple[str, ...] = key((), mark=REPORTED)
 
     def __post_init__(self) -> None:
         for path in self.hooks:
@@ -66,10 +91,10 @@ class Train:
         if isinstance(self.loss, str):
             return
         if "_target_" not in self.loss:
-            key = next(iter(self.loss), "_target_")
+            name = next(iter(self.loss), "_target_")
             raise UserError(
-                f"train.loss.{key}: only a loss of your own has keywords, train.loss._target_=PACKAGE.CLASS; "
-                "train.class_weights=[…] weights cross-entropy by classes"
+                f"train.loss.{name}: only a loss of your own has keywords, "
+                "train.loss._target_=PACKAGE.CLASS; train.class_weights=[…] weights cross-entropy by classes"
             )
         if self.class_weights is not None:
             raise UserError(
@@ -77,28 +102,44 @@ class Train:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    decay: float | None = at_least(0, below=1)
-    every_steps: int = at_least(1)
+    # of the moving average of the weights, per update, after the warm-up; null: no average is kept
+    decay: float | None = key(None, at_least=0, below=1)
+    # optimizer steps between updates
+    every_steps: int = key(1, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Hold the keys that all data sets have."""
+    """What all data sets have."""
 
     name: str
-    image_size: int = at_least(1, at_most=10**5)
-    eval_size: int | None = at_least(1, at_most=10**5)
-    repeats: int = at_least(1, mark=Mark.IMAGES)
-    validation: float = at_least(0, mark=Mark.IMAGES)
-    split: int = at_least(0, mark=Mark.IMAGES)
-    limit: int | None = at_least(1, mark=Mark.IMAGES)
+    # pixels of a side
+    image_size: int = key(at_least=1, at_most=10**5)
+    # pixels of a side in evaluation; null: as image_size
+    eval_size: int | None = key(None, at_least=1, at_most=10**5)
+    # N: N versions of each image, augmented apart, and 1/N of the images per epoch
+    repeats: int = key(1, at_least=1, mark=Mark.IMAGES)
+    # training images to choose by, as a fraction or number; what was validation before is then a test, once,
+    # at the end
+    validation: float = key(0, at_least=0, mark=Mark.IMAGES)
+    # which images `validation` holds out, of each class the same part: another number, others; never by seed
+    split: int = key(0, at_least=0, mark=Mark.IMAGES)
+    # images of each part that are used, evenly spaced; null: all
+    limit: int | None = key(None, at_least=1, mark=Mark.IMAGES)
     # `completed` fills in what is open of the next three.
-    classes: tuple[str, ...] | None = marked(Mark.IMAGES | Mark.HIDDEN)
-    mean: tuple[float, ...] | None = at_least(0, at_most=1)
-    std: tuple[float, ...] | None = above(0, at_most=1)
-    workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
+
+    # names of the classes by label, [cat,dog], for a data set without names; null: its own names, else 0, 1,
+    # …
+    classes: tuple[str, ...] | None = key(None, mark=Mark.IMAGES | Mark.HIDDEN)
+    # of the pixels, from 0 to 1, one value or one per channel: [0.5]; null: the data set's, of photographs
+    # ImageNet's
+    mean: tuple[float, ...] | None = key(None, at_least=0, at_most=1)
+    # likewise, their standard deviation
+    std: tuple[float, ...] | None = key(None, above=0, at_most=1)
+    # processes of a rank that load images; 0: none beside itself
+    workers: int = key(0, at_least=0, at_most=1024, mark=PROCESS)
 
     @property
     def side_in_eval(self) -> int:
@@ -113,61 +154,95 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Images):
+    """1,797 scanned digits of 8x8 pixels, part of this package."""
+
     name: str = data_set("digits")
+    # pixels; images come as 8x8 and are resized when this differs
+    image_size: int = key(8, at_least=1, at_most=10**5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Npz(Images):
+    """One .npz of images and labels, as MedMNIST has them."""
+
     name: str = data_set("arrays")
-    root: str = marked(Mark.PER_HOST)
-    image_size: int = at_least(0)  # 0: the images' own size, which `completed` fills in
+    # FILE.npz as of MedMNIST: train_images, train_labels, and val_… or test_…; uint8, channels last, first or
+    # none
+    root: str = key(mark=Mark.PER_HOST)
+    # pixels; 0: as they are; images of another size are resized
+    image_size: int = key(0, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar(Images):
+    """CIFAR-10 or CIFAR-100, in torchvision's copy."""
+
     name: str = data_set("cifar10", "cifar100")
-    root: str = marked(Mark.PER_HOST)
+    # folder with torchvision's copy of the data set, which is fetched if it is not there
+    root: str = key("data", mark=Mark.PER_HOST)
+    # pixels; images come as 32x32 and are resized when this differs
+    image_size: int = key(32, at_least=1, at_most=10**5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(Images):
-    """Hold the keys of photographs, files of any size in folders; `_target_` opens them."""
+    """Photographs, a folder per class."""
 
     name: str = data_set("imagefolder")
-    _target_: str = marked(Mark.IMAGES)
-    root: str = marked(Mark.PER_HOST)
-    resize: int | None = at_least(1)
-    crop_area: float = above(0, at_most=1)
-    interpolation: str = one_of("bilinear", "bicubic")
+    _target_: str = key("shardtrain.recipes.photos.image_folder", mark=Mark.IMAGES)
+    # folder with train/<class>/<image> and val/<class>/<image>
+    root: str = key("data", mark=Mark.PER_HOST)
+    # pixels, of training crops and, without eval_size, of evaluation's centre crop
+    image_size: int = key(224, at_least=1, at_most=10**5)
+    # pixels of the shorter side before the centre crop; null: 256/224 of the crop's
+    resize: int | None = key(None, at_least=1)
+    # smallest part of an image's area in a random crop
+    crop_area: float = key(0.08, above=0, at_most=1)
+    # bilinear | bicubic: how photographs are resized
+    interpolation: str = key("bilinear", choices=("bilinear", "bicubic"))
+    workers: int = key(2, at_least=0, at_most=1024, mark=PROCESS)
 
     def __post_init__(self) -> None:
         if self.resize is not None and self.resize < self.side_in_eval:
-            key = "image_size" if self.eval_size is None else "eval_size"
-            raise UserError(f"data.resize={self.resize}: expected at least data.{key}={self.side_in_eval}")
+            name = "image_size" if self.eval_size is None else "eval_size"
+            raise UserError(f"data.resize={self.resize}: expected at least data.{name}={self.side_in_eval}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Csv(ImageFolder):
-    """Hold the keys of photographs in a folder, with a table of their labels."""
+    """Photographs in one folder, and a table of their labels."""
 
     name: str = data_set("csv")
-    table: str = marked(Mark.PER_HOST)
+    _target_: str = key("shardtrain.recipes.table.image_table", mark=Mark.IMAGES)
+    # folder of the images
+    root: str = key(mark=Mark.PER_HOST)
+    # FILE.csv with columns image (a path in root), label (a name or number), and perhaps split (train, val or
+    # test)
+    table: str = key(mark=Mark.PER_HOST)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(Images):
+    """Random images of ten classes, the same on every run; a quarter as many are held out."""
+
     name: str = data_set("fake")
-    limit: int = at_least(1, at_most=10**8, mark=Mark.IMAGES)  # of training images, as many as are asked for
-    channels: int = at_least(1, at_most=1024)
+    # training images
+    limit: int = key(1280, at_least=1, at_most=10**8, mark=Mark.IMAGES)
+    # of each image
+    channels: int = key(3, at_least=1, at_most=1024)
+    image_size: int = key(32, at_least=1, at_most=10**5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnData(Images):
-    """Take the data set that a function returns, of a package that the command line allows."""
+    """What a function of your own returns: data._target_=PACKAGE.FUNCTION allow=[PACKAGE]."""
 
     name: str = data_set("own")
-    _target_: str = marked(Mark.IMAGES)
-    image_size: int = at_least(0)  # 0: the images' own size, which `completed` fills in
+    # PACKAGE.FUNCTION with allow=[PACKAGE], which returns a training and a validation set; other keys are its
+    # keywords
+    _target_: str = key(mark=Mark.IMAGES)
+    # pixels; 0: as they are; images of another size are resized
+    image_size: int = key(0, at_least=0)
     keywords: dict[str, Any] = field(metadata={"others": True})
 
 
@@ -176,64 +251,81 @@ Data = OwnData | Digits | Npz | Cifar | ImageFolder | Csv | Fake
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
-    """Hold an optimizer's class, `_target_`, and its keywords, which are the other keys."""
+    """An optimizer's class, `_target_`, and its keywords, which are the other keys."""
 
-    name: str = chosen("sgd", "adamw", "muon", "own")
+    name: str
     _target_: str
-    lr: float = above(0)
-    weight_decay: float = at_least(0)
-    decay_all: bool
-    momentum: float | None = optional(at_least=0, below=1)
-    nesterov: bool | None = optional()
-    betas: tuple[float, ...] | None = optional(at_least=0, below=1)
-    keywords: dict[str, Any] = field(metadata={"others": True})
-
-    def __post_init__(self) -> None:
-        if self.name == "own":
-            return
-        for key in self.keywords:
-            hidden = ("name", "keywords")
-            known = [name for name, value in vars(self).items() if value is not None and name not in hidden]
-            error = not_valid(f"unknown key optim.{key}", key, known, "optim.")
-            raise UnknownKey(f"optim.{key}", error)
-        if self.betas is not None and len(self.betas) != 2:
-            raise UserError(f"optim.betas={[*self.betas]}: expected a list of 2 numbers")
+    # learning rate after the warm-up
+    lr: float = key(1e-3, above=0)
+    # of weights of two or more dimensions
+    weight_decay: float = key(0.05, at_least=0)
+    # true: normalisation layers and biases decay, too
+    decay_all: bool = key(False)
 
     @property
     def layout(self) -> Policy:
         """How units are cut, unless `parallel.layout` is set: Muon orthogonalises whole matrices."""
         return "whole" if self.name == "muon" else "even"
 
-    def make(self, groups: list[dict[str, Any]], allow: Sequence[str] = ()) -> torch.optim.Optimizer:
-        """Return the optimizer of ``groups``, each with its own weight decay."""
-        other = ("name", "decay_all", "keywords", *(() if self.weight_decay else ("weight_decay",)))
-        own = {key: value for key, value in vars(self).items() if key not in other and value is not None}
 
-        if self.name in ("sgd", "adamw"):
-            own["fused"] = True  # one pass over all parameters
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Optim):
+    """SGD with momentum."""
 
-        def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            node = {**own, **self.keywords}
-            kind = torch.optim.Optimizer
-            optimizer: torch.optim.Optimizer = instantiate(node, "optim", kind, allow, groups)
-            return optimizer
+    name: str = choice("sgd")
+    _target_: str = key("torch.optim.SGD")
+    lr: float = key(0.04, above=0)
+    # 0: none, which goes with nesterov=false
+    momentum: float = key(0.9, at_least=0, below=1)
+    # look ahead along the momentum
+    nesterov: bool = key(True)
+    weight_decay: float = key(5e-4, at_least=0)
 
-        optimizer = made(groups)
-        if self.name == "own":
-            tried = torch.nn.Parameter(torch.ones(2, 2))
-            tried.grad = torch.ones_like(tried)
-            with reading(f"optim._target_={self._target_}", "choose another optimizer, or other keys"):
-                made([{"params": [tried]}]).step()
-                optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
-        return optimizer
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optim):
+    """AdamW."""
+
+    name: str = choice("adamw")
+    _target_: str = key("torch.optim.AdamW")
+    # of the means of gradients and of their squares
+    betas: tuple[float, float] = key((0.9, 0.999), at_least=0, below=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Optim):
+    """Muon for hidden matrices and filters, AdamW for the rest."""
+
+    name: str = choice("muon")
+    _target_: str = key("shardtrain.recipes.muon.Muon")
+    # of all parameters; as for AdamW, or somewhat more
+    lr: float = key(2e-3, above=0)
+    # of hidden matrices and filters, whose updates are orthogonalised (Jordan et al., 2024)
+    momentum: float = key(0.95, at_least=0, below=1)
+    # look ahead along the momentum
+    nesterov: bool = key(True)
+    # of AdamW, for norms, biases, embeddings, the first and the last layer
+    betas: tuple[float, float] = key((0.9, 0.95), at_least=0, below=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOptim(Optim):
+    """Another class of torch's, optim._target_=torch.optim.RAdam, or your own, with allow=[PACKAGE]."""
+
+    name: str = choice("own")
+    # torch.optim.RAdam, or PACKAGE.CLASS with allow=[PACKAGE]; other keys are its keywords
+    _target_: str
+    weight_decay: float = key(0.0, at_least=0)
+    keywords: dict[str, Any] = field(metadata={"others": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """Schedule the learning rate: linear up over the warm-up, then `optim.lr` times `scale`."""
+    """A warm-up, then optim.lr to the end."""
 
-    name: str = chosen("constant")
-    warmup_epochs: float = at_least(0, at_most=10**9)
+    name: str = choice("constant")
+    # epochs of linear increase, at most half the run
+    warmup_epochs: float = key(0.0, at_least=0, at_most=10**9)
 
     def scale(self, epoch: float, progress: float) -> float:
         """Return the factor of `optim.lr`. ``progress``: 0 at the warm-up's end, 1 at the run's end."""
@@ -242,8 +334,12 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Constant):
-    name: str = chosen("linear")
-    final_lr_fraction: float = at_least(0, below=1)
+    """A warm-up, then a line down."""
+
+    name: str = choice("linear")
+    warmup_epochs: float = key(2.0, at_least=0, at_most=10**9)
+    # fraction of optim.lr that is left at the end
+    final_lr_fraction: float = key(0.0, at_least=0, below=1)
 
     def scale(self, epoch: float, progress: float) -> float:
         return self.final_lr_fraction + (1 - self.final_lr_fraction) * (1 - progress)
@@ -251,9 +347,9 @@ class Linear(Constant):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Linear):
-    """Schedule half a cosine down to `final_lr_fraction`."""
+    """A warm-up, then half a cosine down."""
 
-    name: str = chosen("cosine")
+    name: str = choice("cosine")
 
     def scale(self, epoch: float, progress: float) -> float:
         return super().scale(epoch, 0.5 - 0.5 * math.cos(math.pi * progress))
@@ -261,11 +357,13 @@ class Cosine(Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Constant):
-    """Multiply the learning rate by ``factor`` after each of ``epochs``."""
+    """A warm-up, then steps down."""
 
-    name: str = chosen("step")
-    epochs: tuple[float, ...]
-    factor: float = above(0)
+    name: str = choice("step")
+    # after each of them the learning rate is multiplied by factor
+    epochs: tuple[float, ...] = key((30, 60, 80))
+    # by which it is multiplied
+    factor: float = key(0.1, above=0)
 
     def scale(self, epoch: float, progress: float) -> float:
         return math.prod(self.factor for end in self.epochs if epoch >= end)
@@ -276,15 +374,26 @@ Sched = Cosine | Linear | Steps | Constant
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    replicate: int = at_least(1, mark=Mark.CHANGES)
-    reshard_after_forward: bool = marked(Mark.CHANGES)
-    precision: str = one_of("fp32", "bf16", "fp16")
-    reduce: str | None = one_of("bf16")
-    layout: str | None = one_of("even", "whole", mark=Mark.CHANGES)
-    virtual_ranks: int = at_least(0, at_most=1024, mark=Mark.CHANGES)
-    activation_checkpoint: bool = marked(Mark.CHANGES)
-    compile: bool = marked(Mark.CHANGES)
-    offload: bool = marked(Mark.CHANGES)
+    # copies of the model, each cut over ranks / replicate consecutive ranks; gradients are averaged across
+    replicate: int = key(1, at_least=1, mark=Mark.CHANGES)
+    # false: keep parameters gathered until backward, trading memory for traffic
+    reshard_after_forward: bool = key(True, mark=Mark.CHANGES)
+    # true: shards, gradients and optimizer state in host memory, updates on the CPU; GPUs only
+    offload: bool = key(False, mark=Mark.CHANGES)
+    # true: keep units' inputs only, compute the rest again in backward: less memory, one more forward
+    activation_checkpoint: bool = key(False, mark=Mark.CHANGES)
+    # true: torch.compile each unit: a faster step after a slow first one
+    compile: bool = key(False, mark=Mark.CHANGES)
+    # fp32 | bf16 | fp16: compute and communicate so; normalisation, loss, update in fp32
+    precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
+    # null: as the optimizer needs | even | whole: cut between parameters, for LAMB, Adafactor and other
+    # optimizers of whole matrices
+    layout: str | None = key(None, choices=("even", "whole"), mark=Mark.CHANGES)
+    # bf16: gradients travel in bf16, whatever computes; null: in the dtype that computes
+    reduce: str | None = key(None, choices=("bf16",))
+    # V: compute as V ranks would, on any N that divides V, both powers of two, to the same bits; 0: as N
+    # ranks
+    virtual_ranks: int = key(0, at_least=0, at_most=1024, mark=Mark.CHANGES)
 
     def __post_init__(self) -> None:
         if self.virtual_ranks & (self.virtual_ranks - 1):
@@ -298,18 +407,28 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    every_steps: int | None = at_least(1)
-    keep: int = at_least(0)
-    memory_every_steps: int = at_least(0)
+    # optimizer steps; null: once an epoch. The end and every best score are saved, too
+    every_steps: int | None = key(None, at_least=1)
+    # newest checkpoints that are kept, besides the best one; 0: none are written
+    keep: int = key(2, at_least=0)
+    # also keep the newest in /dev/shm, for restarts on one host; 0: never. docs/failures.md
+    memory_every_steps: int = key(0, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
     TENSORBOARD: ClassVar[str] = "tensorboard"  # the program's own writer
 
-    profile_at: int | None = at_least(2)
-    scores: tuple[str | dict[str, Any], ...]
-    writers: tuple[str, ...]
+    # recall of each class, their mean balanced/val, confusion matrix; not of more than 50 classes |
+    # PACKAGE.FUNCTION or {_target_: PACKAGE.FUNCTION, KEYWORD: VALUE}, with allow=[PACKAGE], of all logits
+    # and
+    # labels
+    scores: tuple[str | dict[str, Any], ...] = key(("per_class",))
+    # event files | PACKAGE.CLASS, with allow=[PACKAGE]: subclasses of shardtrain.monitor.Writer, which get
+    # every event; []: none
+    writers: tuple[str, ...] = key((TENSORBOARD,))
+    # the first of three steps that torch's profiler records; null: when RUN_DIR/profile is touched
+    profile_at: int | None = key(None, at_least=2)
 
     def __post_init__(self) -> None:
         for path in self.writers:
@@ -322,22 +441,30 @@ class Config:
     # Groups whose files set keys of other sections and have none of their own.
     KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
-    allow: tuple[str, ...] = marked(COMMAND)
-    seed: int = at_least(0, mark=Mark.IMAGES)
-    device: str = one_of("auto", "cpu", ACCELERATOR, mark=PROCESS)
-    threads: int | None = at_least(1, at_most=1024, mark=PROCESS)
-    resume: str = marked(COMMAND)
-    run: RunConfig = marked(Mark.PER_HOST | COMMAND)
+    # on the command line alone: packages that keys may name (model._target_, data._target_, …), which run
+    # their code
+    allow: tuple[str, ...] = key((), mark=COMMAND)
+    # of initial values, order of images, augmentation, dropout
+    seed: int = key(0, at_least=0, mark=Mark.IMAGES)
+    # auto | cpu | cuda
+    device: str = key("auto", mark=PROCESS)
+    # CPU threads of a rank; null: the cores of this host over its ranks
+    threads: int | None = key(None, at_least=1, at_most=1024, mark=PROCESS)
+    # FILE: a run's config.yaml in place of the defaults here
+    config: str | None = key(None, mark=COMMAND)
+    # auto: from the run directory's newest checkpoint | none | a checkpoint or run to start from
+    resume: str = key("auto", mark=COMMAND)
+    run: RunConfig = key(mark=Mark.PER_HOST | COMMAND)
     train: Train
     ema: EmaConfig
-    model: dict[str, Any]
-    data: Data
-    augment: dict[str, Any]
-    optim: Optim
-    sched: Sched
-    parallel: Parallel
-    checkpoint: Checkpoint = marked(REPORTED)
-    monitor: MonitorConfig = marked(REPORTED)
+    model: dict[str, Any] = key(group=True)
+    data: Data = key(group=True)
+    augment: dict[str, Any] = key(group=True)
+    optim: Sgd | AdamW | Muon | OwnOptim = key(group=True)
+    sched: Sched = key(group=True)
+    parallel: Parallel = key(group=True)
+    checkpoint: Checkpoint = key(group=True, mark=REPORTED)
+    monitor: MonitorConfig = key(group=True, mark=REPORTED)
 
     def __post_init__(self) -> None:
         if self.parallel.layout == "even" and self.optim.layout == "whole":

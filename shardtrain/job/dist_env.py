@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.job.errors import UserError, reading
+from shardtrain.job.errors import UserError, not_valid, reading
 
 # How long a rank waits for others. Start-up lists images and compiles models; later steps take equally long.
 START_UP = datetime.timedelta(minutes=10)
@@ -138,8 +138,16 @@ def _require_alone(environ: Mapping[str, str]) -> None:
         raise UserError(f"RANK={environ['RANK']}, but WORLD_SIZE is not set: torchrun sets both")
 
 
+def require_device(wanted: str) -> None:
+    """Raise UserError unless ``wanted`` is auto, cpu or the type of an accelerator of this torch."""
+    valid = ("auto", "cpu", devices.ACCELERATOR)
+    if wanted not in valid:
+        raise not_valid(f"device={wanted}", wanted, valid)
+
+
 def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
     """Return this rank's device. ``wanted``: auto, cpu or an accelerator's type."""
+    require_device(wanted)
     count = devices.count()
     ranks = rank_info.local_world_size
     if wanted == "cpu" or (wanted == "auto" and not count):

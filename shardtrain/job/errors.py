@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import traceback
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from shardtrain.errors import UserError as UserError
 
@@ -41,6 +45,26 @@ def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -
     near = "".join(f"; did you mean {prefix}{match}?" for match in get_close_matches(str(word), valid, n=1))
     shown = [*(prefix + each for each in valid[:MOST_SHOWN]), *(["…"] if len(valid) > MOST_SHOWN else [])]
     return UserError(f"{what}{near} (valid: {', '.join(shown)})")
+
+
+def hints(section: str) -> dict[str, str]:
+    file = program_configs().FOLDER / "hints.yaml"
+    return {str(key): str(text) for key, text in OmegaConf.select(OmegaConf.load(file), section).items()}
+
+
+def advice(key: str, elsewhere: Iterable[str] = ()) -> str:
+    """Return what the name of an unknown ``key`` may mean, by `hints.yaml` or by a key ``elsewhere``."""
+    last = key.rpartition(".")[2]
+    meanings = [meaning for meaning, words in hints("keys").items() if last in words.split()]
+    texts = [
+        text if " " in text else f"did you mean {text}?" for text in (*meanings, *elsewhere) if text != key
+    ]
+    return next(iter(texts), "")
+
+
+def program_configs() -> Any:
+    """Return the package of the program's config groups, which a checkout has beside this one."""
+    return importlib.import_module("shardtrain.configs")
 
 
 def writing(key: str, path: Path) -> contextlib.AbstractContextManager[None]:

@@ -5,17 +5,18 @@ Its own file, since composing a configuration is another subject.
 
 from __future__ import annotations
 
-import importlib
 import re
 import textwrap
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from shardtrain.job.errors import UserError, not_valid, plain_file, reading
-from shardtrain.job.schema import defaults_of, help_of
+from shardtrain.job.config import Config
+from shardtrain.job.errors import not_valid, plain_file, program_configs, reading
+from shardtrain.job.schema import choices_of, comments_of, defaults_of, kinds_of
 
 WIDTH = 120  # columns
 COMMENTS_AT = 40
@@ -42,14 +43,13 @@ def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path
         section = ""
     if section and section not in known:
         raise not_valid(f"--help {section}: there is no such group", section, known)
-    choices = f"{section}=NAME:\n{choice_table(folders, section)}\n\n" if section in chosen else ""
+    table = choice_table(folders, section) if section in chosen else ""
+    choices = f"{section}=NAME:\n{table}\n\n" if table else ""
     if section not in ("", *config):
         return choices.strip()
-    said = _comments(folders, "config")
-    for group, choice in chosen.items():
-        files = ("common/models", "common/classifier") if group == "model" else (f"{group}/{choice}",)
-        for file in files if group in config else ():
-            said |= {f"{group}.{key}": comment for key, comment in _comments(folders, file).items()}
+    said = comments_of(Config)
+    for group in chosen.keys() & config.keys():
+        said |= {f"{group}.{key}": text for key, text in _comments(folders, group, config[group]).items()}
     text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)
     return f"{choices}{_with_comments(text, said)}"
 
@@ -57,7 +57,7 @@ def described(config: DictConfig, hydra_keys: DictConfig, folders: Sequence[Path
 def keys_in_words(header: str, cls: type) -> str:
     """Return the help of a small program: its ``header``, and the keys of the dataclass ``cls``."""
     text = OmegaConf.to_yaml(OmegaConf.create(defaults_of(cls)))
-    return f"{header.rstrip()}\n\n{_with_comments(text, help_of(cls))}"
+    return f"{header.rstrip()}\n\n{_with_comments(text, comments_of(cls))}"
 
 
 def _with_comments(text: str, said: Mapping[str, str]) -> str:
@@ -76,17 +76,21 @@ def _commented(line: str, comment: str) -> str:
     return "\n".join(lines) or line
 
 
-def _comments(folders: Sequence[Path], name: str) -> dict[str, str]:
-    """Return the comments of a file's keys, and of the files that its defaults list has in the same place."""
-    path = next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
-    if path is None:
-        return {}
+def _comments(folders: Sequence[Path], group: str, section: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the comments of a group's keys: its dataclass's, or else those in the group's files."""
+    if kind := group_choices(group).get(section.get("name", "default")):
+        return comments_of(kind)
     said: dict[str, str] = {}
-    for entry in load_yaml(path).get("defaults", []) if name != "config" else ():
-        if isinstance(entry, str) and entry != "_self_":
-            other = entry.partition("@")[0]
-            said |= _comments(folders, other[1:] if other[0] == "/" else f"{name.rpartition('/')[0]}/{other}")
-    return said | {key: comment for key, comment in _keys(path.read_text()) if key and comment}
+    for folder in folders:
+        place = folder / ("common" if group == "model" else group)
+        for file in filter(Path.is_file, place.glob("*.yaml")):
+            said |= {key: text for key, text in _keys(file.read_text(errors="replace")) if key and text}
+    return said
+
+
+def group_choices(group: str) -> dict[str, Any]:
+    """Return the dataclass of each choice from a group that has dataclasses."""
+    return choices_of(kinds_of(typing.get_type_hints(Config).get(group)))
 
 
 def _keys(text: str) -> Iterator[tuple[str, str]]:
@@ -101,21 +105,17 @@ def _keys(text: str) -> Iterator[tuple[str, str]]:
 
 def choice_table(folders: Iterable[Path], group: str) -> str:
     """Return a line per choice of ``group``: name, first line of its comment."""
-    lines: dict[str, str] = {}
+    kinds = group_choices(group)
+    lines = {name: str(kind.__doc__).splitlines()[0] for name, kind in kinds.items() if name != "default"}
     for folder in folders:
-        for file in sorted((folder / group).glob("*.yaml")):
-            try:
-                load_yaml(file)
-            except UserError as error:
-                lines.setdefault(file.stem, str(error))
-                continue
-            comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
-            title = next((text for text in comments if text and not text.startswith("@package")), "")
-            lines.setdefault(file.stem, title)
+        for file in filter(Path.is_file, (folder / group).glob("*.yaml")):
+            text = file.read_text(errors="replace")
+            comments = [line.strip("# ") for line in text.splitlines() if line.startswith("#")]
+            lines.setdefault(file.stem, next((each for each in comments if each and each[0] != "@"), ""))
     width = max(map(len, lines), default=0)
     table: list[str] = []
-    for name, line in lines.items():
+    for name, line in sorted(lines.items()):
         row = f"  {name:<{width}}  {line}"
         table += textwrap.wrap(row, WIDTH, subsequent_indent=" " * (width + 4), break_on_hyphens=False)
-    stored = ", ".join(importlib.import_module("shardtrain.configs").stored(group))
+    stored = ", ".join(program_configs().stored(group))
     return "\n".join(table + textwrap.wrap(stored, 100, initial_indent="  ", subsequent_indent="  "))

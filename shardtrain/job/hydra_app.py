@@ -1,4 +1,4 @@
-"""Compose the configuration of a command line by Hydra, once, with this program's own messages.
+"""Read a command line: Hydra composes its configuration, once, with this program's own messages.
 
 Hydra only composes: it makes no directory, configures no logging and starts no job. The few flags are read
 here. Only rank 0 prints the output of `--help`, `--version` and `--cfg job`.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import dataclasses
 import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,10 +24,22 @@ from hydra.errors import ConfigCompositionException, MissingConfigException, Ove
 from omegaconf import DictConfig, OmegaConf
 
 from shardtrain import __version__
-from shardtrain.job.errors import UnknownKey, UserError, not_valid, path_of, plain_file, reading
+from shardtrain.job.config import Config
+from shardtrain.job.errors import (
+    UnknownKey,
+    UserError,
+    advice,
+    hints,
+    not_valid,
+    path_of,
+    plain_file,
+    program_configs,
+    reading,
+)
 from shardtrain.job.format import write_any_text
 from shardtrain.job.help import described, keys_in_words, load_yaml
-from shardtrain.job.schema import defaults_of
+from shardtrain.job.saved import MARKS
+from shardtrain.job.schema import Frozen, checked, defaults_of
 
 CONFIG = "config.yaml"  # in a run's directory: its configuration
 # A user's own `_target_` in one of these groups takes the place of the group's usual file.
@@ -51,6 +63,22 @@ class Composed(NamedTuple):
     words: Mapping[str, str]
 
 
+class Command(NamedTuple):
+    """The configuration of a command line, its words by what they name, and a program's own keys."""
+
+    config: Config
+    words: Mapping[str, str]
+    keys: Any = None
+
+    @property
+    def device(self) -> str:
+        return self.config.device
+
+    @property
+    def threads(self) -> int | None:
+        return self.config.threads
+
+
 class Program(NamedTuple):
     """A program's own keys, a dataclass, and what they stand beside."""
 
@@ -60,6 +88,38 @@ class Program(NamedTuple):
 
 
 TRAIN = Program()
+
+
+def read_command(arguments: Sequence[str], speak: bool = True, program: Program = TRAIN) -> Command | None:
+    """Return the configuration for ``arguments``; None if a flag asks for output.
+
+    Raises UserError for wrong names, types, ranges and combinations.
+    """
+    try:
+        composed = compose(arguments, program, speak=speak)
+        return None if composed is None else _checked(composed, program)
+    except UnknownKey as error:
+        last = error.key.rpartition(".")[2]
+        elsewhere = [name for name in MARKS if "." in name and name.rpartition(".")[2] == last]
+        text = advice(error.key, elsewhere)
+        raise UserError(f"unknown key {error.key}; {text}" if text else str(error)) from None
+
+
+def read_keys(cls: type[Frozen], arguments: Sequence[str], speak: bool) -> Frozen | None:
+    """Return the keys of a program that has only those of ``cls``; None if a flag asks for output."""
+    composed = compose(arguments, Program(cls, with_training_keys=False), speak=speak)
+    return None if composed is None else checked(composed.values, cls)
+
+
+def _checked(composed: Composed, program: Program) -> Command:
+    values = composed.values
+    keys: Any = None
+    if program.keys is not None:
+        names = [field.name for field in dataclasses.fields(program.keys)]
+        keys = checked(DictConfig({name: values.pop(name) for name in names}), program.keys)
+        values.update({name: OF_THE_COMMAND[name] for name in {*names} & {*OF_THE_COMMAND}})
+    config = checked(values, Config)
+    return Command(config, composed.words, keys)
 
 
 def printed(arguments: Sequence[str]) -> bool:
@@ -119,7 +179,6 @@ def _composed(words: Sequence[str], program: Program, folders: Sequence[Path]) -
         hydra.initialize_config_dir(str(folders[0]), version_base="1.3"),
     ):
         config = hydra.compose(name, texts, return_hydra_config=True)
-    _require_no_hydra_keys(config.hydra.runtime.choices, folders[1:])
     if config.get("allow") and "allow" not in named:
         raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
     return Composed(config, named if base is None else {**named, **EVERYTHING})
@@ -142,8 +201,9 @@ def _primary(
             *({group: None} for group in program_configs().groups_in(folders) - {"recipe"}),
         ]
     elif program.with_training_keys:
-        values = load_yaml(folders[0] / CONFIG)
-    values = OmegaConf.merge(values, defaults_of(program.keys))
+        values = OmegaConf.merge(load_yaml(folders[0] / CONFIG), defaults_of(Config))
+    if program.keys is not None:
+        values = OmegaConf.merge(values, defaults_of(program.keys))
     values.setdefault("hydra", {})["searchpath"] = [f"file://{folder}" for folder in folders[1:]]
     return cast(DictConfig, values)
 
@@ -200,15 +260,6 @@ def _own_folder(text: str) -> Path:
     return folder
 
 
-def _require_no_hydra_keys(choices: Mapping[str, Any], folders: Sequence[Path]) -> None:
-    """Raise UserError for a chosen file in the user's ``folders`` with keys of Hydra: they have no effect."""
-    for folder in folders:
-        for group, choice in choices.items():
-            file = folder / group / f"{choice}.yaml"
-            if file.is_file() and "hydra" in load_yaml(file):
-                raise UserError(f"{file}: it has keys of Hydra; {COMPOSES}")
-
-
 def _text(config: DictConfig, flags: argparse.Namespace, folders: Sequence[Path]) -> str:
     """Return what `--help` or `--cfg job` prints."""
     keys = config.hydra
@@ -239,26 +290,6 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             key = text.lstrip("-").partition("=")[0]
             raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
     return flags, overrides
-
-
-def hints(section: str) -> dict[str, str]:
-    file = program_configs().FOLDER / "hints.yaml"
-    return {str(key): str(text) for key, text in OmegaConf.select(OmegaConf.load(file), section).items()}
-
-
-def advice(key: str, elsewhere: Iterable[str] = ()) -> str:
-    """Return what the name of an unknown ``key`` may mean, by `hints.yaml` or by a key ``elsewhere``."""
-    last = key.rpartition(".")[2]
-    meanings = [meaning for meaning, words in hints("keys").items() if last in words.split()]
-    texts = [
-        text if " " in text else f"did you mean {text}?" for text in (*meanings, *elsewhere) if text != key
-    ]
-    return next(iter(texts), "")
-
-
-def program_configs() -> Any:
-    """Return the package of the program's config groups, which a checkout has beside this one."""
-    return importlib.import_module("shardtrain.configs")
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from shardtrain.job.dist_env import (
 )
 from shardtrain.job.errors import UserError, path_of
 from shardtrain.job.format import write_any_text
-from shardtrain.job.read import Command, read_command
+from shardtrain.job.hydra_app import Command, read_command
 from shardtrain.job.saved import marked_values
 from shardtrain.job.schema import Mark
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher

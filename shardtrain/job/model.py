@@ -10,6 +10,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,6 @@ PRECISIONS = {
     "bf16": Precision(param=torch.bfloat16, output=torch.float32),
     "fp16": Precision(param=torch.float16, output=torch.float32),
 }
-
-# Of names in weights that were saved from within a wrapper.
-PREFIXES = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.")
 
 
 def initial_model(config: Config, *, deferred: bool = False, resumed: bool = False) -> nn.Module:
@@ -156,7 +154,7 @@ def shard_with_optimizer(
     """Shard ``model`` in place, over ``transport`` and on ``device`` if given; return its optimizer."""
     groups = parameter_groups(model, config.optim, config.allow)
     sharded(model, config, transport, device)
-    return config.optim.make(groups, config.allow)
+    return optimizer_of(config.optim, groups, config.allow)
 
 
 def sharded(
@@ -215,6 +213,26 @@ def parameter_groups(model: nn.Module, optim: Optim, allow: Sequence[str] = ()) 
     return [group for group in groups if group["params"]]
 
 
+def optimizer_of(
+    keys: Optim, groups: list[dict[str, Any]], allow: Sequence[str] = ()
+) -> torch.optim.Optimizer:
+    """Return the optimizer of ``groups``, each with its own weight decay."""
+    others = ("name", "decay_all", "keywords", *(() if keys.weight_decay else ("weight_decay",)))
+    node = {name: value for name, value in vars(keys).items() if name not in others}
+    node |= vars(keys).get("keywords", {})
+    if keys.name in ("sgd", "adamw"):
+        node["fused"] = True  # one pass over all parameters
+    made = partial(instantiate, node, "optim", torch.optim.Optimizer, allow)
+    optimizer: torch.optim.Optimizer = made(groups)
+    if keys.name == "own":
+        tried = torch.nn.Parameter(torch.ones(2, 2))
+        tried.grad = torch.ones_like(tried)
+        with reading(f"optim._target_={keys._target_}", "choose another optimizer, or other keys"):
+            made([{"params": [tried]}]).step()
+            optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
+    return optimizer
+
+
 def ema_of(model: nn.Module, config: Config, warmup: int) -> Ema | None:
     """Return the moving average of a sharded ``model``'s weights; None unless the configuration has one.
 
@@ -245,9 +263,8 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the state dict in ``path``, on the CPU. Raises UserError if it is not one of tensors alone."""
     with reading(str(path), "no weights that can be read without running code"), warnings.catch_warnings():
-        _require_weights(path)
         warnings.simplefilter("ignore")  # about formats that are refused anyway
-        if path.suffix == ".safetensors":
+        if plain_file(path).suffix == ".safetensors":
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     for name, inner in state.items() if isinstance(state, dict) else ():
@@ -256,16 +273,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{path}: expected a state dict, names with tensors, found {type(state).__name__}")
     return state
-
-
-def _require_weights(path: Path) -> None:
-    """Raise UserError for what downloads leave in place of weights."""
-    with plain_file(path).open("rb") as file:
-        start = file.read(200).lstrip().lower()
-    if start.startswith(b"version https://git-lfs"):
-        raise UserError(f"{path}: a pointer of Git LFS, no weights: `git lfs pull` fetches the file itself")
-    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise UserError(f"{path}: a web page, no weights: download the file that it links to")
 
 
 def load_weights(
@@ -283,12 +290,6 @@ def load_weights(
         state |= {key: value for key, value in own.items() if key.startswith(f"{head}.")}
     expected = {name: Spec.of(value) for name, value in own.items()}
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
-    for prefix in PREFIXES:
-        if problems and {key.removeprefix(prefix) for key in weights if key.startswith(prefix)} & {*own}:
-            raise UserError(
-                f"{source} does not fit the model: its names begin with {prefix!r}, which a wrapper has "
-                f"added; save it with names without that: key.removeprefix({prefix!r})"
-            )
     if problems:
         hint = "" if reset_head else "; model.reset_head=true makes the last layer anew"
         if isinstance(model, models.ResNet) and "conv1.weight has shape" in "".join(problems):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.job.errors import UserError
-from shardtrain.job.schema import above, at_least, one_of
+from shardtrain.job.schema import key
 
 if TYPE_CHECKING:
     from shardtrain.job.config import Images
@@ -22,11 +22,11 @@ class Preprocessing:
 
     classes: tuple[str, ...]  # names, by label
     channels: int
-    mean: tuple[float, ...] = at_least(0, at_most=1)  # per channel, of pixels from 0 to 1
-    std: tuple[float, ...] = above(0, at_most=1)
+    mean: tuple[float, ...] = key(at_least=0, at_most=1)  # per channel, of pixels from 0 to 1
+    std: tuple[float, ...] = key(above=0, at_most=1)
     image_size: int  # pixels per side of what the model gets
     resize: int | None  # pixels of the shorter side before the crop; None: the whole image becomes a square
-    interpolation: str = one_of("bilinear", "bicubic")
+    interpolation: str = key(choices=("bilinear", "bicubic"))
 
     @classmethod
     def of_arrays(
@@ -63,20 +63,20 @@ def as_configured(found: Preprocessing, keys: Images, name: str) -> Preprocessin
     return replace(found, mean=mean, std=std, classes=_names(keys.classes, found.classes, name))
 
 
-def _per_channel(key: str, values: tuple[float, ...] | None, channels: int) -> tuple[float, ...]:
+def _per_channel(name: str, values: tuple[float, ...] | None, channels: int) -> tuple[float, ...]:
     if values is None:
         return ()
     if len(values) not in (1, channels):
-        raise UserError(f"data.{key}={[*values]}: expected one value, or {channels}, one per channel")
+        raise UserError(f"data.{name}={[*values]}: expected one value, or {channels}, one per channel")
     return values * (channels // len(values))
 
 
 def _names(given: tuple[str, ...] | None, own: tuple[str, ...], name: str) -> tuple[str, ...]:
     if given is None:
         return own
-    key = f"data.classes=[{','.join(given)}]"
+    what = f"data.classes=[{','.join(given)}]"
     if len(given) != len(own) or len(set(given)) < len(given):
-        raise UserError(f"{key}: expected {len(own)} different names, one for each class")
+        raise UserError(f"{what}: expected {len(own)} different names, one for each class")
     if given != own != numbered(len(given)):
-        raise UserError(f"{key}: the classes of {name} have names: {', '.join(own)}")
+        raise UserError(f"{what}: the classes of {name} have names: {', '.join(own)}")
     return given

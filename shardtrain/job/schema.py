@@ -1,17 +1,19 @@
 """Convert what Hydra has composed to frozen dataclasses.
 
-A field declares its range (`at_least`, `above`, `one_of`) and its marks (`Mark`). A field whose type is a
-union of dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions
-between fields are checked in ``__post_init__``. Each message names the key as the user would write it on the
-command line.
+A field is a `key`: its default, its range (`at_least`, `above`, `at_most`, `below`, `choices`) and its
+`mark`; the comment above it is its help. A section with the mark `group` is chosen from several. If its type
+is a union of dataclasses, the field ``name`` says which one it is. Conditions between fields are checked in
+``__post_init__``. Each message names the key as the user would write it on the command line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -36,6 +38,7 @@ BOUNDS = {
 # Types that a text may say: 0.1, true, [1,2], null.
 WRITTEN = {int, float, bool, tuple, NoneType}
 VALUE = "${oc.decode:${text}}"
+FIELD = re.compile(r"    (\w+): ")  # a line of a dataclass
 MANDATORY = "???"  # Hydra's value of a key that has to be given
 OF_ONES_OWN = "a file of your own has the one it changes in its defaults list"
 MOST_INT = 1 << 63  # torch's integers are below this
@@ -57,68 +60,59 @@ class Mark(enum.Flag):
     HIDDEN = enum.auto()  # no hyperparameter
 
 
-def at_least(bound: float, **demands: Any) -> Any:
-    """Declare a field whose value, or each of several, may not be below ``bound``."""
-    return field(metadata={"at_least": bound, **demands})
+def key(default: Any = MISSING, **demands: Any) -> Any:
+    """Declare a key, with its ``default``, its range and its mark; without a default it has to be given."""
+    return field(default=default, metadata=demands)
 
 
-def above(bound: float, **demands: Any) -> Any:
-    """Declare a field whose value must be greater than ``bound``."""
-    return field(metadata={"above": bound, **demands})
+def kinds_of(hint: Any) -> list[Any]:
+    """Return the dataclasses of ``hint``, one or a union of them; none for other types."""
+    return [kind for kind in typing.get_args(hint) or (hint,) if is_dataclass(kind)]
 
 
-def one_of(*choices: str, **demands: Any) -> Any:
-    """Declare a field that takes one of the given words."""
-    return field(metadata={"choices": choices, **demands})
-
-
-def chosen(*choices: str, **demands: Any) -> Any:
-    """Declare the field that says which of a group's files was chosen; it is no key."""
-    return one_of(*choices, chosen=True, **demands)
-
-
-def key(default: Any, text: str, **demands: Any) -> Any:
-    """Declare a key of a small program, with its ``default`` and its help; `MISSING`: it has to be given."""
-    return field(default=default, metadata={"help": text, **demands})
-
-
-def defaults_of(cls: type | None) -> dict[str, Any]:
-    """Return the default values of a small program's keys, as Hydra has them."""
+def defaults_of(cls: Any) -> dict[str, Any]:
+    """Return the default values of a dataclass, as Hydra has them; without those of its groups."""
     values: dict[str, Any] = {}
-    for entry in fields(cls) if cls is not None else ():  # type: ignore[arg-type]
-        value = MANDATORY if entry.default is MISSING else entry.default
-        kind: Any = typing.get_type_hints(cls)[entry.name]
-        values[entry.name] = defaults_of(kind) if _is_section(kind) else value
+    hints = typing.get_type_hints(cls)
+    for entry in fields(cls):
+        if kinds := kinds_of(hints[entry.name]):
+            default: Any = defaults_of(kinds[0])
+        else:
+            default = MANDATORY if entry.default is MISSING else entry.default
+        if not {"group", "others"} & {*entry.metadata}:
+            values[entry.name] = default
     return values
 
 
-def _is_section(kind: Any) -> bool:
-    return is_dataclass(kind)
+def choices_of(kinds: Iterable[Any]) -> dict[str, Any]:
+    """Return the dataclass of each choice from a group; a group without choices has `default` alone."""
+    choices: dict[str, Any] = {}
+    for kind in kinds:
+        names = [entry.metadata["choices"] for entry in fields(kind) if "chosen" in entry.metadata]
+        choices |= dict.fromkeys(names[0] if names else ["default"], kind)
+    return choices
 
 
-def help_of(cls: type, prefix: str = "") -> dict[str, str]:
-    """Return the help of a small program's keys, by full key."""
-    texts: dict[str, str] = {}
-    for entry in fields(cls):  # type: ignore[arg-type]
-        kind: Any = typing.get_type_hints(cls)[entry.name]
-        name = f"{prefix}{entry.name}"
-        texts |= help_of(kind, f"{name}.") if _is_section(kind) else {name: entry.metadata["help"]}
-    return texts
-
-
-def optional(**demands: Any) -> Any:
-    """Declare a field that some choices of a group do not have; it is None there."""
-    return field(default=None, metadata=demands)
-
-
-def marked(mark: Mark, **demands: Any) -> Any:
-    """Declare a field, or a section of fields, with this ``mark``."""
-    return field(metadata={"mark": mark, **demands})
+def comments_of(cls: Any, prefix: str = "") -> dict[str, str]:
+    """Return the comment above each key of a dataclass, by full key, those of its sections included."""
+    comments: dict[str, str] = {}
+    for part in reversed(cls.__mro__[:-1]):
+        above: list[str] = []
+        for line in inspect.getsource(part).splitlines():
+            name = FIELD.match(line)
+            if name and above:
+                comments[prefix + name[1]] = " ".join(above)
+            above = [*above, line.strip("# ")] if line.startswith("    # ") else []
+    hints = typing.get_type_hints(cls)
+    for entry in fields(cls):
+        for kind in kinds_of(hints[entry.name]) if "group" not in entry.metadata else ():
+            comments |= comments_of(kind, f"{prefix}{entry.name}.")
+    return comments
 
 
 def marks_of(hint: Any, key: str = "", mark: Mark = Mark.NONE) -> dict[str, Mark]:
     """Return the marks of every key of ``hint``, a dataclass or a union of them, its sections' included."""
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if is_dataclass(kind)]
+    kinds = kinds_of(hint)
     marks = {} if kinds else {key: mark}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
@@ -250,11 +244,9 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     return cls(**values)
 
 
-def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
+def _variant(kinds: Iterable[Any], section: Any, key: str) -> Any:
     """Return the dataclass whose choices for ``name`` include the section's name."""
-    by_name: dict[str, Any] = {}
-    for cls in classes:
-        by_name.update(dict.fromkeys(cls.__dataclass_fields__["name"].metadata["choices"], cls))
+    by_name = choices_of(kinds)
     if isinstance(section, dict) and "name" not in section:
         raise UserError(f"{key} has no name; {OF_ONES_OWN}")
     if not isinstance(section, dict):

@@ -17,8 +17,7 @@ import hydra.utils
 import torch
 from hydra.errors import InstantiationException
 
-from shardtrain.job.errors import UserError, not_valid, reading
-from shardtrain.job.hydra_app import advice
+from shardtrain.job.errors import UserError, advice, not_valid, reading
 from shardtrain.job.schema import typed
 
 # Packages in which a ``_target_`` may be, besides those of `allow`.

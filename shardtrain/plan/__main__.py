@@ -26,12 +26,11 @@ from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config
 from shardtrain.job.data.check import require_readable
 from shardtrain.job.data.feed import Arrays
-from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.dist_env import RankInfo, require_device
 from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import Program
+from shardtrain.job.hydra_app import Program, read_command
 from shardtrain.job.model import initial_model, transport_name
 from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.job.read import read_command
 from shardtrain.job.schema import key
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
@@ -45,14 +44,13 @@ ON_IMAGES = ("data=fake", "data.image_size=224")  # what the module of a FUNCTIO
 class PlanKeys:
     """The planner's own keys."""
 
-    world_size: int = key(8, "ranks to plan for; no process is started", at_least=1, at_most=10**6)
-    micro_batch: int | None = key(
-        None,
-        "images of a rank in one forward; null: what train.batch_size leaves a rank; if that is no whole "
-        "number, the next, at least 2",
-        at_least=1,
-    )
-    check: bool = key(False, "true: read every image, and list those that cannot be read")
+    # ranks to plan for; no process is started
+    world_size: int = key(8, at_least=1, at_most=10**6)
+    # images of a rank in one forward; null: what train.batch_size leaves a rank; if that is no whole number,
+    # the next, at least 2
+    micro_batch: int | None = key(None, at_least=1)
+    # true: read every image, and list those that cannot be read
+    check: bool = key(False)
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
         return None
     keys = command.keys
     config = command.config
+    require_device(config.device)
     images = _data_set(config, config.model.get("num_classes"))
     if config.device == "auto":  # otherwise also a device that this machine does not have
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")

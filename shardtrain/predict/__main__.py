@@ -24,16 +24,15 @@ from torch import Tensor, nn
 
 import shardtrain
 from shardtrain.checkpoint.loading import Opened
-from shardtrain.device import ACCELERATOR
 from shardtrain.job import launch
 from shardtrain.job.data import EvalFeed, Share, ToDevice
 from shardtrain.job.dist_env import RankInfo, on_rank_0, together
 from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import counted
+from shardtrain.job.hydra_app import read_keys
 from shardtrain.job.inference import Inference
 from shardtrain.job.model import plain_model
-from shardtrain.job.read import read_keys
-from shardtrain.job.schema import MANDATORY, key, typed
+from shardtrain.job.schema import key, typed
 from shardtrain.job.scores import Gathering
 from shardtrain.job.target import RECIPES
 from shardtrain.train.resume import load_saved, open_saved
@@ -42,38 +41,37 @@ REPORTS = 10  # lines about the progress
 NO_CLASS = -1  # of an image that cannot be read
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Where:
     """Where the images are, and how they are loaded."""
 
-    root: str = key(MANDATORY, "folder of the images, in any folders inside it")
-    table: str | None = key(
-        None, "FILE.csv with a column image (a path in root): only these; null: all images"
-    )
-    workers: int = key(
-        0, "processes of a rank that load images; 0: none beside itself", at_least=0, at_most=1024
-    )
-    batch_size: int = key(64, "images per rank in a forward, at most", above=0)
+    # folder of the images, in any folders inside it
+    root: str = key()
+    # FILE.csv with a column image (a path in root): only these; null: all images
+    table: str | None = key(None)
+    # processes of a rank that load images; 0: none beside itself
+    workers: int = key(0, at_least=0, at_most=1024)
+    # images per rank in a forward, at most
+    batch_size: int = key(64, above=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictKeys:
     """The keys of a prediction."""
 
-    allow: tuple[str, ...] = key(
-        (), "packages of the run's model._target_, as the run's own command allowed them"
-    )
-    run: str = key(
-        MANDATORY,
-        "a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best",
-    )
-    out: str = key(MANDATORY, "FILE.csv with the columns file, class and probability; must not exist")
+    # packages of the run's model._target_, as the run's own command allowed them
+    allow: tuple[str, ...] = key(())
+    # a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best
+    run: str = key()
+    # FILE.csv with the columns file, class and probability; must not exist
+    out: str = key()
     data: Where = field(default_factory=Where)
-    device: str = key("auto", "auto | cpu | cuda", choices=("auto", "cpu", ACCELERATOR))
-    threads: int | None = key(
-        None, "CPU threads of a rank; null: the cores of this host over its ranks", at_least=1
-    )
-    weights: str = key("raw", "raw | ema: the weights, or their moving average", choices=("raw", "ema"))
+    # auto | cpu | cuda
+    device: str = key("auto")
+    # CPU threads of a rank; null: the cores of this host over its ranks
+    threads: int | None = key(None, at_least=1)
+    # raw | ema: the weights, or their moving average
+    weights: str = key("raw", choices=("raw", "ema"))
 
 
 read = partial(read_keys, PredictKeys)

@@ -16,9 +16,9 @@ from shardtrain.checkpoint.manifest import NAME
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.errors import UserError, reading
+from shardtrain.job.errors import UserError, program_configs, reading
 from shardtrain.job.format import first_of
-from shardtrain.job.hydra_app import CONFIG, OF_THE_COMMAND, program_configs, require_version
+from shardtrain.job.hydra_app import CONFIG, OF_THE_COMMAND, require_version
 from shardtrain.job.saved import Change, changed_keys
 from shardtrain.job.schema import Mark
 
@@ -127,34 +127,27 @@ def validation_warnings(opened: Opened, job: Job) -> list[str]:
     others = _other_counts(opened.manifest.facts.get("position", {}), job, "val")
     if not others:
         return []
-    said = first_of([f"{name} {old} → {new}" for name, old, new in others])
     return [
-        f"warning: the validation images have changed ({said}): scores from here on cannot be compared with "
-        "earlier ones, nor with the best"
+        f"warning: the validation images have changed ({first_of([each.in_words() for each in others])}): "
+        "scores from here on cannot be compared with earlier ones, nor with the best"
     ]
 
 
 def _moved_images(position: Mapping[str, Any], job: Job) -> list[Change]:
     """Return how the labels of the training images differ from those in a checkpoint's ``position``."""
-    moved = [
-        Change(f"images of class {name}", before, now, Mark.NONE)
-        for name, before, now in _other_counts(position, job, "train")
-    ]
+    moved = _other_counts(position, job, "train")
     saved = position.get("labels", "")
     if not moved and saved and job.labels_digest and saved != job.labels_digest:
         moved.append(Change("labels of the images (their digest)", saved, job.labels_digest, Mark.NONE))
     return moved
 
 
-def _other_counts(position: Mapping[str, Any], job: Job, part: str) -> list[tuple[str, int, int]]:
-    """Compare the numbers of images per class in ``part`` with those saved in ``position``.
-
-    Return name, saved number and number now of each class in which they differ.
-    """
+def _other_counts(position: Mapping[str, Any], job: Job, part: str) -> list[Change]:
+    """Return how the numbers of images per class in ``part`` differ from those in ``position``."""
     before = position.get("counts", {}).get(part, {})
     now = job.class_counts.get(part, {})
-    if not before or not now:
-        return []
-    names = {**before, **now}
-    counts = [(name, before.get(name, 0), now.get(name, 0)) for name in names]
-    return [(name, saved, current) for name, saved, current in counts if saved != current]
+    changes = []
+    for name in {**before, **now} if before and now else ():
+        change = Change(f"images of class {name}", before.get(name, 0), now.get(name, 0), Mark.NONE)
+        changes += [change] if change.before != change.now else []
+    return changes

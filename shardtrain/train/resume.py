@@ -8,9 +8,7 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -255,17 +253,6 @@ def load_saved(
     return ema.swapped()
 
 
-def free_space(directory: Path) -> tuple[Path, int]:
-    """Return ``directory``, or the one in which it would be made, and the free bytes of its disk.
-
-    Raises UserError if it is not writable.
-    """
-    with writing("run.dir", directory):
-        place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=place):
-            return place, shutil.disk_usage(place).free
-
-
 @contextlib.contextmanager
 def run_directory(
     store: Store, start: Newest, config: Config, context: Context, identity: Identity
@@ -284,9 +271,7 @@ def run_directory(
                 messages.extend(_set_aside(store.directory))
             store.clear(start.damaged)
             if identity.is_new:
-                _write_identity(store.directory / IDENTITY, identity.name, store.memory is not None)
-            if config.checkpoint.keep:
-                free_space(store.directory)
+                _write_identity(store.directory / IDENTITY, identity.name)
 
         on_rank_0(prepare)
         if store.memory is not None and context.rank_info.rank == 0:
@@ -299,12 +284,6 @@ def _rehearse(store: Store, config: Config, context: Context) -> list[str]:
     """Rehearse a save where the run saves; return what is to be said about that. Collective."""
     all_ranks = comm.plain_transport()
     problems = (SaveFailed, Damaged)
-    if store.memory is not None:
-        key = f"checkpoint.memory_every_steps={config.checkpoint.memory_every_steps}"
-        with reading(
-            key, "a save was rehearsed there; checkpoint.memory_every_steps=0 does without", problems
-        ):
-            rehearse(store.memory, all_ranks)
     if not config.checkpoint.keep:
         return []
     with reading(
@@ -321,20 +300,14 @@ def _rehearse(store: Store, config: Config, context: Context) -> list[str]:
     ]
 
 
-def _write_identity(path: Path, name: str, required: bool) -> None:
-    """Write the run's identity. Raises UserError if that fails and it is ``required``, as memory does."""
+def _write_identity(path: Path, name: str) -> None:
+    """Write the run's identity, by which a restart finds its memory."""
     temporary = path.with_name(f"{TEMPORARY}{IDENTITY}")
-    try:
+    with writing("run.dir", path.parents[1]):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
         write_text(temporary, name)
         temporary.replace(path)
-    except OSError as error:
-        if required:
-            raise UserError(
-                f"{path}: {error.strerror}: without the run's identity no restart finds its memory; "
-                "make room, or checkpoint.memory_every_steps=0"
-            ) from None
 
 
 def _set_aside(directory: Path) -> list[str]:

@@ -37,10 +37,9 @@ from omegaconf import DictConfig, OmegaConf
 from shardtrain.job import tags
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError, path_of, writing
-from shardtrain.job.hydra_app import explained, program_configs, split
+from shardtrain.job.errors import UserError, path_of, program_configs, writing
+from shardtrain.job.hydra_app import explained, read_command, split
 from shardtrain.job.launch import USER_ERROR, run_dir
-from shardtrain.job.read import read_command
 from shardtrain.job.schema import typed
 from shardtrain.job.signals import INTERRUPTED
 

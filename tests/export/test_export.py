@@ -31,7 +31,6 @@ from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.model import (
     initial_model,
-    load_weights,
     named_weights,
     plain_model,
     read_weights,
@@ -338,27 +337,10 @@ def test_rank_0_alone_reads_weights(on_ranks: Any, tmp_path: Path) -> None:
 
 def test_foreign_weights_are_told_by_what_they_are(tmp_path: Path) -> None:
     state = dict(torch.nn.Linear(3, 2).state_dict())
-    texts = {
-        "version https://git-lfs.github.com/spec/v1\noid sha256:4d\n": "a pointer of Git LFS, no weights",
-        "\n<!DOCTYPE html><html>": "a web page, no weights: download the file that it links to",
-        "<html>": "a web page, no weights",
-    }
-    for suffix in (".pth", ".safetensors"):
-        file = tmp_path / f"weights{suffix}"
-        for text, told in texts.items():
-            file.write_text(text)
-            with pytest.raises(UserError, match=told):
-                read_weights(file)
     for name in ("model", "state_dict"):
         torch.save({name: state, "epoch": 3}, tmp_path / "a.pth")
         with pytest.raises(UserError, match=f"a checkpoint with its weights under '{name}': save that dict"):
             read_weights(tmp_path / "a.pth")
-    for prefix in ("module.", "_orig_mod."):
-        foreign = {f"{prefix}{name}": value for name, value in state.items()}
-        with pytest.raises(
-            UserError, match=rf"a.pth does not fit the model: its names begin with '{prefix}'"
-        ):
-            load_weights(torch.nn.Linear(3, 2), foreign, "a.pth")
     stock = resnet18(num_classes=3).state_dict()
     for reset_head in (False, True):
         with pytest.raises(UserError, match=r"3, 3, 3\).*; model.stem=standard has 7×7 weights"):

@@ -15,9 +15,7 @@ from shardtrain import comm
 from shardtrain.job import data
 from shardtrain.job.data import check
 from shardtrain.job.data.check import require_readable
-from shardtrain.job.data.sets import class_notes
 from shardtrain.job.errors import UserError
-from shardtrain.job.preprocessing import Preprocessing
 from shardtrain.plan.__main__ import plan, read
 from shardtrain.recipes.photos import images_in, opened_image
 from shardtrain.train.loop import train
@@ -103,34 +101,6 @@ def test_pgm_of_12_bits_is_read_as_bright_as_it_is(tmp_path: Path) -> None:
     found = data.load(folder(tmp_path))
     assert found.notes == ()
     assert np.asarray(opened_image(found.train.source, 0)).max() == 128
-
-
-def named(*names: str) -> data.DataSet:
-    """Return a data set with one training image of each class."""
-    images = torch.zeros(len(names), 1, 2, 2, dtype=torch.uint8)
-    arrays = data.sets.Arrays(images, torch.arange(len(names)))
-    return data.DataSet(arrays, arrays, "some", Preprocessing.of_arrays(names, (0.0,), (1.0,), 2))
-
-
-@pytest.mark.parametrize(
-    ("names", "doubtful"),
-    [
-        (("1", "1.0", "2"), "1 and 1.0"),
-        (("01", "1", "1e0", "cat", "Cat"), "01 and 1 and 1e0; cat and Cat"),
-        (("nan", "0", "1"), "nan (a label that is missing?)"),
-        (("NaN", "nan"), "NaN and nan"),
-        (("ice cream", "ice_cream", "ice-Cream", "ice"), "ice cream and ice_cream and ice-Cream"),
-        (("caf\xe9", "cafe\u0301", "cafe"), r"'caf\xe9' and 'cafe\u0301'"),
-        (("a  b", "a b"), "'a  b' and a b"),
-        (("A", "A+", "A-", "-1", "1", "10", "1.5"), None),
-        (("12345678901234567890", "12345678901234567891"), None),
-    ],
-)
-def test_classes_that_only_their_spelling_tells_apart_are_warned_of(
-    names: tuple[str, ...], doubtful: str | None
-) -> None:
-    expected = [] if doubtful is None else [f"warning: classes of their own, perhaps by mistake: {doubtful}"]
-    assert class_notes(named(*names)) == expected
 
 
 def test_classes_without_a_training_image_are_refused_or_named(tmp_path: Path) -> None:
@@ -247,5 +217,6 @@ def test_a_data_set_of_ones_own_is_read_too() -> None:
     with pytest.raises(UserError, match=r"^data=own: 1 of 600 images cannot be read"):
         require_readable({"train": found.train}, config.data, said.append)
     assert said[0].startswith("image 3 of train: OSError: no such (")
-    require_readable({"train": named("a").train}, config.data, said.append)  # in memory
+    digits = composed("data=digits").data
+    require_readable({"train": data.load(digits).train}, digits, said.append)  # in memory
     assert len(said) == 10

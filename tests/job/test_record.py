@@ -23,9 +23,9 @@ from shardtrain.export import __main__ as exporting
 from shardtrain.job import data
 from shardtrain.job.config import Config
 from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import Command
 from shardtrain.job.inference import Inference, transform_of
 from shardtrain.job.model import load_weights, plain_model, read_weights
-from shardtrain.job.read import Command
 from shardtrain.job.schema import flat, typed
 from shardtrain.predict import __main__ as predicting
 from shardtrain.train.loop import train
@@ -71,7 +71,7 @@ def scored_by(*words: str) -> dict[str, float]:
 
 
 def exported(run: Path, out: Path) -> None:
-    keys = exporting.ExportSettings((), str(run), str(out), "cpu", None, "raw")
+    keys = exporting.ExportSettings(run=str(run), out=str(out))
     with contextlib.redirect_stdout(io.StringIO()):
         exporting.export(keys, ALONE, CPU)
 
@@ -225,8 +225,8 @@ def photo_run(folder: Path, *words: str) -> Path:
 
 def predicted(run: Path, root: Path, out: Path, **keys: Any) -> list[list[str]]:
     """Predict on the ranks of this group; return the lines of the table after the first."""
-    where = predicting.Where(str(root), keys.pop("table", None), workers=0, batch_size=3)
-    settings = predicting.PredictKeys((), str(run), str(out), where, "cpu", None, "raw")
+    where = predicting.Where(root=str(root), table=keys.pop("table", None), batch_size=3)
+    settings = predicting.PredictKeys(run=str(run), out=str(out), data=where)
     ranks = context(run).rank_info
     with contextlib.redirect_stdout(io.StringIO()) as said:
         predicting.predict(settings, ranks, CPU)

@@ -131,8 +131,7 @@ def test_labels_that_are_nan_come_after_numbers(tmp_path: Path) -> None:
     rows = [f"{number}.png,{label}" for number, label in enumerate(["10", "nan", "9", "1.0", "1"])]
     found = data.load(write_table(tmp_path, "\n".join(["image,label", *rows]), validation=1))
     assert found.classes == ("1", "1.0", "9", "10", "nan")
-    doubtful = "warning: classes of their own, perhaps by mistake: 1 and 1.0; nan (a label that is missing?)"
-    assert found.notes[0] == doubtful
+    assert found.notes[0] == "warning: nan is a class, perhaps of labels that are missing"
 
 
 def test_class_names_are_given_where_a_data_set_has_none(tmp_path: Path) -> None:

@@ -475,7 +475,7 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     assert (plain["train.clip_grad_norm"], other["train.clip_grad_norm"]) == ("none", 1.0)
     affine = "_target_ shardtrain.recipes.augment.Affine, rotate 10.0, zoom 0.08, shift 0.09"
     assert (plain["augment"], other["augment"]) == ("none", affine)
-    keys = ("seed=0", "optim.momentum=0.5", "sched.warmup_epochs=1.5", "augment.pad=1", "model.heads=3")
+    keys = ("seed=0", "optim.weight_decay=0.5", "sched.warmup_epochs=1.5", "augment.pad=1", "model.heads=3")
     swept = [writers.hyperparameters(configure(*TINY, "augment=photo", key), FACTS) for key in keys]
     assert all(row != swept[0] for row in swept[1:])
     assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == (False, True)

@@ -221,6 +221,7 @@ def test_the_command_prints_one_rank_s_plan(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["device=tpu"], "device=tpu; did you mean cpu? (valid: auto, cpu, cuda)"),
         (["flops=3"], "unknown key flops; shardtrain.plan prints the TFLOP and the MiB sent of a step"),
         (["memory=80"], "unknown key memory; shardtrain.plan tells the peak of one batch: try micro_batch=N"),
         (["curve=false"], "unknown key curve; shardtrain.plan plans one world size: ask again with another"),

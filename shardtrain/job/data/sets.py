@@ -7,10 +7,7 @@ import dataclasses
 import importlib.resources
 import inspect
 import io
-import re
-import unicodedata
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
 from typing import IO, Any
 
 import numpy as np
@@ -29,7 +26,6 @@ from shardtrain.job.preprocessing import Preprocessing, as_configured, numbered
 from shardtrain.job.target import find_target, instantiate
 
 FAKE_CLASSES = 10  # of random labels
-NO_NUMBER = "nan"
 SAMPLE = 256  # images of a user's data set that give mean and standard deviation
 # Mean and standard deviation of the training images, per channel.
 STATISTICS = {
@@ -64,36 +60,14 @@ def load(config: Data, allow: Sequence[str] = (), *, all_held_out: bool = False)
 
 
 def class_notes(data: DataSet) -> list[str]:
-    """Return warnings of classes that have no image to train on, and of names that may mean one class."""
+    """Return warnings of a class that is a missing label, and of classes without an image to train on."""
     notes = []
-    by_meaning: dict[object, list[str]] = {}
-    for name in data.classes:
-        by_meaning.setdefault(_meaning(name), []).append(name)
-    doubtful = [" and ".join(map(_shown, names)) for names in by_meaning.values() if len(names) > 1]
-    if len(by_meaning.get(NO_NUMBER, ())) == 1:
-        doubtful += [f"{by_meaning[NO_NUMBER][0]} (a label that is missing?)"]
-    if doubtful:
-        notes.append(f"warning: classes of their own, perhaps by mistake: {first_of(doubtful)}")
-    counts = data.counts.get("train", {})
-    absent = [name for name, count in counts.items() if not count]
+    if missing := [name for name in data.classes if name.strip().lower() == "nan"]:
+        notes.append(f"warning: {missing[0]} is a class, perhaps of labels that are missing")
+    absent = [name for name, count in data.counts.get("train", {}).items() if not count]
     if len(data.train) and absent:
         notes.append(f"warning: no training image of {first_of(absent)}")
     return notes
-
-
-def _meaning(name: str) -> object:
-    """Return a value that names share if they differ in case, in what is between words, or as numbers do."""
-    plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
-    try:
-        number = Decimal(plain)
-    except InvalidOperation:
-        return re.sub(r"(?<=[^\W_])[ _-]+(?=[^\W_])", " ", plain)
-    return NO_NUMBER if number.is_nan() else number
-
-
-def _shown(name: str) -> str:
-    """Return a name such that others that look like it differ from it."""
-    return name if name.isascii() and name == " ".join(name.split()) else ascii(name)
 
 
 def stratified(labels: Tensor, split: int) -> Tensor:
