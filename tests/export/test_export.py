@@ -31,6 +31,7 @@ from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.model import (
     initial_model,
+    load_weights,
     named_weights,
     plain_model,
     read_weights,
