@@ -189,6 +189,17 @@ def import_graph() -> dict[Path, set[Path]]:
     return graph
 
 
+def test_a_wheel_has_every_folder() -> None:
+    packages = re.findall(r'^    "(shardtrain[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.M)
+    folders = set()
+    for name in ("shardtrain", "configs", "recipes"):
+        files = [file for kind in ("*.py", "*.yaml") for file in (ROOT / name).rglob(kind)]
+        places = {file.parent.relative_to(ROOT) for file in files}
+        prefix = () if name == "shardtrain" else ("shardtrain",)
+        folders |= {".".join((*prefix, *place.parts)) for place in places}
+    assert sorted(packages) == sorted(folders)
+
+
 def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter(import_graph()).static_order())  # raises CycleError, with the files
 
