@@ -124,6 +124,17 @@ def crash() -> None:
     raise RuntimeError("crash")
 
 
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Restore the handlers of signals after the block."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     """Train in ``folder``, with ``at[step]()`` after a step's reports; return how the run ended here."""
     report = Monitor.step
@@ -132,17 +143,18 @@ def run_to_end(folder: str, *arguments: str, at: dict[int, Any] | None = None) -
         report(monitor, step)
         (at or {}).get(step, lambda: None)()
 
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     sizes = [] if "data=imagefolder" in arguments else ["data.limit=60"]
     try:
-        with patch.object(Monitor, "step", step_and_more), patch.object(models, "_build", small_model):
+        with (
+            handlers_restored(),  # a run that was stopped goes on ignoring signals
+            patch.object(Monitor, "step", step_and_more),
+            patch.object(models, "_build", small_model),
+        ):
             words = ("+recipe=resnet", *TEN_STEPS, *sizes, *arguments)
             train(composed(*words), context(folder, *words))
     except (Stopped, UserError, RuntimeError) as error:
         return f"{type(error).__name__} {error}"
     finally:
-        for number, handler in handlers.items():  # a run that was stopped goes on ignoring signals
-            signal.signal(number, handler)
         comm.barrier()
     return "finished"
 

@@ -37,7 +37,7 @@ from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
 from simulated_graph import Recordings, recorder
 from small import Block, OddNet, images, mesh, raised_soon
-from tiny import ALONE, TINY, commanded, composed
+from tiny import ALONE, TINY, commanded, composed, handlers_restored
 from ways import WAYS, Way
 
 Step = Callable[..., Any]
@@ -1148,7 +1148,7 @@ def test_a_program_that_ends_early_leaves_no_graph(tmp_path: Path, error: type[B
     keys = ("train.capture=true", "monitor.writers=[]")
     with simulated() as (_, records), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitor, "step", end)
-        with pytest.raises(error) as raised:
+        with handlers_restored(), pytest.raises(error) as raised:
             train(composed("+recipe=resnet", *TINY, *keys), Context(ALONE, DEVICE, tmp_path))
         assert raised.traceback
         assert records.replays == 3

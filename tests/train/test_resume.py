@@ -28,7 +28,7 @@ from shardtrain.train import saving
 from shardtrain.train.resume import open_named
 
 from pool import each_rank, once
-from tiny import QUIET, at_once, crash, curves, final, result_of, run_to_end, write_folders
+from tiny import QUIET, at_once, crash, curves, final, handlers_restored, result_of, run_to_end, write_folders
 
 
 def on_rank_1(number: int) -> None:
@@ -144,17 +144,6 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(
         assert final(left) == final(whole)  # the other's last step was saved without its evaluation
     for key in ("status", "step", "loss/train", "loss/val", "loss/val_ema", "best/acc1"):
         assert result_of(left)[key] == result_of(whole)[key], key
-
-
-@contextlib.contextmanager
-def handlers_restored() -> Iterator[None]:
-    """Restore the handlers of signals after the block."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
