@@ -344,7 +344,7 @@ def require_equal_parts(config: Config, world_size: int) -> None:
     size = train.batch_size
     virtual = config.virtual_ranks(world_size)
     parts = world_size * config.micro_batches(world_size)
-    mixes = train.mixup or train.cutmix
+    mixes = (train.mixup or train.cutmix) and not virtual  # which are the same on any number of ranks
     if mixes:
         parts *= 2
     if size % parts:

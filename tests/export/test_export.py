@@ -175,7 +175,7 @@ def test_an_evaluation_scores_test_images_too(tmp_path: Path, capsys: Any) -> No
     said = capsys.readouterr().out
     result = result_of(tmp_path / "run")
     for name in ("val", "test"):
-        assert f"\n{name:<9}loss {result[f'{name}/loss']:.4f}" in said
+        assert f"\n{name:<9}loss {result[f'loss/{name}']:.4f}" in said
 
 
 @pytest.mark.long

@@ -106,7 +106,8 @@ def require_agreement(folder: Path, words: list[str]) -> None:
     result = ran(run, *VIT, *usual, *words)
     if result["status"] != "finished" or "loss/val" not in result:
         return
-    names = [name for name in result if name.startswith(("val/", "test/"))]
+    names = [name for name in result if {"val", "test"} & {*name.split("/")[1:2]}]
+    assert "loss/val" in names
     numbers = {name: pytest.approx(result[name], nan_ok=True, rel=1e-6) for name in names}
 
     for scored_run in (run, run / "checkpoints" / step_name(result["step"])):

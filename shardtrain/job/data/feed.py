@@ -250,7 +250,7 @@ class Mix:
         """images: float32 [batch, channels, height, width]; labels: int64 [batch]; returns soft labels."""
         here = draws.to(images.device, non_blocking=True)
         weight = kept_pixels(here, images.shape[2], images.shape[3])
-        partner = torch.arange(len(images), device=images.device) ^ 1
+        partner = (torch.arange(len(images), device=images.device) ^ 1).clamp(max=len(images) - 1)
         mixed = torch.lerp(images[partner], images, weight[:, None].to(images.dtype))
         one_hot = F.one_hot(labels, self.classes).float()
         return mixed, torch.lerp(one_hot[partner], one_hot, weight.mean((1, 2))[:, None])
