@@ -96,9 +96,8 @@ def reason_with_line(error: Exception) -> str:
 
 def path_of(key: str, text: str) -> Path:
     """Return the path that the option ``key`` gives. Raises UserError for what can be none, or be closed."""
-    with reading(
-        f"{key}={text}", "expected a path that can be entered"
-    ):  # too long, the home of nobody, a NUL
+    # It may be too long, the home of nobody, or have a NUL.
+    with reading(f"{key}={text}", "expected a path that can be entered"):
         if not text:
             raise ValueError("it is empty")
         path = Path(text).expanduser()

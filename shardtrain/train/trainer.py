@@ -114,7 +114,7 @@ class Trainer:
 
     def seed(self, step: int, rank: int | None = None) -> None:
         """Seed the random numbers of ``step``, as those of another (virtual) ``rank`` if it is given."""
-        seed_process(self.job.device, self.config.seed, comm.rank() if rank is None else rank, step)
+        seed_process(self.job.device, self.config.seed, self.rank if rank is None else rank, step)
 
     def compute(self, step: int) -> bool:
         """Compute the gradients of ``step``, and update; return whether they are finite. Collective."""
