@@ -179,12 +179,13 @@ def run_job(fixed: Sequence[str], ranks: int, directory: Path, _: DictConfig) ->
     outcome = Outcome(
         number, overrides, problem_of([*command, *fixed, *overrides, f"run.dir={quoted(folder)}"])
     )
-    result = json_in(folder / "result.json")
-    score = result.get(tags.best(str(result.get(tags.BEST_BY))))
     if outcome.problem:
         print(f"job {number} has failed: {outcome.problem}", flush=True)
-    elif score is not None:
-        outcome = outcome._replace(score=score, rank=score if result[tags.BEST_IS_LOWEST] else -score)
+    else:
+        result = json_in(folder / "result.json")
+        score = result.get(tags.best(result[tags.BEST_BY]))
+        if score is not None:
+            outcome = outcome._replace(score=score, rank=score if result[tags.BEST_IS_LOWEST] else -score)
     with writing("run.dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / OUTCOME).write_text(json.dumps(outcome._asdict()))
