@@ -47,7 +47,7 @@ def groups_in(folders: Sequence[Path]) -> set[str]:
     """Return the names of all groups, and register what `config.yaml` asks of the files in ``folders``."""
     files = [file for folder in folders for file in folder.glob("*/*.yaml")]
     choices = {(file.parent.name, file.stem) for file in files}
-    help_texts = importlib.import_module("shardtrain.job.help")
+    help_texts = importlib.import_module("shardtrain.config.help")
     device = "shardtrain.device"
     for name, resolver in {
         "own_or_none": lambda group, name: name if (group, name) in choices else "none",
@@ -61,8 +61,8 @@ def groups_in(folders: Sequence[Path]) -> set[str]:
 @functools.cache  # storing them takes a third of the time in which Hydra composes
 def _stored() -> dict[str, Any]:
     """Return what Hydra's store holds of groups without files. Hydra copies what it reads there."""
-    schema = importlib.import_module("shardtrain.job.schema")
-    help_texts = importlib.import_module("shardtrain.job.help")
+    schema = importlib.import_module("shardtrain.config.schema")
+    help_texts = importlib.import_module("shardtrain.config.help")
     store = ConfigStore.instance()
     for group in GROUPS:
         for choice, kind in help_texts.group_choices(group).items():

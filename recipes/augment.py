@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardtrain.job.errors import UserError
+from shardtrain.config.errors import UserError
 
 
 class Affine:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from shardtrain.job.errors import not_valid
+from shardtrain.config.errors import not_valid
 
 MOST_LAYERS = 10_000
 SMALL_IMAGE = 64  # pixels; up to here `stem=auto` keeps a ResNet's full resolution

@@ -22,12 +22,12 @@ from PIL import Image, ImageFile
 from torch import Tensor
 from torchvision.transforms import v2
 
-from shardtrain.job.config import ImageFolder
-from shardtrain.job.data.feed import Batches, DataSet
-from shardtrain.job.errors import Unreadable, UserError, not_valid, path_of, plain_file, reading
-from shardtrain.job.format import counted
+from shardtrain.config.config import ImageFolder
+from shardtrain.config.errors import Unreadable, UserError, not_valid, path_of, plain_file, reading
+from shardtrain.config.format import counted
+from shardtrain.data.feed import Batches, DataSet
+from shardtrain.data.preprocessing import Preprocessing
 from shardtrain.job.inference import Inference, mode_of, transform_of
-from shardtrain.job.preprocessing import Preprocessing
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import shardtrain
-from shardtrain.job.launch import close_process_group
+from shardtrain.launch.launcher import close_process_group
 
 # Micro-batches per step, steps, and images per step.
 VIRTUAL = 4
@@ -69,7 +69,7 @@ def work(wrapper: str, run: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    packed = importlib.resources.files("shardtrain.job.data").joinpath("digits.npz")
+    packed = importlib.resources.files("shardtrain.data").joinpath("digits.npz")
     with packed.open("rb") as file:
         arrays = np.load(file)
         images = torch.from_numpy(arrays["train_images"]).float().view(-1, 1, 8, 8) / 8 - 1

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from shardtrain.job.config import Csv
-from shardtrain.job.data.feed import DataSet
-from shardtrain.job.errors import UserError, not_valid, path_of, plain_file, reading
-from shardtrain.job.format import first_of
+from shardtrain.config.config import Csv
+from shardtrain.config.errors import UserError, not_valid, path_of, plain_file, reading
+from shardtrain.config.format import first_of
+from shardtrain.data.feed import DataSet
 from shardtrain.recipes.photos import NO_FILES, Files, photographs
 
 COLUMNS = ("image", "label", "split")

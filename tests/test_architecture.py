@@ -31,7 +31,8 @@ ENGINE = [
     "collectives",
     "checkpoint",
 ]
-PROGRAM = ["job", "plan", "monitor", "train", "evaluate", "export", "predict", "doctor"]
+COMMANDS = ["evaluate", "export", "predict", "doctor"]
+PROGRAM = ["config", "launch", "data", "job", "plan", "monitor", "train", *COMMANDS]
 ORDER = [*ENGINE, PUBLIC, "fsdp", "transport_check", *PROGRAM]
 # `comm` has the public collectives among its names, and loads them at the first use.
 HANDS_ON = ("comm/__init__.py", "collectives")
@@ -244,7 +245,19 @@ def test_only_the_engine_hooks_modules_and_parameters() -> None:
 
 def test_recipes_and_package_meet_in_hydra_alone() -> None:
     for file in ROOT.glob("recipes/*.py"):
-        known = {PUBLIC, "fsdp", "comm", "job", "plan", "monitor", "train", "recipes"}
+        known = {
+            PUBLIC,
+            "fsdp",
+            "comm",
+            "config",
+            "data",
+            "job",
+            "launch",
+            "plan",
+            "monitor",
+            "train",
+            "recipes",
+        }
         assert set(rooms_imported(file)) <= known, file
     imports = r"(from|import) (shardtrain\.)?recipes"
     assert not places_of(imports)

@@ -20,8 +20,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.job.dist_env import RankInfo, choose_device
-from shardtrain.job.errors import UserError
+from shardtrain.config.errors import UserError
+from shardtrain.launch.ranks import RankInfo, choose_device
 
 import host
 import memory

@@ -26,10 +26,10 @@ import yaml
 from PIL import Image
 
 import shardtrain
+from shardtrain.config.config import Config
+from shardtrain.config.schema import flat
+from shardtrain.data import load
 from shardtrain.engine.schedule import Schedule
-from shardtrain.job.config import Config
-from shardtrain.job.data import load
-from shardtrain.job.schema import flat
 from shardtrain.recipes import api, why_shard
 
 import tiny

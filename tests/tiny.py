@@ -17,12 +17,12 @@ from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint.store import Store, step_name
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import Command, read_command
-from shardtrain.job.launch import Context
-from shardtrain.job.signals import SIGNALS, Stopped
+from shardtrain.config.command import Command, read_command
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError
+from shardtrain.launch.launcher import Context
+from shardtrain.launch.ranks import RankInfo
+from shardtrain.launch.signals import SIGNALS, Stopped
 from shardtrain.monitor import Monitor
 from shardtrain.recipes import models
 from shardtrain.train.loop import train

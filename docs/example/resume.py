@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.job.data.sampler import Share, TrainSampler
+from shardtrain.data.sampler import Share, TrainSampler
 
 torch.distributed.init_process_group("gloo")
 data = torchvision.datasets.FakeData(80, (3, 32, 32), transform=torchvision.transforms.ToTensor())

@@ -26,14 +26,13 @@ from torch.testing import assert_close
 import shardtrain
 from shardtrain import comm, introspect, recording
 from shardtrain.comm.arithmetic import merge
+from shardtrain.config.command import Command, Program, read_command
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError
+from shardtrain.config.format import counted
+from shardtrain.config.schema import key
 from shardtrain.device import is_accelerator
-from shardtrain.job import launch
 from shardtrain.job.build import Job, build
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError
-from shardtrain.job.format import counted
-from shardtrain.job.hydra_app import Command, Program, read_command
 from shardtrain.job.model import (
     PRECISIONS,
     converted,
@@ -43,8 +42,9 @@ from shardtrain.job.model import (
     shard_with_optimizer,
     uncompiled,
 )
-from shardtrain.job.schema import key
 from shardtrain.job.step import accumulate
+from shardtrain.launch import launcher
+from shardtrain.launch.ranks import RankInfo
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # fractions of the largest element
 UPDATE_TOLERANCE = 1e-6  # also a fraction of the largest element
@@ -249,7 +249,7 @@ def examine(settings: Command, rank_info: RankInfo, device: torch.device) -> Non
         sys.exit(1)
 
 
-main = partial(launch.start, read, examine)
+main = partial(launcher.start, read, examine)
 
 if __name__ == "__main__":
     main()

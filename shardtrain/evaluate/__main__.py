@@ -22,17 +22,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardtrain import data
 from shardtrain.checkpoint.loading import Opened, load_into
-from shardtrain.job import data, launch
+from shardtrain.config.command import Command, Program, read_base, read_command, require_run
+from shardtrain.config.config import Config, Data
+from shardtrain.config.errors import UserError, reading
+from shardtrain.config.schema import key, typed
 from shardtrain.job.build import completed, forward_flops, opened_images, rehearsed_loss, scoring_of
-from shardtrain.job.config import Config, Data
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError, reading
-from shardtrain.job.evaluate import Evaluation, evaluate
-from shardtrain.job.hydra_app import Command, Program, read_base, read_command, require_run
+from shardtrain.job.evaluation import Evaluation, evaluate
 from shardtrain.job.losses import loss_notes
 from shardtrain.job.model import converted, ema_of, initial_model, model_notes, sharded
-from shardtrain.job.schema import key, typed
+from shardtrain.launch import launcher
+from shardtrain.launch.ranks import RankInfo
 from shardtrain.monitor import score_table
 from shardtrain.monitor.writers import json_of
 from shardtrain.optim import Ema
@@ -87,7 +88,7 @@ def prepared_as(before: Any, config: Config, command: Command) -> Config:
 
 def score(command: Command, rank_info: RankInfo, device: torch.device) -> list[Evaluation]:
     """Score the run's checkpoint, or plain weights; print a table, and the scores as JSON. Collective."""
-    launch.require_same_command(command.config)
+    launcher.require_same_command(command.config)
     run = command.keys.run
     opened = None if run is None else open_saved(run, "raw")
     config = command.config if opened is None else weighted_as_saved(command.config, opened)
@@ -145,7 +146,7 @@ def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:
     return json.dumps(json_of({"step": step, **val.scalars(), **test}))
 
 
-main = partial(launch.start, read, score)
+main = partial(launcher.start, read, score)
 
 if __name__ == "__main__":
     main()

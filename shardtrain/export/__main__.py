@@ -24,14 +24,14 @@ from torch import Tensor
 
 import shardtrain
 from shardtrain.checkpoint.files import write_tensors
-from shardtrain.job import launch
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError, path_of, reading
-from shardtrain.job.format import MIB
-from shardtrain.job.hydra_app import read_keys
+from shardtrain.config.command import read_keys
+from shardtrain.config.errors import UserError, path_of, reading
+from shardtrain.config.format import MIB
+from shardtrain.config.schema import key, typed
 from shardtrain.job.inference import Inference, load_exported
 from shardtrain.job.model import plain_model
-from shardtrain.job.schema import key, typed
+from shardtrain.launch import launcher
+from shardtrain.launch.ranks import RankInfo
 from shardtrain.train.resume import load_saved, open_saved
 
 IMAGES = 32  # random images in the comparison
@@ -131,7 +131,7 @@ def write_json(values: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-main = partial(launch.start, read, export)
+main = partial(launcher.start, read, export)
 
 if __name__ == "__main__":
     main()

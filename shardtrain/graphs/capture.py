@@ -28,7 +28,7 @@ from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.graphs.fixed import Fixed, Rates
+from shardtrain.graphs.comparison import Fixed, Rates
 from shardtrain.graphs.recording import Recording, copied, detached, gradients, record
 from shardtrain.graphs.uncapturable import WarmUp, kind_of, refusal
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain import blocks, torch_private
+from shardtrain.config.errors import UserError
 from shardtrain.device import is_accelerator
-from shardtrain.job.errors import UserError
 
 
 def compile_blocks(

@@ -15,20 +15,21 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
+from shardtrain import data
 from shardtrain import device as devices
-from shardtrain.job import data, tags
+from shardtrain.config.config import Config, ImageFolder, Parallel, Sched, Train
+from shardtrain.config.errors import UserError, not_valid, reading
+from shardtrain.config.schema import typed
+from shardtrain.config.target import REFUSALS, instantiate
+from shardtrain.data.sampler import generator
+from shardtrain.job import tags
 from shardtrain.job.card import as_on_card
-from shardtrain.job.config import Config, ImageFolder, Parallel, Sched, Train
-from shardtrain.job.data.sampler import generator
-from shardtrain.job.dist_env import together
-from shardtrain.job.errors import UserError, not_valid, reading
-from shardtrain.job.evaluate import FEW_CLASSES, Evaluation, Scores, Scoring
+from shardtrain.job.evaluation import FEW_CLASSES, Evaluation, Scores, Scoring
 from shardtrain.job.inference import Inference, inference_of
 from shardtrain.job.losses import CrossEntropy, Loss, rehearse_loss, weights_of
 from shardtrain.job.model import converted, ema_of, initial_model, model_notes, shard_with_optimizer
-from shardtrain.job.schema import typed
 from shardtrain.job.scores import chosen_scores, rehearse
-from shardtrain.job.target import REFUSALS, instantiate
+from shardtrain.launch.ranks import together
 from shardtrain.optim import Ema, GradScaler
 
 # Training images that a model with a method `init_from_images` is given, to set what depends on the data.

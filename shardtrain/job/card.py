@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain import comm
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.errors import UserError, path_of, plain_file, reading
-from shardtrain.job.format import first_of
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError, path_of, plain_file, reading
+from shardtrain.config.format import first_of
+from shardtrain.config.schema import typed
+from shardtrain.data.preprocessing import Preprocessing, numbered
 from shardtrain.job.inference import Inference
-from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.job.schema import typed
+from shardtrain.launch.ranks import on_rank_0
 
 
 def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Preprocessing, list[str]]:

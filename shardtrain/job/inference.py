@@ -18,12 +18,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision import models
 
-from shardtrain.job.config import Config
-from shardtrain.job.errors import UserError, plain_file, reading
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError, plain_file, reading
+from shardtrain.config.schema import typed
+from shardtrain.config.target import RECIPES, find_target, instantiate, keywords_of
+from shardtrain.data.preprocessing import Preprocessing
 from shardtrain.job.model import load_weights, read_weights, target_node
-from shardtrain.job.preprocessing import Preprocessing
-from shardtrain.job.schema import typed
-from shardtrain.job.target import RECIPES, find_target, instantiate, keywords_of
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
 TIMM = "timm.create_model"

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardtrain import comm
-from shardtrain.job.data.feed import Batches, DataSet
-from shardtrain.job.dist_env import together
-from shardtrain.job.errors import UserError, reason_with_line
+from shardtrain.config.errors import UserError, reason_with_line
+from shardtrain.data.feed import Batches, DataSet
+from shardtrain.launch.ranks import together
 
 # Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
 # int64 [batch], or what `data.Mix` makes of them: soft, float32 [batch, classes].

@@ -24,14 +24,14 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Channel
+from shardtrain.config.config import Config, Optim
+from shardtrain.config.errors import UserError, not_valid, path_of, plain_file, reading
+from shardtrain.config.format import first_of
+from shardtrain.config.schema import typed
+from shardtrain.config.target import find_target, instantiate
 from shardtrain.device import is_accelerator, unit_bytes_on
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks
-from shardtrain.job.config import Config, Optim
-from shardtrain.job.dist_env import together
-from shardtrain.job.errors import UserError, not_valid, path_of, plain_file, reading
-from shardtrain.job.format import first_of
-from shardtrain.job.schema import typed
-from shardtrain.job.target import find_target, instantiate
+from shardtrain.launch.ranks import together
 from shardtrain.optim import Ema
 
 # Logits, and so the loss, are always fp32.

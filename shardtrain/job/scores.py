@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardtrain import comm
+from shardtrain.config.errors import UserError, not_valid, reason_with_line
+from shardtrain.config.format import aligned
+from shardtrain.config.schema import typed
+from shardtrain.config.target import find_target, keywords_of
 from shardtrain.job import pictures
-from shardtrain.job.errors import UserError, not_valid, reason_with_line
-from shardtrain.job.format import aligned
 from shardtrain.job.pictures import Picture
-from shardtrain.job.schema import typed
-from shardtrain.job.target import find_target, keywords_of
 
 # Logits [images, classes], labels [images] and, if its third parameter has no default or is named `classes`,
 # names of classes → a number, or numbers, pictures and texts by name. Its attribute `higher_is_better` (so

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import clip_grad_norm_, no_sync
+from shardtrain.config.errors import reading
 from shardtrain.job.build import Job
-from shardtrain.job.errors import reading
-from shardtrain.job.evaluate import table_of, table_rows
+from shardtrain.job.evaluation import table_of, table_rows
 from shardtrain.job.losses import CrossEntropy, Loss
 from shardtrain.optim import Ema
 

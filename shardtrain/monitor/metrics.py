@@ -20,11 +20,11 @@ from torch import Tensor
 
 from shardtrain import comm, device, introspect
 from shardtrain.comm import trace
+from shardtrain.config.format import MIB
+from shardtrain.data import Batch
 from shardtrain.job import tags
 from shardtrain.job.build import Job
-from shardtrain.job.data import Batch
-from shardtrain.job.evaluate import table_of, table_rows
-from shardtrain.job.format import MIB
+from shardtrain.job.evaluation import table_of, table_rows
 from shardtrain.plan.memory import optimizer_tensors
 
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step

@@ -17,18 +17,18 @@ import torch
 from omegaconf import OmegaConf
 
 from shardtrain import introspect
+from shardtrain.config.config import Config, ImageFolder
+from shardtrain.config.format import MIB, counted
+from shardtrain.config.marks import record_of
+from shardtrain.config.target import instantiate
+from shardtrain.data.feed import files_as_csv
 from shardtrain.job import tags
 from shardtrain.job.build import Job
-from shardtrain.job.config import Config, ImageFolder
-from shardtrain.job.data.feed import files_as_csv
-from shardtrain.job.dist_env import versions
-from shardtrain.job.evaluate import Evaluation
-from shardtrain.job.format import MIB, counted
-from shardtrain.job.launch import Context
+from shardtrain.job.evaluation import Evaluation
 from shardtrain.job.pictures import Picture
-from shardtrain.job.saved import record_of
-from shardtrain.job.signals import Stopped
-from shardtrain.job.target import instantiate
+from shardtrain.launch.launcher import Context
+from shardtrain.launch.ranks import versions
+from shardtrain.launch.signals import Stopped
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from torch.profiler import profile
 
 from shardtrain import comm
-from shardtrain.job.config import Config
-from shardtrain.job.launch import Context
+from shardtrain.config.config import Config
+from shardtrain.launch.launcher import Context
 from shardtrain.monitor.metrics import Report, SlowRank, StepMetrics
 from shardtrain.monitor.monitor import Monitor
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from shardtrain.config.config import Config
+from shardtrain.config.marks import MARKS
+from shardtrain.config.schema import Mark
 from shardtrain.job import tags
 from shardtrain.job.build import Job
-from shardtrain.job.config import Config
 from shardtrain.job.pictures import Picture
-from shardtrain.job.saved import MARKS
-from shardtrain.job.schema import Mark
 from shardtrain.monitor.metrics import scores_in_words
 
 

@@ -20,18 +20,18 @@ from functools import partial
 
 import torch
 
-from shardtrain import device
-from shardtrain.job import data, launch
+from shardtrain import data, device
+from shardtrain.config.command import Program, read_command
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError
+from shardtrain.config.schema import key
+from shardtrain.data.check import require_readable
+from shardtrain.data.feed import Arrays
+from shardtrain.data.preprocessing import Preprocessing, numbered
 from shardtrain.job.build import completed, require_equal_groups
-from shardtrain.job.config import Config
-from shardtrain.job.data.check import require_readable
-from shardtrain.job.data.feed import Arrays
-from shardtrain.job.dist_env import RankInfo, require_device
-from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import Program, read_command
 from shardtrain.job.model import initial_model, transport_name
-from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.job.schema import key
+from shardtrain.launch import launcher
+from shardtrain.launch.ranks import RankInfo, require_device
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
 
@@ -148,7 +148,7 @@ def check(config: Config) -> None:
     require_readable(parts, config.data, partial(print, flush=True))
 
 
-main = partial(launch.start, read, plan)
+main = partial(launcher.start, read, plan)
 
 if __name__ == "__main__":
     main()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain import introspect, torch_private
-from shardtrain.job.format import MIB
+from shardtrain.config.format import MIB
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema
 

@@ -5,8 +5,8 @@ Its own file, since a plan is numbers, and this is how they are printed.
 
 from __future__ import annotations
 
-from shardtrain.job.config import Config
-from shardtrain.job.format import MIB, aligned, counted
+from shardtrain.config.config import Config
+from shardtrain.config.format import MIB, aligned, counted
 from shardtrain.plan.simulate import Plan
 
 

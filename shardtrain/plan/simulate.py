@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import UnitInfo, comm, introspect, torch_private
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError, reading
+from shardtrain.config.target import REFUSALS, instantiate
 from shardtrain.job.build import loss_of
-from shardtrain.job.config import Config
-from shardtrain.job.errors import UserError, reading
 from shardtrain.job.losses import Loss
 from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, target_node, uncompiled
 from shardtrain.job.step import Step
-from shardtrain.job.target import REFUSALS, instantiate
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.transport import simulated
 

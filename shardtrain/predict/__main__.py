@@ -24,17 +24,17 @@ from torch import Tensor, nn
 
 import shardtrain
 from shardtrain.checkpoint.loading import Opened
-from shardtrain.job import launch
-from shardtrain.job.data import EvalFeed, Share, ToDevice
-from shardtrain.job.dist_env import RankInfo, on_rank_0, together
-from shardtrain.job.errors import UserError, path_of, reading
-from shardtrain.job.format import counted
-from shardtrain.job.hydra_app import read_keys
+from shardtrain.config.command import read_keys
+from shardtrain.config.errors import UserError, path_of, reading
+from shardtrain.config.format import counted
+from shardtrain.config.schema import key, typed
+from shardtrain.config.target import RECIPES
+from shardtrain.data import EvalFeed, Share, ToDevice
 from shardtrain.job.inference import Inference
 from shardtrain.job.model import plain_model
-from shardtrain.job.schema import key, typed
 from shardtrain.job.scores import Gathering
-from shardtrain.job.target import RECIPES
+from shardtrain.launch import launcher
+from shardtrain.launch.ranks import RankInfo, on_rank_0, together
 from shardtrain.train.resume import load_saved, open_saved
 
 REPORTS = 10  # lines about the progress
@@ -178,7 +178,7 @@ def _require_all_read(images: Any, answers: Tensor, out: Path) -> None:
         )
 
 
-main = partial(launch.start, read, predict)
+main = partial(launcher.start, read, predict)
 
 if __name__ == "__main__":
     main()

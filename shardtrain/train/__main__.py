@@ -7,18 +7,18 @@ import sys
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports below without a traceback
-    from shardtrain.job.hydra_app import printed
+    from shardtrain.config.command import printed
 
     if printed(sys.argv[1:]):
         return
-    from shardtrain.job import launch  # here, since these import torch
+    from shardtrain.launch import launcher  # here, since these import torch
     from shardtrain.train import sweep
     from shardtrain.train.loop import train
 
     if not any(flag in sys.argv[1:] for flag in sweep.FLAGS):
-        launch.run(train)
+        launcher.run(train)
     elif "WORLD_SIZE" in os.environ:
-        launch.start(sweep.refuse_ranks, lambda *_: None)
+        launcher.start(sweep.refuse_ranks, lambda *_: None)
     else:
         sweep.run(sys.argv[1:])
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from shardtrain.checkpoint.loading import Opened
 from shardtrain.checkpoint.manifest import NAME
+from shardtrain.config.command import CONFIG, OF_THE_COMMAND, require_version
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError, program_configs, reading
+from shardtrain.config.format import first_of
+from shardtrain.config.marks import Change, changed_keys
+from shardtrain.config.schema import Mark
 from shardtrain.job.build import Job
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.errors import UserError, program_configs, reading
-from shardtrain.job.format import first_of
-from shardtrain.job.hydra_app import CONFIG, OF_THE_COMMAND, require_version
-from shardtrain.job.saved import Change, changed_keys
-from shardtrain.job.schema import Mark
+from shardtrain.launch.ranks import on_rank_0
 
 
 def is_path(resume: str) -> bool:

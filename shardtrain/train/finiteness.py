@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm, recording
+from shardtrain.config.format import first_of
 from shardtrain.device import HostCopy, is_accelerator, on_accelerator
 from shardtrain.job.build import Job
-from shardtrain.job.format import first_of
 
 
 class Finiteness:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
+from shardtrain.config.config import Config
+from shardtrain.config.errors import Unreadable, UserError
+from shardtrain.config.target import instantiate
 from shardtrain.job.build import build
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import virtual_threads
-from shardtrain.job.errors import Unreadable, UserError
-from shardtrain.job.launch import Context
 from shardtrain.job.losses import loss_notes
-from shardtrain.job.signals import StopSignals
-from shardtrain.job.target import instantiate
+from shardtrain.launch.launcher import Context
+from shardtrain.launch.ranks import virtual_threads
+from shardtrain.launch.signals import StopSignals
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, start_table
 from shardtrain.train.hooks import Reports, Samples
 from shardtrain.train.resume import (

@@ -21,13 +21,13 @@ from shardtrain.checkpoint.files import read_text, write_text
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import TEMPORARY, Newest, Store, newest, rehearse, step_name, steps_in
+from shardtrain.config.command import require_version
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError, path_of, reading, writing
+from shardtrain.config.format import counted, first_of
 from shardtrain.job.build import Job, warmup_of
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import on_rank_0, together
-from shardtrain.job.errors import UserError, path_of, reading, writing
-from shardtrain.job.format import counted, first_of
-from shardtrain.job.hydra_app import require_version
-from shardtrain.job.launch import Context
+from shardtrain.launch.launcher import Context
+from shardtrain.launch.ranks import on_rank_0, together
 from shardtrain.monitor import StepMetrics
 from shardtrain.optim import Ema
 from shardtrain.train.continuation import is_path, require_same_run, validation_warnings

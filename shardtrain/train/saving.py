@@ -22,16 +22,16 @@ from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.memory import keep_only
 from shardtrain.checkpoint.store import Store, step_name
+from shardtrain.config.errors import UserError
+from shardtrain.config.format import MIB
+from shardtrain.config.marks import record_of
+from shardtrain.data import EvalFeed
 from shardtrain.device import HostCopy
 from shardtrain.job import tags
-from shardtrain.job.data import EvalFeed
-from shardtrain.job.dist_env import together
-from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Evaluation, evaluate
-from shardtrain.job.format import MIB
+from shardtrain.job.evaluation import Evaluation, evaluate
 from shardtrain.job.losses import given_weights
-from shardtrain.job.saved import record_of
-from shardtrain.job.signals import Stopped, StopSignals
+from shardtrain.launch.ranks import together
+from shardtrain.launch.signals import Stopped, StopSignals
 from shardtrain.train.trainer import Hook, Trainer
 
 

@@ -34,14 +34,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from shardtrain.config.command import explained, read_command, split
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError, path_of, program_configs, writing
+from shardtrain.config.schema import typed
 from shardtrain.job import tags
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError, path_of, program_configs, writing
-from shardtrain.job.hydra_app import explained, read_command, split
-from shardtrain.job.launch import USER_ERROR, run_dir
-from shardtrain.job.schema import typed
-from shardtrain.job.signals import INTERRUPTED
+from shardtrain.launch.launcher import USER_ERROR, run_dir
+from shardtrain.launch.ranks import RankInfo
+from shardtrain.launch.signals import INTERRUPTED
 
 FLAGS = ("-m", "--multirun")
 RANKS = "ranks"  # the key of a sweep alone: how many ranks a job has

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from shardtrain import clip_grad_norm_, comm, introspect, no_sync, virtual_rank
+from shardtrain.config.config import Config
+from shardtrain.data import Batch
 from shardtrain.job.build import Job, seed_process
-from shardtrain.job.config import Config
-from shardtrain.job.data import Batch
-from shardtrain.job.dist_env import AFTERWARDS
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.evaluation import Evaluation
 from shardtrain.job.losses import CrossEntropy, Loss
 from shardtrain.job.step import refusals_of, weight_of
+from shardtrain.launch.ranks import AFTERWARDS
 from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.train.finiteness import Finiteness
 from shardtrain.train.ways import CapturedSteps, VirtualRanks

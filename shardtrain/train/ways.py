@@ -11,9 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from shardtrain import capture, clip_grad_norm_, introspect, no_sync, replay
+from shardtrain.config.errors import UserError
+from shardtrain.data import Batch, Share
 from shardtrain.job.build import Job
-from shardtrain.job.data import Batch, Share
-from shardtrain.job.errors import UserError
 from shardtrain.job.losses import CrossEntropy
 from shardtrain.job.step import accumulate, weight_of
 

@@ -45,8 +45,8 @@ from torchvision.models.vision_transformer import EncoderBlock, VisionTransforme
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.config.errors import UserError, not_valid
 from shardtrain.device import is_accelerator, synchronize
-from shardtrain.job.errors import UserError, not_valid
 
 PHASES = ("forward", "backward", "optimizer")
 TITLES = {

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.errors import UserError
-from shardtrain.job.launch import open_process_group, start
+from shardtrain.config.errors import UserError
+from shardtrain.launch.launcher import open_process_group, start
+from shardtrain.launch.ranks import RankInfo
 
 from compared import Facts, compared, table, write
 from contenders import POOL, Case, build, usual

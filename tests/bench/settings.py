@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from shardtrain.config.errors import UserError, not_valid, writing
 from shardtrain.device import ACCELERATOR, count
-from shardtrain.job.errors import UserError, not_valid, writing
 
 from contenders import CASES, PATCH, PRECISIONS, SUITE, TITLES, VITS, Case
 

@@ -36,8 +36,8 @@ from torch._C._autograd import DeviceType
 
 from shardtrain import comm
 from shardtrain.device import is_accelerator, peak_memory, reset_peak_memory, synchronize
-from shardtrain.job import launch
-from shardtrain.job.dist_env import RankInfo
+from shardtrain.launch import launcher
+from shardtrain.launch.ranks import RankInfo
 
 import contenders
 from compared import Facts, compared, table, write
@@ -104,8 +104,8 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
     cases: dict[str, Facts] = {}
     with contextlib.ExitStack() as stack:
         if rank_info.world_size == 1:  # peers need a process group even for a single rank
-            launch.open_process_group(rank_info, device, dist.HashStore())  # type: ignore[attr-defined]
-            stack.callback(launch.close_process_group)
+            launcher.open_process_group(rank_info, device, dist.HashStore())  # type: ignore[attr-defined]
+            stack.callback(launcher.close_process_group)
         names = settings.contenders or contenders.usual()
         for case in settings.cases:
             samples = {name: Samples() for name in names}
@@ -122,4 +122,4 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    launch.start(partial(read, __doc__, ()), run)
+    launcher.start(partial(read, __doc__, ()), run)

@@ -22,7 +22,7 @@ from shardtrain.checkpoint import cleanup, memory
 from shardtrain.checkpoint import store as store_module
 from shardtrain.checkpoint.manifest import file_name
 from shardtrain.checkpoint.store import step_name
-from shardtrain.job.errors import UserError
+from shardtrain.config.errors import UserError
 from shardtrain.train import loop, saving
 
 import pool

@@ -29,8 +29,8 @@ from shardtrain import checkpoint, comm
 from shardtrain.comm import signals
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
+from shardtrain.config.errors import UserError
 from shardtrain.job.build import require_equal_groups
-from shardtrain.job.errors import UserError
 from shardtrain.layout import Policy, cut_of, even
 from shardtrain.optim import Ema
 from shardtrain.recipes.muon import Muon

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shardtrain import comm
+from shardtrain.config.errors import UserError
+from shardtrain.config.format import counted
 from shardtrain.doctor import __main__ as program
 from shardtrain.doctor.__main__ import Twins, difference
 from shardtrain.job.build import Job, build
-from shardtrain.job.errors import UserError
-from shardtrain.job.format import counted
 from shardtrain.recipes import models
 
 from pool import each_rank

@@ -38,8 +38,8 @@ from shardtrain import device as devices
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import ProcessGroupTransport, native
 from shardtrain.comm.trace import GATHER, waiting
-from shardtrain.job import launch
-from shardtrain.job.dist_env import RankInfo
+from shardtrain.launch import launcher
+from shardtrain.launch.ranks import RankInfo
 from shardtrain.layout import Policy
 
 from small import Block, MakeOptimizer, OddNet, assert_at_rest, images, sgd
@@ -388,7 +388,7 @@ def test_one_rank_on_a_gpu_equals_the_plain_model(precision: Precision | None, r
 @pytest.fixture
 def nccl_of_one() -> Iterator[ProcessGroupTransport]:
     """A group of one rank: what is tested is the order of streams, not the exchange."""
-    launch.open_process_group(RankInfo(0, 1, 0, 1), devices.use(0), dist.HashStore())
+    launcher.open_process_group(RankInfo(0, 1, 0, 1), devices.use(0), dist.HashStore())
     assert dist.group.WORLD is not None
     yield ProcessGroupTransport(dist.group.WORLD)
     dist.destroy_process_group()
@@ -495,7 +495,7 @@ def test_a_thread_waits_for_the_copies_of_another_device() -> None:
 
 def nccl_rank(rank: int, world: int, store: str, layout: Policy) -> None:
     device = devices.use(rank % CARDS)
-    launch.open_process_group(RankInfo(rank, world, rank, world), device, dist.FileStore(store, world))
+    launcher.open_process_group(RankInfo(rank, world, rank, world), device, dist.FileStore(store, world))
     for options, rel in (({"layout": layout}, 1e-4), ({"precision": PRECISIONS["bf16 gradients"]}, 0.02)):
         plain = OddNet().to(device)
         model = shardtrain.shard(copy.deepcopy(plain), units=[Block], **options)

@@ -25,7 +25,7 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm.transport import Transport
-from shardtrain.job.launch import Context
+from shardtrain.launch.launcher import Context
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, comm
+from shardtrain.config.errors import UserError
 from shardtrain.engine import api
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks, require_inductor
-from shardtrain.job.errors import UserError
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema
 from shardtrain.plan.memory import memory_of_step

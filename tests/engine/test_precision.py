@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import GradScaler, Precision, comm
+from shardtrain.data import Batch
 from shardtrain.engine.precision import cast
-from shardtrain.job.data import Batch
 
 from pool import each_rank
 from small import (

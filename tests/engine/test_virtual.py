@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import Precision
 from shardtrain.engine.hooks import engine_of
-from shardtrain.job import dist_env
+from shardtrain.launch import ranks
 from shardtrain.train import saving
 from shardtrain.train.saving import machine
 
@@ -253,7 +253,7 @@ def test_a_run_that_another_machine_saved_says_so(on_ranks: Any, tmp_path: Path)
 
 def threads_of(folder: str, **environment: str) -> list[str]:
     """What a run of one step on eight cores says of its threads."""
-    with patch.dict(os.environ, environment), patch.object(dist_env, "cores", lambda: 8):
+    with patch.dict(os.environ, environment), patch.object(ranks, "cores", lambda: 8):
         run_to_end(folder, "parallel.virtual_ranks=4", "train.max_steps=1", QUIET)
     return re.findall(r"\d threads? each", (Path(folder) / "log.txt").read_text())
 

@@ -22,13 +22,12 @@ from torchvision.models import mobilenet_v3_small, resnet18
 import shardtrain
 from shardtrain import comm
 from shardtrain.checkpoint.manifest import digest_line
+from shardtrain.config.errors import UserError
 from shardtrain.evaluate.__main__ import read as read_evaluation
 from shardtrain.evaluate.__main__ import score
 from shardtrain.export import __main__ as program
 from shardtrain.job import inference as reader
-from shardtrain.job import launch
-from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.evaluation import Evaluation
 from shardtrain.job.model import (
     initial_model,
     load_weights,
@@ -37,6 +36,7 @@ from shardtrain.job.model import (
     read_weights,
     shard_with_optimizer,
 )
+from shardtrain.launch import launcher
 from shardtrain.recipes.models import classifier
 from shardtrain.train.loop import train
 
@@ -77,7 +77,7 @@ def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
     def exported(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["export", *arguments, "threads=1"])
         try:
-            launch.start(program.read, program.export)
+            launcher.start(program.read, program.export)
         except SystemExit as left:
             return int(left.code or 0)
         return 0

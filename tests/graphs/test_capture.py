@@ -26,8 +26,8 @@ import shardtrain
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.comm import guard
-from shardtrain.job.errors import UserError
-from shardtrain.job.launch import Context
+from shardtrain.config.errors import UserError
+from shardtrain.launch.launcher import Context
 from shardtrain.monitor import Monitor
 from shardtrain.train import ways as program
 from shardtrain.train.loop import train

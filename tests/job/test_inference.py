@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torchvision import models
 
 import shardtrain
-from shardtrain.job import data
+from shardtrain import data
+from shardtrain.config.errors import UserError
+from shardtrain.config.schema import typed
 from shardtrain.job.build import completed
-from shardtrain.job.errors import UserError
 from shardtrain.job.inference import Inference, inference_of
 from shardtrain.job.model import model_notes, plain_model
-from shardtrain.job.schema import typed
 
 from tiny import CPU, composed, write_folders
 

@@ -15,18 +15,17 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from shardtrain import comm
+from shardtrain import comm, data
 from shardtrain.checkpoint.store import step_name
+from shardtrain.config.command import Command
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError
+from shardtrain.config.schema import flat, typed
 from shardtrain.evaluate.__main__ import read as read_evaluation
 from shardtrain.evaluate.__main__ import score
 from shardtrain.export import __main__ as exporting
-from shardtrain.job import data
-from shardtrain.job.config import Config
-from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import Command
 from shardtrain.job.inference import Inference, transform_of
 from shardtrain.job.model import load_weights, plain_model, read_weights
-from shardtrain.job.schema import flat, typed
 from shardtrain.predict import __main__ as predicting
 from shardtrain.train.loop import train
 

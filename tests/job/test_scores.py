@@ -14,14 +14,14 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import comm, shard
 from shardtrain.checkpoint.store import step_name
+from shardtrain.config.errors import UserError
+from shardtrain.data import EvalFeed, Prepare, Share
+from shardtrain.data.feed import Arrays, DataSet
+from shardtrain.data.items import Expected, Items
+from shardtrain.data.preprocessing import Preprocessing, numbered
 from shardtrain.job import losses, pictures, scores
 from shardtrain.job.build import build
-from shardtrain.job.data import EvalFeed, Prepare, Share
-from shardtrain.job.data.feed import Arrays, DataSet
-from shardtrain.job.data.items import Expected, Items
-from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Scoring, evaluate
-from shardtrain.job.preprocessing import Preprocessing, numbered
+from shardtrain.job.evaluation import Scoring, evaluate
 from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.train import sweep
 from shardtrain.train.loop import train

@@ -20,14 +20,14 @@ from omegaconf import OmegaConf
 from shardtrain import clip_grad_norm_, comm, introspect, torch_private
 from shardtrain.comm import trace
 from shardtrain.comm.trace import GATHER, count, waiting
+from shardtrain.config.config import Config
+from shardtrain.config.format import MIB
+from shardtrain.data import Batch
 from shardtrain.job import pictures, tags
 from shardtrain.job.build import Job, build
-from shardtrain.job.config import Config
-from shardtrain.job.data import Batch
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.evaluate import Evaluation, Scores
-from shardtrain.job.format import MIB
-from shardtrain.job.launch import Context
+from shardtrain.job.evaluation import Evaluation, Scores
+from shardtrain.launch.launcher import Context
+from shardtrain.launch.ranks import RankInfo
 from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, writers
 from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, slow_rank
 from shardtrain.monitor.monitor import end_table
@@ -88,7 +88,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 FULL_DISK = """
 import contextlib, ctypes, os, shutil, sys
 from shardtrain.checkpoint.store import Store
-from shardtrain.job import launch
+from shardtrain.launch import launcher
 from shardtrain.monitor import Monitor
 from shardtrain.train.loop import train
 
@@ -118,7 +118,7 @@ Store.save = save_and_finish
 if 'full' in sys.argv[1:]:
     sys.argv.remove('full')
     fill()
-launch.run(train)
+launcher.run(train)
 shutil.copytree("disk/run", "run")
 """
 

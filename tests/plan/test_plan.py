@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.config.errors import UserError
 from shardtrain.job.build import build
-from shardtrain.job.errors import UserError
-from shardtrain.job.launch import close_process_group
 from shardtrain.job.step import Step
+from shardtrain.launch.launcher import close_process_group
 from shardtrain.plan.__main__ import PlanSettings, plan, read
 from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.report import headline, rank_table

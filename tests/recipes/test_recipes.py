@@ -20,15 +20,15 @@ from shardtrain import checkpoint, comm
 from shardtrain.checkpoint.loading import Opened
 from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.store import Newest, Store
+from shardtrain.config.config import Constant, Cosine, Linear, Sched, Steps
+from shardtrain.config.errors import UserError
+from shardtrain.data import Batch, Share
+from shardtrain.data.feed import Mix
 from shardtrain.job import model
 from shardtrain.job.build import lr_factor
-from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
-from shardtrain.job.data import Batch, Share
-from shardtrain.job.data.feed import Mix
-from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import evaluate
-from shardtrain.job.launch import run_dir
+from shardtrain.job.evaluation import evaluate
 from shardtrain.job.losses import CrossEntropy
+from shardtrain.launch.launcher import run_dir
 from shardtrain.optim import Ema
 from shardtrain.recipes.augment import Affine, Photo
 from shardtrain.recipes.models import classifier, resnet_cifar, vit

@@ -86,11 +86,11 @@ def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
 
 
 IMPATIENT = """
-from shardtrain.job import launch
+from shardtrain.launch import launcher
 from shardtrain.train.loop import train
 
-launch.PATIENCE = 0.1
-launch.run(train)
+launcher.PATIENCE = 0.1
+launcher.run(train)
 """
 
 

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.job.config import Config
-from shardtrain.job.errors import UserError
-from shardtrain.job.hydra_app import EVERYTHING, require_version
-from shardtrain.job.saved import Change, changed_keys, record_of
-from shardtrain.job.schema import flat
+from shardtrain.config.command import EVERYTHING, require_version
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError
+from shardtrain.config.marks import Change, changed_keys, record_of
+from shardtrain.config.schema import flat
 from shardtrain.train.continuation import forgotten, named_of, refused
 from shardtrain.train.loop import train
 

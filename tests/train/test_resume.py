@@ -20,10 +20,10 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.checkpoint import store
 from shardtrain.checkpoint.store import steps_in
-from shardtrain.job import evaluate
-from shardtrain.job.data import feed
-from shardtrain.job.format import first_of
-from shardtrain.job.signals import SIGNALS, Stopped, StopSignals
+from shardtrain.config.format import first_of
+from shardtrain.data import feed
+from shardtrain.job import evaluation
+from shardtrain.launch.signals import SIGNALS, Stopped, StopSignals
 from shardtrain.train import saving
 from shardtrain.train.resume import open_named
 
@@ -109,7 +109,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(tmp_path: Path, undisturb
 @contextlib.contextmanager
 def signal_in_an_evaluation() -> Iterator[None]:
     """The last rank is told to leave while it answers the second batch of the first evaluation."""
-    sums = evaluate._sums
+    sums = evaluation._sums
     calls = []
 
     def signalled_sums(*arguments: Any) -> Any:
@@ -119,7 +119,7 @@ def signal_in_an_evaluation() -> Iterator[None]:
         return sums(*arguments)
 
     one_at_a_time = patch.object(feed, "EVAL_BATCH", 1)
-    with patch.object(evaluate, "_sums", signalled_sums), one_at_a_time:
+    with patch.object(evaluation, "_sums", signalled_sums), one_at_a_time:
         yield
 
 
@@ -165,7 +165,7 @@ def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytes
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
             assert signals.noted == signal.SIGINT
-            monkeypatch.setattr("shardtrain.job.signals.SAME_S", -1.0)
+            monkeypatch.setattr("shardtrain.launch.signals.SAME_S", -1.0)
             signal.raise_signal(signal.SIGINT)
     assert type(caught.value) is KeyboardInterrupt
     assert (Stopped(signal.SIGINT).exit_code, Stopped(signal.SIGUSR1).exit_code) == (130, 143)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from shardtrain.job.errors import UserError
+from shardtrain.config.errors import UserError
 from shardtrain.train import sweep
 from shardtrain.train.sweep import Outcome
 

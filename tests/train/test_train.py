@@ -13,15 +13,15 @@ from torch._inductor import config as inductor
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError
+from shardtrain.data import Batch, EvalFeed, Prepare, Share
+from shardtrain.data.feed import Arrays
+from shardtrain.data.preprocessing import Preprocessing, numbered
 from shardtrain.evaluate.__main__ import scores_as_json
 from shardtrain.job.build import build, forward_flops
-from shardtrain.job.config import Config
-from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
-from shardtrain.job.data.feed import Arrays
-from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Evaluation, Scores, evaluate
+from shardtrain.job.evaluation import Evaluation, Scores, evaluate
 from shardtrain.job.model import parameter_groups, plain_model
-from shardtrain.job.preprocessing import Preprocessing, numbered
 
 import tiny
 from pool import each_rank
@@ -112,7 +112,7 @@ def _evaluation() -> Evaluation:
     with torch.no_grad():  # a rank's own training batches
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2
     share = Share(1, 1, comm.rank(), comm.world_size())
-    with patch("shardtrain.job.data.feed.EVAL_BATCH", 3):
+    with patch("shardtrain.data.feed.EVAL_BATCH", 3):
         feed = EvalFeed(arrays, share, Prepare(how, 2, CPU), workers=0)
     found = evaluate(model, feed)
     assert model.training

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardtrain import comm
-from shardtrain.job.errors import UserError
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.config.errors import UserError
+from shardtrain.job.evaluation import Evaluation
 from shardtrain.train import Hook
 from shardtrain.train.trainer import Trainer
 

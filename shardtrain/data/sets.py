@@ -15,15 +15,15 @@ import torch
 from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
-from shardtrain.job.config import Cifar, Data, Digits, Fake, Npz, OwnData
-from shardtrain.job.data.feed import Arrays, Chosen, DataSet, of_length
-from shardtrain.job.data.items import Expected, Items
-from shardtrain.job.data.sampler import generator
-from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.errors import UserError, path_of, plain_file, reading
-from shardtrain.job.format import first_of
-from shardtrain.job.preprocessing import Preprocessing, as_configured, numbered
-from shardtrain.job.target import find_target, instantiate
+from shardtrain.config.config import Cifar, Data, Digits, Fake, Npz, OwnData
+from shardtrain.config.errors import UserError, path_of, plain_file, reading
+from shardtrain.config.format import first_of
+from shardtrain.config.target import find_target, instantiate
+from shardtrain.data.feed import Arrays, Chosen, DataSet, of_length
+from shardtrain.data.items import Expected, Items
+from shardtrain.data.preprocessing import Preprocessing, as_configured, numbered
+from shardtrain.data.sampler import generator
+from shardtrain.launch.ranks import on_rank_0
 
 FAKE_CLASSES = 10  # of random labels
 SAMPLE = 256  # images of a user's data set that give mean and standard deviation

@@ -24,8 +24,8 @@ from hydra.errors import ConfigCompositionException, MissingConfigException, Ove
 from omegaconf import DictConfig, OmegaConf
 
 from shardtrain import __version__
-from shardtrain.job.config import Config
-from shardtrain.job.errors import (
+from shardtrain.config.config import Config
+from shardtrain.config.errors import (
     UnknownKey,
     UserError,
     advice,
@@ -36,10 +36,10 @@ from shardtrain.job.errors import (
     program_configs,
     reading,
 )
-from shardtrain.job.format import write_any_text
-from shardtrain.job.help import described, keys_in_words, load_yaml
-from shardtrain.job.saved import MARKS
-from shardtrain.job.schema import Frozen, checked, defaults_of
+from shardtrain.config.format import write_any_text
+from shardtrain.config.help import described, keys_in_words, load_yaml
+from shardtrain.config.marks import MARKS
+from shardtrain.config.schema import Frozen, checked, defaults_of
 
 CONFIG = "config.yaml"  # in a run's directory: its configuration
 # A user's own `_target_` in one of these groups takes the place of the group's usual file.

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from shardtrain.job.data.feed import Batches
-from shardtrain.job.errors import UserError, WorkerError
+from shardtrain.config.errors import UserError, WorkerError
+from shardtrain.data.feed import Batches
 
 MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # of Pillow's images, with 8 bits per channel
 

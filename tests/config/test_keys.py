@@ -12,9 +12,9 @@ import yaml
 from torchvision.models import VisionTransformer
 
 from shardtrain import comm, introspect
+from shardtrain.config.config import Config
 from shardtrain.job import build
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import AFTERWARDS, START_UP
+from shardtrain.launch.ranks import AFTERWARDS, START_UP
 from shardtrain.monitor import Monitor
 from shardtrain.train import loop, trainer
 

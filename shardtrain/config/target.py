@@ -17,8 +17,8 @@ import hydra.utils
 import torch
 from hydra.errors import InstantiationException
 
-from shardtrain.job.errors import UserError, advice, not_valid, reading
-from shardtrain.job.schema import typed
+from shardtrain.config.errors import UserError, advice, not_valid, reading
+from shardtrain.config.schema import typed
 
 # Packages in which a ``_target_`` may be, besides those of `allow`.
 RECIPES = "shardtrain.recipes"

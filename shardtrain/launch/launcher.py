@@ -30,8 +30,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import (
+from shardtrain.config.command import Command, read_command
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError, path_of
+from shardtrain.config.format import write_any_text
+from shardtrain.config.marks import marked_values
+from shardtrain.config.schema import Mark
+from shardtrain.launch.ranks import (
     START_UP,
     RankInfo,
     Result,
@@ -39,12 +44,7 @@ from shardtrain.job.dist_env import (
     cpu_threads,
     meet,
 )
-from shardtrain.job.errors import UserError, path_of
-from shardtrain.job.format import write_any_text
-from shardtrain.job.hydra_app import Command, read_command
-from shardtrain.job.saved import marked_values
-from shardtrain.job.schema import Mark
-from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
+from shardtrain.launch.signals import INTERRUPTED, Stopped, leave_with_launcher
 
 USER_ERROR = 2
 PATIENCE = 10.0  # seconds for which a silent rank waits for the rank that prints, before it exits itself

@@ -25,16 +25,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from shardtrain.job import data
+from shardtrain import data
+from shardtrain.config.config import Images
+from shardtrain.config.errors import UserError, path_of
+from shardtrain.data import DataSet, EvalFeed, TrainFeed, workers
+from shardtrain.data.feed import Arrays, Mix
+from shardtrain.data.items import Items
+from shardtrain.data.preprocessing import Preprocessing, numbered
+from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.build import completed, feeds
-from shardtrain.job.config import Images
-from shardtrain.job.data import DataSet, EvalFeed, TrainFeed, workers
-from shardtrain.job.data.feed import Arrays, Mix
-from shardtrain.job.data.items import Items
-from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
-from shardtrain.job.errors import UserError, path_of
-from shardtrain.job.preprocessing import Preprocessing, numbered
-from shardtrain.job.signals import SIGNALS, end_with_parent
+from shardtrain.launch.signals import SIGNALS, end_with_parent
 from shardtrain.recipes.augment import Photo
 from shardtrain.recipes.photos import images_in
 from shardtrain.recipes.resnet9_cifar10 import Crops
@@ -110,7 +110,7 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
     assert labels.unique().tolist() == list(range(10))
     assert images.float().mean().item() == pytest.approx(255 * digits.preprocessing.mean[0], abs=0.01)
     assert images.float().std().item() == pytest.approx(255 * digits.preprocessing.std[0], abs=0.01)
-    notice = importlib.resources.files("shardtrain.job.data").joinpath("digits.md").read_text()
+    notice = importlib.resources.files("shardtrain.data").joinpath("digits.md").read_text()
     assert "CC BY 4.0" in notice
     assert "archive.ics.uci.edu" in notice or "doi.org" in notice
 
@@ -505,7 +505,7 @@ def test_batches_are_normalised_and_the_last_one_is_filled_up() -> None:
     mean = (10 / 255, 20 / 255, 30 / 255)
     std = (2 / 255, 4 / 255, 8 / 255)
     how = Preprocessing.of_arrays(numbered(10), mean, std, 6)
-    with patch("shardtrain.job.data.feed.EVAL_BATCH", 4):
+    with patch("shardtrain.data.feed.EVAL_BATCH", 4):
         batches = list(data.EvalFeed(arrays, Share(4, 1, 0, 1), data.Prepare(how, 6, CPU), workers=0))
     assert [batch.valid for batch in batches] == [4, 4, 2]
     assert torch.allclose(batches[0].images[:, 1], (images[:4, 1].float() - 20) / 4)
@@ -530,7 +530,7 @@ def test_a_signal_while_a_worker_starts_does_not_end_it(number: int, monkeypatch
         os.kill(os.getpid(), number)
         end_with_parent(worker)
 
-    monkeypatch.setattr("shardtrain.job.data.feed.end_with_parent", late)
+    monkeypatch.setattr("shardtrain.data.feed.end_with_parent", late)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     batches = iter(train_feed(data.load(DIGITS), 8, workers=1, steps=range(3)))
     next(batches)
@@ -627,7 +627,7 @@ LOST = """
 import os, sys
 import torch.utils.data._utils as torchs
 from torch.utils.data import DataLoader
-from shardtrain.job.data.workers import arriving, context
+from shardtrain.data.workers import arriving, context
 
 torchs.MP_STATUS_CHECK_INTERVAL = 0.1  # the time after which a worker that reads for ever is ended
 

@@ -15,16 +15,16 @@ from torchvision import models
 from torchvision.models import list_models
 
 import shardtrain
+from shardtrain.config import config as config_module
+from shardtrain.config.command import Program, compose, read_command
+from shardtrain.config.config import Digits
+from shardtrain.config.errors import UserError, program_configs
+from shardtrain.config.help import group_choices
+from shardtrain.config.schema import defaults_of, typed
 from shardtrain.doctor.__main__ import DoctorKeys
 from shardtrain.evaluate.__main__ import EvaluateKeys
 from shardtrain.export.__main__ import ExportSettings
-from shardtrain.job import config as config_module
 from shardtrain.job.build import build, require_equal_parts
-from shardtrain.job.config import Digits
-from shardtrain.job.errors import UserError, program_configs
-from shardtrain.job.help import group_choices
-from shardtrain.job.hydra_app import Program, compose, read_command
-from shardtrain.job.schema import defaults_of, typed
 from shardtrain.plan.__main__ import PlanKeys
 from shardtrain.predict.__main__ import PredictKeys
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from shardtrain.job.config import Config
-from shardtrain.job.errors import not_valid, plain_file, program_configs, reading
-from shardtrain.job.schema import choices_of, comments_of, defaults_of, kinds_of
+from shardtrain.config.config import Config
+from shardtrain.config.errors import not_valid, plain_file, program_configs, reading
+from shardtrain.config.schema import choices_of, comments_of, defaults_of, kinds_of
 
 WIDTH = 120  # columns
 COMMENTS_AT = 40

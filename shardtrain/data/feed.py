@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from shardtrain.config.config import Images
+from shardtrain.config.errors import UserError
+from shardtrain.data.preprocessing import Preprocessing
+from shardtrain.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
+from shardtrain.data.workers import PATIENCE_S, arriving, context
 from shardtrain.device import is_accelerator
-from shardtrain.job.config import Images
-from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
-from shardtrain.job.data.workers import PATIENCE_S, arriving, context
-from shardtrain.job.errors import UserError
-from shardtrain.job.preprocessing import Preprocessing
-from shardtrain.job.signals import end_with_parent
+from shardtrain.launch.signals import end_with_parent
 
 Augment = Callable[[Tensor, Tensor], Tensor]
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from shardtrain import __version__
-from shardtrain.job.config import Config
-from shardtrain.job.schema import Mark, flat, marks_of
+from shardtrain.config.config import Config
+from shardtrain.config.schema import Mark, flat, marks_of
 
 MARKS = marks_of(Config)
 

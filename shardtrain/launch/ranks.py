@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.job.errors import UserError, not_valid, reading
+from shardtrain.config.errors import UserError, not_valid, reading
 
 # How long a rank waits for others. Start-up lists images and compiles models; later steps take equally long.
 START_UP = datetime.timedelta(minutes=10)

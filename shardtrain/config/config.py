@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shardtrain.job.errors import UserError, not_valid
-from shardtrain.job.schema import Mark, key
+from shardtrain.config.errors import UserError, not_valid
+from shardtrain.config.schema import Mark, key
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns

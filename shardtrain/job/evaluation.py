@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardtrain import average_buffers, comm, introspect
+from shardtrain.data import Batch
 from shardtrain.job import tags
-from shardtrain.job.data import Batch
 from shardtrain.job.losses import CrossEntropy, Loss, sum_and_weight
 from shardtrain.job.scores import Gathering, Results, Score, results_of
 from shardtrain.optim.ema import Ema

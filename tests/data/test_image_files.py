@@ -11,11 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from shardtrain import comm
-from shardtrain.job import data
-from shardtrain.job.data import check
-from shardtrain.job.data.check import require_readable
-from shardtrain.job.errors import UserError
+from shardtrain import comm, data
+from shardtrain.config.errors import UserError
+from shardtrain.data import check
+from shardtrain.data.check import require_readable
 from shardtrain.plan.__main__ import plan, read
 from shardtrain.recipes.photos import images_in, opened_image
 from shardtrain.train.loop import train

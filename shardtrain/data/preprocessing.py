@@ -1,6 +1,6 @@
 """Define how a run's images become the model's input: one record, which everything that prepares images has.
 
-The data set makes it (`job/data/sets.py`), and the card beside `model.weights` may change it. The feeds
+The data set makes it (`data/sets.py`), and the card beside `model.weights` may change it. The feeds
 normalise by it, `config.yaml` gets its values, and an export writes it (`job/inference.py`).
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardtrain.job.errors import UserError
-from shardtrain.job.schema import key
+from shardtrain.config.errors import UserError
+from shardtrain.config.schema import key
 
 if TYPE_CHECKING:
-    from shardtrain.job.config import Images
+    from shardtrain.config.config import Images
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from shardtrain.job.errors import UnknownKey, UserError, not_valid
+from shardtrain.config.errors import UnknownKey, UserError, not_valid
 
 Frozen = TypeVar("Frozen")
 

@@ -4,9 +4,9 @@ Read in this order: ``sampler`` (which images a rank has in a step), ``feed`` (w
 batches on the device); then ``sets``, which opens them by name.
 """
 
-from shardtrain.job.data.feed import Augment, Batch, DataSet, EvalFeed, Mix, Prepare, ToDevice, TrainFeed
-from shardtrain.job.data.sampler import Share
-from shardtrain.job.data.sets import load
+from shardtrain.data.feed import Augment, Batch, DataSet, EvalFeed, Mix, Prepare, ToDevice, TrainFeed
+from shardtrain.data.sampler import Share
+from shardtrain.data.sets import load
 
 __all__ = [
     "Augment",

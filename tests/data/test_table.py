@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from shardtrain.job import data
-from shardtrain.job.data import Share
-from shardtrain.job.data.items import Items
-from shardtrain.job.data.sets import stratified
-from shardtrain.job.errors import UserError
-from shardtrain.job.preprocessing import Preprocessing
+from shardtrain import data
+from shardtrain.config.errors import UserError
+from shardtrain.data import Share
+from shardtrain.data.items import Items
+from shardtrain.data.preprocessing import Preprocessing
+from shardtrain.data.sets import stratified
 from shardtrain.train.loop import train
 
 from tiny import CPU, composed, context

@@ -19,9 +19,9 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
-from shardtrain.job.dist_env import START_UP
-from shardtrain.job.errors import UserError, WorkerError
-from shardtrain.job.signals import held_back
+from shardtrain.config.errors import UserError, WorkerError
+from shardtrain.launch.ranks import START_UP
+from shardtrain.launch.signals import held_back
 
 PATIENCE_S = START_UP.total_seconds()  # for a single batch; a cold network disk takes minutes
 WAY_OUT = "make /dev/shm larger (docker run --shm-size=…), or data.workers=0 loads without workers"

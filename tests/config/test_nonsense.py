@@ -18,10 +18,10 @@ from torch import nn
 import shardtrain
 from shardtrain import checkpoint
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line
-from shardtrain.job.config import Config
-from shardtrain.job.help import load_yaml
+from shardtrain.config.config import Config
+from shardtrain.config.help import load_yaml
+from shardtrain.config.schema import checked
 from shardtrain.job.model import read_weights
-from shardtrain.job.schema import checked
 
 from tiny import composed
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from shardtrain import comm
-from shardtrain.job.config import Images
-from shardtrain.job.data.feed import Batches, loader_of
-from shardtrain.job.data.workers import arriving
-from shardtrain.job.errors import UserError, reason_with_line
-from shardtrain.job.format import counted
+from shardtrain.config.config import Images
+from shardtrain.config.errors import UserError, reason_with_line
+from shardtrain.config.format import counted
+from shardtrain.data.feed import Batches, loader_of
+from shardtrain.data.workers import arriving
 
 CHUNK = 64  # images that a rank reads at once
 REPORTS = 10  # of a part, while it is read

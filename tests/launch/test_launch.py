@@ -28,15 +28,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torchvision.datasets import CIFAR10
 
-from shardtrain import comm
+from shardtrain import comm, data
 from shardtrain import device as devices
-from shardtrain.job import data, dist_env, launch
-from shardtrain.job.config import Config
-from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
-from shardtrain.job.errors import UserError
-from shardtrain.job.format import write_any_text
-from shardtrain.job.hydra_app import require_run
-from shardtrain.job.launch import Context
+from shardtrain.config.command import require_run
+from shardtrain.config.config import Config
+from shardtrain.config.errors import UserError
+from shardtrain.config.format import write_any_text
+from shardtrain.launch import launcher, ranks
+from shardtrain.launch.launcher import Context
+from shardtrain.launch.ranks import RankInfo, choose_device, cpu_threads, together
 from shardtrain.train.resume import Identity, find_start, identify, locked, run_directory
 
 from pool import each_rank, ended
@@ -60,7 +60,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_started_waits_no_longer(monk
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for key, value in {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(dist_env, "ANSWER", timedelta(seconds=0.5))
+    monkeypatch.setattr(ranks, "ANSWER", timedelta(seconds=0.5))
     with pytest.raises(dist.DistNetworkError, match="1000ms"):
         RankInfo(0, 2, 0, 2).store  # noqa: B018
 
@@ -70,8 +70,8 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None
     ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
     for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(dist_env, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
-    monkeypatch.setattr(launch, "PATIENCE", 0.0)
+    monkeypatch.setattr(ranks, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
+    monkeypatch.setattr(launcher, "PATIENCE", 0.0)
 
 
 def _arguments(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -120,15 +120,15 @@ def test_a_store_that_rank_0_serves_outlives_the_others(monkeypatch: pytest.Monk
     """Else a rank could not learn that another one has told a user's mistake."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     waits = threading.Event()
-    monkeypatch.setattr(dist_env.time, "sleep", lambda _: waits.set())
+    monkeypatch.setattr(ranks.time, "sleep", lambda _: waits.set())
     store = HashStore()
-    ranks = [RankInfo(rank, 2, rank, 2) for rank in range(2)]
-    for each in ranks:
+    infos = [RankInfo(rank, 2, rank, 2) for rank in range(2)]
+    for each in infos:
         each.__dict__["store"] = store
-    leaving = threading.Thread(target=ranks[0].leave)
+    leaving = threading.Thread(target=infos[0].leave)
     leaving.start()
     assert waits.wait(10)
-    ranks[1].leave()
+    infos[1].leave()
     leaving.join(10)
     assert not leaving.is_alive()
 
@@ -194,7 +194,7 @@ def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatc
     seen: list[Context] = []
     for threads, where in ((2, "run.name=here"), (3, "run.dir=/some/where"), (1, "seed=1")):
         _arguments(monkeypatch, "+recipe=resnet", "device=cpu", f"threads={threads}", where)
-        launch.run(lambda config, context: seen.append(context))
+        launcher.run(lambda config, context: seen.append(context))
         assert torch.get_num_threads() == threads
     named, placed, by_default = seen
     assert (named.rank_info, named.device, named.run_dir) == (
@@ -206,7 +206,7 @@ def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatc
     assert placed.run_dir == Path("/some/where")
     assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*-[0-9]*")
     with pytest.raises(UserError, match=r"run\.dir=: it is empty; expected a path"):  # `run.dir=$UNSET`
-        launch.run_dir(configure("run.dir="), ALONE)
+        launcher.run_dir(configure("run.dir="), ALONE)
 
 
 def test_ranks_and_restarts_agree_on_what_the_first_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
     shared = HashStore()
     with ThreadPoolExecutor(3) as threads:
         for attempt in range(3):
-            met = threads.map(lambda rank: dist_env.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
+            met = threads.map(lambda rank: ranks.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
             first, *others = met
             assert not first.check(["address"])
             first.set("address", f"of attempt {attempt}")
@@ -245,10 +245,10 @@ def test_ranks_that_never_start_are_named_and_the_store_is_asked_less_and_less_o
     for rank, missing in ((0, "1, 2"), (1, "0")):
         text = f"rank {rank} has waited 0 s at start-up for rank {missing}$"
         with pytest.raises(UserError, match=text):
-            dist_env.meet(HashStore(), rank, 3, timedelta(seconds=0))
+            ranks.meet(HashStore(), rank, 3, timedelta(seconds=0))
     store = Mock(check=Mock(return_value=False))
     with pytest.raises(UserError, match="for rank 1"):
-        dist_env.meet(store, 0, 2, timedelta(seconds=1))
+        ranks.meet(store, 0, 2, timedelta(seconds=1))
     assert 3 <= store.check.call_count <= 8
 
 
@@ -256,7 +256,7 @@ def test_a_configuration_is_printed_once(monkeypatch: Any, capsys: pytest.Captur
     _arguments(monkeypatch, "+recipe=resnet", "--cfg", "job")
     for rank in (0, 1):
         _two_ranks(monkeypatch, rank, HashStore())
-        launch.run(_no_job)
+        launcher.run(_no_job)
         assert ("batch_size: 48" in capsys.readouterr().out) == (rank == 0)
 
 
@@ -264,7 +264,7 @@ def test_silence_when_the_store_is_gone(monkeypatch: Any, capsys: pytest.Capture
     _two_ranks(monkeypatch, 1, Mock(add=Mock(side_effect=RuntimeError("Connection reset by peer"))))
     _arguments(monkeypatch, "train.epochs=0")
     with pytest.raises(SystemExit):
-        launch.run(_no_job)
+        launcher.run(_no_job)
     assert capsys.readouterr().err == ""
 
 
@@ -275,7 +275,7 @@ def test_other_failures_keep_their_traceback_and_reach_torchrun(monkeypatch: Any
     _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(RuntimeError, match="as it was"):
-        launch.run(job)
+        launcher.run(job)
     report = json.loads((tmp_path / "error.json").read_text())["message"]
     assert report["message"] == "RuntimeError: as it was"
 
@@ -292,8 +292,8 @@ import torch
 from torch import nn
 
 import shardtrain
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.launch import process_group
+from shardtrain.launch.ranks import RankInfo
+from shardtrain.launch.launcher import process_group
 
 
 def listens():
@@ -424,8 +424,8 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
         if comm.rank() in ranks:
             raise UserError(f"no disk on rank {comm.rank()} of näh\udce9")  # the name of a file, not UTF-8
 
-    for ranks in ((0,), (1,), (0, 1)):
-        assert refused(together, partial(complain, ranks)) == f"no disk on rank {ranks[0]} of näh\\udce9"
+    for chosen in ((0,), (1,), (0, 1)):
+        assert refused(together, partial(complain, chosen)) == f"no disk on rank {chosen[0]} of näh\\udce9"
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run/checkpoints").write_text("")
@@ -445,13 +445,13 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
 
 @each_rank(2, transport="auto")
 def test_hosts_that_are_started_with_different_settings_are_named() -> None:
-    launch.require_same_command(configure(f"data.workers={comm.rank()}", f"run.dir=/host{comm.rank()}"))
+    launcher.require_same_command(configure(f"data.workers={comm.rank()}", f"run.dir=/host{comm.rank()}"))
     for key in ("optim.lr", "data.repeats", "data.limit", "checkpoint.keep", "train.max_steps", "model.own"):
-        told = refused(launch.require_same_command, configure(f"{key}={1 + comm.rank()}"))
+        told = refused(launcher.require_same_command, configure(f"{key}={1 + comm.rank()}"))
         number = (lambda rank: 1.0 + rank) if key == "optim.lr" else lambda rank: 1 + rank
         expected = f"rank 1 has {key}={number(1)} where rank 0 has {key}={number(0)}"
         assert told == f"the command differs between ranks: {expected}"
-    told = refused(launch.require_same_command, configure(*["train.capture=true"] * comm.rank()))
+    told = refused(launcher.require_same_command, configure(*["train.capture=true"] * comm.rank()))
     assert told.endswith("rank 1 has train.capture=True where rank 0 has train.capture=False")
 
 

@@ -1,0 +1,1 @@
+"""The program's configuration: words, keys, defaults, and what is refused."""

@@ -1,0 +1,1 @@
+"""Ranks, devices, signals, and the exit of a job."""
