@@ -8,12 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardtrain import checkpoint, comm
+from shardtrain.bits.replay import ReplayMismatch, recording, replay
 from shardtrain.engine.api import forward_method, no_sync, shard
 from shardtrain.engine.deferred_init import deferred
-from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.replay import ReplayMismatch, recording, replay
-from shardtrain.engine.state_dict import (
+from shardtrain.engine.unit import UnitOptions
+from shardtrain.engine.units import blocks
+from shardtrain.engine.virtual import virtual_rank
+from shardtrain.errors import ShardtrainError
+from shardtrain.graphs.capture import capture
+from shardtrain.optim import GradScaler, clip_grad_norm_, trusted
+from shardtrain.whole.introspection import Introspection, UnitInfo, introspect
+from shardtrain.whole.state_dict import (
     average_buffers,
     full_state_dict,
     full_weights,
@@ -21,12 +27,6 @@ from shardtrain.engine.state_dict import (
     optimizer_state_dict,
     unsharded,
 )
-from shardtrain.engine.unit import UnitOptions
-from shardtrain.engine.units import blocks
-from shardtrain.engine.virtual import virtual_rank
-from shardtrain.errors import ShardtrainError
-from shardtrain.graphs.capture import capture
-from shardtrain.optim import GradScaler, clip_grad_norm_, trusted
 
 if TYPE_CHECKING:  # what is imported here alone is no public name
     from collections.abc import Callable, Sequence

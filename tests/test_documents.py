@@ -4,7 +4,6 @@ import ast
 import csv
 import functools
 import importlib.util
-import io
 import json
 import keyword
 import os
@@ -12,7 +11,6 @@ import pydoc
 import re
 import shlex
 import tarfile
-import tokenize
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -292,40 +290,6 @@ def test_the_pictures_of_why_shard_are_those_of_its_command() -> None:
         assert (ROOT / f"docs/pictures/{name}.svg").read_text() == getattr(why_shard, name)(), (
             "python -m shardtrain.recipes.why_shard docs/pictures"
         )
-
-
-def test_the_readme_says_how_long_the_core_is() -> None:
-    """In lines of code, without docstrings, comments and blank lines: the last files of the course."""
-    engine = ROOT / "shardtrain/engine"
-    core = [ROOT / "shardtrain/layout.py"]
-    core += [engine / f"{name}.py" for name in ("unit", "segment", "schedule", "gradient", "hooks", "driver")]
-    course = re.findall(r"`(?:shardtrain/(?:engine/)?)?(\w+\.py)`", (ROOT / "docs/engine.md").read_text())
-    assert {file.name for file in core} <= {*course}
-    others = [file for file in engine.glob("*.py") if file not in core]
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    for sentence, files in (
-        (r"a core of ([\d,]+) lines of code", core),
-        (r"What makes it safe and complete is ([\d,]+) more in `shardtrain/engine/`", others),
-        (r"is ([\d,]+) in `shardtrain/comm/`", [*(ROOT / "shardtrain/comm").glob("*.py")]),
-        (r"is ([\d,]+) in `shardtrain/pieces/`", [*(ROOT / "shardtrain/pieces").glob("*.py")]),
-        (r"`shardtrain/collectives/`, ([\d,]+), has", [*(ROOT / "shardtrain/collectives").glob("*.py")]),
-    ):
-        (lines,) = re.findall(sentence, text)
-        assert sum(map(lines_of_code, files)) == pytest.approx(int(lines.replace(",", "")), rel=0.1), sentence
-
-
-def lines_of_code(file: Path) -> int:
-    text = file.read_text()
-    without = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in without:
-            lines |= {*range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        has_body = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if has_body and ast.get_docstring(node, clean=False) is not None:
-            lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
-    return len(lines)
 
 
 def test_what_is_cited_is_what_is_built() -> None:

@@ -37,10 +37,10 @@ from shardtrain.checkpoint.manifest import Entry, Manifest, dtype_name, file_nam
 from shardtrain.comm.channel import Ranks
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.segment import plain_name
-from shardtrain.engine.state_dict import equal_buffers, persistent_buffers
 from shardtrain.errors import SaveFailed
 from shardtrain.pieces.part import Part, dense_stride
 from shardtrain.pieces.piece import Piece, plain
+from shardtrain.whole.state_dict import equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
 Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]

@@ -36,11 +36,11 @@ from shardtrain.checkpoint.files import DTYPES, verify
 from shardtrain.checkpoint.manifest import DTYPE_NAMED, Manifest, file_name, parse, read_manifest
 from shardtrain.comm.channel import Ranks
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.state_dict import Spec as Spec
-from shardtrain.engine.state_dict import differences as differences
-from shardtrain.engine.state_dict import persistent_buffers
 from shardtrain.errors import Damaged
 from shardtrain.pieces.part import Part
+from shardtrain.whole.state_dict import Spec as Spec
+from shardtrain.whole.state_dict import differences as differences
+from shardtrain.whole.state_dict import persistent_buffers
 
 
 class Opened(NamedTuple):

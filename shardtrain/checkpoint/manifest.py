@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtrain.checkpoint.files import DTYPES, Record, read_text, write_text
-from shardtrain.engine.state_dict import Spec
 from shardtrain.errors import Damaged
 from shardtrain.pieces.part import dense_stride
+from shardtrain.whole.state_dict import Spec
 
 FORMAT = "shardtrain checkpoint"
 VERSION = 2

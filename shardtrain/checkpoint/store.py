@@ -41,9 +41,9 @@ from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import dump, file_name, write_manifest
 from shardtrain.comm.channel import Ranks
 from shardtrain.device import current_stream, on_accelerator
-from shardtrain.engine.state_dict import Spec
 from shardtrain.errors import Damaged, SaveFailed
 from shardtrain.pieces.part import Part
+from shardtrain.whole.state_dict import Spec
 
 TEMPORARY = ".tmp-"
 ASIDE = "damaged-"

@@ -34,9 +34,9 @@ from shardtrain import comm, torch_private
 from shardtrain import device as devices
 from shardtrain.comm.guard import named
 from shardtrain.engine.hooks import Engine, engine_of, engines
-from shardtrain.engine.introspection import introspect
 from shardtrain.engine.virtual import words
 from shardtrain.errors import ReplayMismatch as ReplayMismatch
+from shardtrain.whole.introspection import introspect
 
 _BLOCK = 1 << 16
 _FACTOR = 0x5851F42D4C957F2D  # odd, so that no difference is lost in a product

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import Precision, ReplayMismatch
+from shardtrain.bits import replay as replays
+from shardtrain.bits.replay import digest
 from shardtrain.checkpoint.store import steps_in
-from shardtrain.engine import replay as replays
-from shardtrain.engine.replay import digest
 
 from small import Block, images, shard
 from tiny import QUIET, at_once, final, result_of, run_to_end

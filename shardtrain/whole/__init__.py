@@ -1,0 +1,1 @@
+"""Whole parameters for users: state dicts, and what others may know of a sharded model."""
