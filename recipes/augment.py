@@ -19,7 +19,7 @@ from shardtrain.config.errors import UserError
 
 
 class Affine:
-    """Rotate, zoom and shift each image a little. It suits digits, which must not be mirrored."""
+    """A small rotation, zoom and shift of each image. It suits digits, which must not be mirrored."""
 
     draws = 4
 
@@ -53,7 +53,7 @@ FLIP = 2  # the draw that decides whether an image is mirrored
 
 
 class Photo:
-    """Crop and mirror images, change colours and shapes, and erase boxes. It suits photographs.
+    """Crops and mirror images, changed colours and shapes, and erased boxes. It suits photographs.
 
     First a policy of torchvision changes each image, as uint8, where it is loaded (`image`). Its transforms
     draw from torch's random numbers once per call. So they are called once per image, in the loader's

@@ -28,7 +28,7 @@ PHASES = {"forward": "activations", "backward": "gradients"}  # and the kind of 
 
 
 class Memory(TorchDispatchMode):
-    """Note the bytes of all storages by kind after every operation. A released storage has 0."""
+    """The bytes of all storages by kind after every operation. A released storage has 0."""
 
     def __init__(self) -> None:
         super().__init__()

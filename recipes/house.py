@@ -19,7 +19,7 @@ from shardtrain.recipes.why_shard import COLORS, DARK, LIGHT, box, document, tex
 
 
 class FunctionCall(NamedTuple):
-    """Name a function that a step calls, and what it does there."""
+    """A function that a step calls, and what it does there."""
 
     file: str
     function: str
@@ -58,7 +58,7 @@ ENGINE = ("layout", "device", "comm", "pieces", "engine", "torch_private", "erro
 
 
 class Room(NamedTuple):
-    """Say what a folder or file of the package does, and which other ones it imports from."""
+    """A folder or file of the package: what it does, and which other ones it imports from."""
 
     name: str
     does: str

@@ -30,7 +30,7 @@ COLLECTIVES = r"(all_gather|all_reduce|all_to_all|reduce_scatter)(?!_obj)"
 
 
 class Probe(torch.autograd.Function):
-    """Return the input unchanged, and note when forward and backward pass."""
+    """A function that returns its input unchanged, and notes when forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, events: list[str]) -> Tensor:
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Work:
-    """Stand for a collective under way, and note when it is waited for."""
+    """A collective under way, which notes when it is waited for."""
 
     def __init__(self, work: Any, name: str, events: list[str]) -> None:
         self.work = work
@@ -72,7 +72,7 @@ class Work:
 
 
 class Recorded:
-    """Stand for torch.distributed, and note each gathered element, each reduction, and the wait for it."""
+    """A stand-in for torch.distributed: notes each gathered element, each reduction, and the wait for it."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events

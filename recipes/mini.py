@@ -124,7 +124,7 @@ class Unit:
 
 
 class Schedule:
-    """When units are gathered, released and reduced: in the order of the last forward."""
+    """The times at which units are gathered, released and reduced, in the order of the last forward."""
 
     def __init__(self, root: Unit) -> None:
         self.root = root  # of what is in no block: whole from the model's forward to the end of backward

@@ -101,7 +101,7 @@ def resnet_cifar(num_classes: int, in_channels: int, image_size: int, depth: int
 
 
 class Shortcut(nn.Module):
-    """Take every second pixel, and add ``channels`` channels of zeros."""
+    """Every second pixel, and ``channels`` channels of zeros beside."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class Muon(torch.optim.Optimizer):
-    """Update groups with ``use_muon`` (the default) by Muon, and others by AdamW.
+    """Muon for groups with ``use_muon`` (the default), and AdamW for others.
 
     `groups` makes those of a model. On matrices it equals torch's Muon with ``match_rms_adamw``.
     """

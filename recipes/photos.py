@@ -86,7 +86,7 @@ def _highest_values(files: Files) -> list[int]:
 
 
 class Pictures(Batches):
-    """Hold one part of a data set, cropped to squares. Random crops use torch's random numbers."""
+    """One part of a data set, cropped to squares. Random crops use torch's random numbers."""
 
     def __init__(self, source: Files, crop: v2.Transform, random: bool = False) -> None:
         self.source = source
@@ -136,7 +136,7 @@ def readable_endings() -> frozenset[str]:
 
 
 class Sieve:
-    """Tell the images in ``root`` from other files, and count the others by their endings.
+    """A test that tells the images in ``root`` from other files, and counts the others by their endings.
 
     Hidden files and those in hidden folders, such as `.ipynb_checkpoints`, are neither.
     """
@@ -172,7 +172,7 @@ class Sieve:
 
 
 class Prepared(Batches):
-    """Hold images of files as a run's model gets them, one by one; labels are their numbers.
+    """Images of files as a run's model gets them, one by one; labels are their numbers.
 
     An image that cannot be read is NaN, so that the others get their answers.
     """
@@ -209,7 +209,7 @@ class Prepared(Batches):
 
 
 class Files(NamedTuple):
-    """Hold images by their paths, with their labels."""
+    """Images by their paths, with their labels."""
 
     paths: Sequence[str]
     labels: Sequence[int]
@@ -268,7 +268,7 @@ def images_in(root: Path) -> tuple[list[str], list[str]]:
 
 
 class Part(NamedTuple):
-    """Hold the images of one part, the names of its classes, and lines about other files."""
+    """The images of one part, the names of its classes, and lines about other files."""
 
     files: Files
     classes: list[str]

@@ -28,7 +28,7 @@ BIAS_SCALE = 8.0
 
 
 class Resnet9(nn.Module):
-    """Map images, float32 [batch, in_channels, image_size, image_size], to logits [batch, num_classes]."""
+    """A network from images, float32 [batch, in_channels, image_size, image_size], to class logits."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Crops:
 
 
 class Whiten(nn.Conv2d):
-    """Project 2×2 patches onto the eigenvectors of their covariance, scaled to unit variance.
+    """A projection of 2×2 patches onto the eigenvectors of their covariance, scaled to unit variance.
 
     The negatives of the filters follow, so that GELU loses nothing. Only the bias is trained.
     """
@@ -145,7 +145,7 @@ def dirac_conv(channels: int, width: int) -> nn.Conv2d:
 
 
 class Norm(nn.BatchNorm2d):
-    """Normalise batches without a scale, with a bias that learns fast and statistics of few batches."""
+    """A BatchNorm without a scale, with a bias that learns fast and statistics of few batches."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=1e-12, momentum=0.4)

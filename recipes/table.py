@@ -21,7 +21,7 @@ EXPECTED = "expected a CSV file with the columns image, label and perhaps split"
 
 
 class Row(NamedTuple):
-    """Hold a line of the table."""
+    """A line of the table."""
 
     image: str
     label: str

@@ -1,4 +1,4 @@
-"""Name devices, streams and backends. No other file does.
+"""Devices, streams and backends. No other file names them.
 
 `torch.accelerator` tells which type of accelerator this torch is built for, and has its streams and memory.
 `BACKENDS` has the rest, one entry per type. XPU and MPS have never been run (docs/gpu.md). All functions work
@@ -196,7 +196,7 @@ def seconds(start: Any, end: Any) -> float:
 
 
 class HostCopy:
-    """Copy a tensor to the host asynchronously. `read` waits for the copy, not for later work."""
+    """An asynchronous copy of a tensor on the host. `read` waits for the copy, not for later work."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = tensor.detach().to("cpu", non_blocking=True)
@@ -249,7 +249,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Recorder:
-    """Record what is launched on ``device`` as a CUDA graph, in memory of its own.
+    """A recorder of what is launched on ``device``: a CUDA graph, in memory of its own.
 
     ``only_capturable``: whether only collectives that an accelerator makes by itself can be recorded.
     """

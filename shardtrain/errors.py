@@ -1,4 +1,4 @@
-"""Define the errors that have a name, as one tree.
+"""The errors that have a name, as one tree.
 
 ::
 
@@ -15,31 +15,31 @@ What is wrong in one call, such as an argument or a model that cannot be sharded
 
 
 class ShardtrainError(Exception):
-    """Be the base of all errors of shardtrain that have a name."""
+    """The base of all errors of shardtrain that have a name."""
 
 
 class Diverged(ShardtrainError, RuntimeError):
-    """Report that ranks take different paths through the model."""
+    """Ranks take different paths through the model."""
 
 
 class PeerLost(ShardtrainError, RuntimeError):
-    """Report that another rank has ended, or has been silent for too long."""
+    """Another rank has ended, or has been silent for too long."""
 
 
 class ReplayMismatch(ShardtrainError, RuntimeError):
-    """Report, on every rank, that two ranks computed different bits from the same micro-batch."""
+    """Two ranks computed different bits from the same micro-batch. All ranks raise it."""
 
 
 class SaveFailed(ShardtrainError, RuntimeError):
-    """Report, on every rank, that a checkpoint was not saved. Earlier ones are untouched."""
+    """A checkpoint was not saved. All ranks raise it. Earlier checkpoints are untouched."""
 
 
 class Damaged(ShardtrainError, ValueError):
-    """Report that a checkpoint is incomplete or differs from its manifest. Nothing has been loaded."""
+    """A checkpoint is incomplete or differs from its manifest. Nothing has been loaded."""
 
 
 class UserError(ShardtrainError, ValueError):
-    """Report a user's mistake: one clear message, exit code 2, no traceback.
+    """A user's mistake: one clear message, exit code 2, no traceback.
 
     The message says what was found, what was expected, and what to do.
     """

@@ -45,7 +45,7 @@ Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 
 @dataclass(eq=False)
 class _Mark:
-    """Hold what `fully_shard` was given for a module.
+    """What `fully_shard` was given for a module.
 
     ``options``: those of its unit. ``shared``: the arguments that `shard` gets if the module is the root.
     ``root``: the sharded model that has the module.
@@ -128,7 +128,7 @@ def _accept(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 class FSDPModule(Uncopied):
-    """Have FSDP2's methods. `fully_shard` adds them to a module."""
+    """FSDP2's methods, which `fully_shard` adds to a module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__[_MARK].root is None:

@@ -1,4 +1,4 @@
-"""Compute where parameters lie in a unit's flat vector, and which interval of it each rank owns.
+"""Where parameters lie in a unit's flat vector, and which interval of it each rank owns.
 
 Pure arithmetic on integers. Each rank owns one contiguous interval; a policy chooses the cut points. Worked
 numbers for parameters a, b, c of 3, 5 and 2 elements, two ranks, alignment 4::
@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 
 
 class Piece(NamedTuple):
-    """Describe the part of one parameter that one rank owns, in elements.
+    """The part of one parameter that one rank owns, in elements.
 
     ``start:stop`` counts from the parameter's first element. ``offset`` is where the piece begins in the
     rank's interval. An empty piece has ``start == stop``.
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe the flat vector of one unit: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
+    """The flat vector of one unit: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
 
     ``bounds`` holds ``world + 1`` cut points: rank ``r`` owns ``[bounds[r], bounds[r + 1])``, which may be
     empty. ``whole``: no cut falls into a parameter, so its owner may show it in its own shape. ``cuts``: the
@@ -180,7 +180,7 @@ def _aligned(size: int, align: int) -> int:
 
 
 class WholeCut:
-    """Cut a unit so that each parameter lies on one rank: the largest first, to the least loaded rank.
+    """A cut in which each parameter lies on one rank: the largest first, to the least loaded rank.
 
     ``loads``: elements given to each rank so far, over all units. This is list scheduling (Graham, 1966,
     https://doi.org/10.1002/j.1538-7305.1966.tb01709.x).

@@ -1,6 +1,6 @@
-"""Define the names of ``import shardtrain``.
+"""The names of ``import shardtrain``.
 
-It has its own file, since `__init__` loads it at the first use of a name, and torch with it.
+`__init__` loads this file at the first use of a name, and torch with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List every private name of torch that this package uses, and find those that functions and classes have.
+"""Every private name of torch that this package uses, and those that functions and classes have.
 
 A private name may be gone in any release of torch. So each has one row here: why it is used, the public name
 that could replace it, and a test that fails without it.
@@ -22,7 +22,7 @@ TRIED = "2.11 to 2.14"
 
 
 class Row(NamedTuple):
-    """Say of one private name why it is used, and its ``test``, as ``file::function`` in tests.
+    """One private name: why it is used, and its ``test``, as ``file::function`` in tests.
 
     ``public``: the public substitute, and why it does not serve; empty if there is none.
     """

@@ -1,4 +1,4 @@
-"""Check a transport: run on ranks of this host what every transport must do right.
+"""The check of a transport: what every one must do right, tried on ranks of this host.
 
 ``check_transport(make, world=3)`` starts three ranks, and has each call ``make(rank, world)``.
 """

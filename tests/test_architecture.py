@@ -210,18 +210,6 @@ def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter(import_graph()).static_order())  # raises CycleError, with the files
 
 
-def test_small_files_have_several_importers() -> None:
-    """A file below 100 lines with one importer belongs in it, or its docstring says ``own file``, and why."""
-    graph = import_graph()
-    for file in graph:
-        text = file.read_text()
-        explained = "own file" in (ast.get_docstring(ast.parse(text)) or "")
-        if file.stem.startswith("__") or text.count("\n") >= 100 or explained:
-            continue
-        importers = [other.relative_to(ROOT) for other, used in graph.items() if file in used]
-        assert len(importers) > 1, f"{file.relative_to(ROOT)} has one importer: {importers}"
-
-
 def places_of(pattern: str) -> set[str]:
     """The rooms in which a pattern occurs."""
     found = re.compile(pattern)

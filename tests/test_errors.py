@@ -18,7 +18,7 @@ ERRORS = {
     "ReplayMismatch": (RuntimeError, ["public", "engine.replay"]),
     "SaveFailed": (RuntimeError, ["checkpoint", "checkpoint.store"]),
     "Damaged": (ValueError, ["checkpoint", "checkpoint.manifest"]),
-    "UserError": (ValueError, ["job.errors"]),
+    "UserError": (ValueError, ["config.errors"]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Save and load checkpoints: complete or absent, verified before anything is loaded, without pickle.
+"""Checkpoints: complete or absent, verified before anything is loaded, without pickle.
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
 ``content.py`` (what each rank writes), ``loading.py``, and ``store.py`` (how a save is committed, and the

@@ -3,7 +3,7 @@
     python -I -S cleanup.py DIRECTORY SECONDS
 
 continues in a session of its own, and ends when the directory is gone. It removes what ranks leave in memory
-if all are killed. It has its own file since it runs as a program without torch: 10 MiB.
+if all are killed. It imports no torch, and so takes 10 MiB.
 """
 
 from __future__ import annotations

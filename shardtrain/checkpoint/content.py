@@ -1,4 +1,4 @@
-"""Collect what a rank writes into its file: a flat mapping from names to tensors, and JSON.
+"""The content of a rank's file: a flat mapping from names to tensors, and JSON.
 
 Each tensor has a part, or none::
 
@@ -51,7 +51,7 @@ _COUNTER = "__counter__"  # the same for a Counter
 
 
 class LocalShard(NamedTuple):
-    """Describe this rank's local shard of one parameter. ``writes``: this rank writes it."""
+    """This rank's local shard of one parameter. ``writes``: this rank writes it."""
 
     param: nn.Parameter
     part: Part
@@ -104,7 +104,7 @@ def whole_part(name: str, tensor: torch.Tensor) -> Part:
 
 
 class Content(NamedTuple):
-    """Hold what this rank writes, on which all ranks have agreed."""
+    """What this rank writes, on which all ranks have agreed."""
 
     tensors: dict[str, torch.Tensor]
     notes: dict[str, str]

@@ -1,4 +1,4 @@
-"""Write and verify the files of a checkpoint, each identified by its size and digest.
+"""The files of a checkpoint, written and verified, each identified by its size and digest.
 
 A data file is in the safetensors format, so that stock tools read it: eight bytes of header length, a JSON
 header with the dtype, shape and offsets of every tensor, then the tensors. It is written here, since the
@@ -40,7 +40,7 @@ DTYPES = {
 
 
 class Record(NamedTuple):
-    """Describe a file: its size in bytes, and its SHA-256 in hexadecimal."""
+    """A file's size in bytes, and its SHA-256 in hexadecimal."""
 
     bytes: int
     sha256: str

@@ -1,4 +1,4 @@
-"""Load a checkpoint: verify everything, compare everything, then fill the shards.
+"""The load of a checkpoint: verify everything, compare everything, then fill the shards.
 
     open      each file is read once, by one rank, and compared with its size, its digest and the manifest
     compare   every rank compares names, shapes, dtypes and optimizer groups
@@ -44,7 +44,7 @@ from shardtrain.whole.state_dict import persistent_buffers
 
 
 class Opened(NamedTuple):
-    """Hold a checkpoint whose files have been verified."""
+    """A checkpoint whose files have been verified."""
 
     path: Path
     manifest: Manifest
@@ -227,7 +227,7 @@ def _options(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any
 
 
 class _Reader:
-    """Read a verified checkpoint on one rank of ``all_ranks``. Files are mapped when first needed."""
+    """A verified checkpoint, read on one rank of ``all_ranks``. Files are mapped when first needed."""
 
     def __init__(self, opened: Opened, all_ranks: Ranks) -> None:
         self.path, self.manifest = opened

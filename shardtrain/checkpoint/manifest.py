@@ -1,4 +1,4 @@
-"""Write and read ``manifest.json``, which lists what a checkpoint holds. Its content is not trusted.
+"""``manifest.json``, which lists what a checkpoint holds. Its content is not trusted.
 
     {"format": "shardtrain checkpoint", "version": 2, "world_size": 2,
      "files": {"rank-00000.safetensors": {"bytes": 4240, "sha256": "9f…"}, …},
@@ -43,7 +43,7 @@ DTYPE_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Slice(NamedTuple):
-    """Locate elements ``start:stop`` of a tensor's memory: they are in ``file``."""
+    """The elements ``start:stop`` of a tensor's memory, which are in ``file``."""
 
     file: str
     start: int
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Describe a tensor that all ranks hold together."""
+    """A tensor that all ranks hold together."""
 
     spec: Spec
     stride: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Keep the newest checkpoint of a run on one host in memory that outlives the ranks.
+"""The newest checkpoint of a run on one host, in memory that outlives the ranks.
 
 It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`, where HASH stands for the run's directory and IDENTITY is
 the run's own, made at its start: a directory like that on disk, with the same files, which only its owner may

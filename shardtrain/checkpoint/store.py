@@ -1,4 +1,4 @@
-"""Save checkpoints atomically, and keep those of a run: a directory with one `step-NNNNNNNN` each.
+"""Atomic saves, and the checkpoints of a run: a directory with one `step-NNNNNNNN` each.
 
 In a save every rank writes its file, rank 0 the manifest, and one rename commits:
 
@@ -53,7 +53,7 @@ Writer = Callable[[Path], Record]  # writes this rank's file as a new one
 
 
 class Snapshot:
-    """Reuse host memory from save to save: copying into it takes half as long."""
+    """Host memory that is used again from save to save: copying into it takes half as long."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
@@ -73,7 +73,7 @@ class Snapshot:
 
 
 class Draft:
-    """Write a checkpoint beside its place, and rename it once it is complete.
+    """A checkpoint that is written beside its place, and renamed once it is complete.
 
     `gather` and `agree` are collective, and raise SaveFailed on every rank. `write` and `commit` communicate
     nothing.
@@ -143,7 +143,7 @@ def _fail(error: Exception, path: Path) -> Record:
 
 
 class Newest(NamedTuple):
-    """Hold the newest complete checkpoint, if there is one, and the newer ones that are damaged."""
+    """The newest complete checkpoint, if there is one, and the newer ones that are damaged."""
 
     opened: Opened | None
     step: int
@@ -229,7 +229,7 @@ def rehearse(directory: Path, all_ranks: Ranks) -> bool:
 
 
 class Store:
-    """Save and keep the checkpoints of the current run. ``keep``: how many remain beside the best one.
+    """The checkpoints of the current run. ``keep``: how many remain beside the best one.
 
     ``memory``: a directory where the newest step is kept, too. At most one save to disk is under way. All
     methods but `clear` and `busy` are collective.

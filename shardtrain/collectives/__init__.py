@@ -1,4 +1,4 @@
-"""Provide ``torch.distributed``'s collectives for users' programs: names, arguments and results are torch's.
+"""``torch.distributed``'s collectives for users' programs: names, arguments and results are torch's.
 
 They are the names of `shardtrain.comm`: ``from shardtrain import comm as dist`` runs torch's documented
 examples. Names that are not defined here are torch's own, and the meter does not count their traffic. The

@@ -1,4 +1,4 @@
-"""Check that all ranks call the same public collective.
+"""The check that all ranks call the same public collective.
 
 Before a collective moves data, one small all-gather gives each rank the row of every rank. A row describes
 the call, or says that this rank's arguments are wrong. All ranks have the same rows, so they reach the same
@@ -31,7 +31,7 @@ _NAMED = 4  # ranks that a refusal names in full
 
 
 class Row(NamedTuple):
-    """Describe to the other ranks what this rank is about to call.
+    """A rank's description, for the other ranks, of what it is about to call.
 
     ``words``: the call in words, or what is wrong with its arguments. ``digest``: of what must be the same on
     every rank. ``sent``, ``expected``: the bytes for each rank, and the bytes from each. ``clock``: when the

@@ -1,4 +1,4 @@
-"""Check the arguments of a public collective, agree with the other ranks, and run it.
+"""The public collectives: arguments are checked, ranks agree, and the collective runs.
 
 What differs from ``torch.distributed``'s collectives of these names:
 
@@ -52,7 +52,7 @@ LIST = "list"
 
 
 class Side:
-    """Hold an ``argument`` that a call reads or writes. ``rows``: of each rank's part; None: equally many.
+    """An ``argument`` that a call reads or writes. ``rows``: of each rank's part; None: equally many.
 
     After `check`, ``items`` are its tensors. ``flat`` are these as detached vectors, complex values as pairs
     of real ones, and ``parts`` each rank's part of them.
@@ -119,7 +119,7 @@ class Side:
 
 
 class CollectiveCall(NamedTuple):
-    """Describe one call of a collective. ``function``: the backend's, for flat outputs and inputs."""
+    """One call of a collective. ``function``: the backend's, for flat outputs and inputs."""
 
     name: str
     movement: Movement
@@ -253,7 +253,7 @@ def _run(call: CollectiveCall, group: Group | None, async_op: bool) -> Work | No
 
 
 class Background(Work):
-    """Run ``move`` in a thread, since gloo reports an arrived message only to a thread that waits for it."""
+    """A call that runs in a thread, since gloo reports a message only to a thread that waits for it."""
 
     def __init__(self, move: Callable[[], None], group: Group | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Move bytes between ranks. Only this room and ``collectives/`` call collectives.
+"""Bytes between ranks. Only this room and ``collectives/`` call collectives.
 
 Read the files in this order. Each imports only from those before it:
 

@@ -1,9 +1,8 @@
-"""Measure whether this process works, and say where its main thread stands.
+"""The measure of whether this process works, and where its main thread stands.
 
 A rank whose main thread waits for something that never comes still answers reports, since threads answer.
 Work shows in processor time, of this process and of those that it started, and in bytes that they read and
 wrote. A host that waits for a device spins, which is processor time. The guard's own threads do not count.
-It has its own file, since it knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class _Spent(NamedTuple):
-    """Hold what processes have spent so far."""
+    """What processes have spent so far."""
 
     seconds: dict[int, float]  # of processor time, by process
     bytes: int
 
 
 class Activity:
-    """Say when this process was last seen at work."""
+    """The record of when this process was last seen at work."""
 
     def __init__(self) -> None:
         self._looked_s = 0.0

@@ -1,4 +1,4 @@
-"""Exchange texts between ranks, as bytes in small collectives, never as pickles. Check that ranks agree."""
+"""Texts exchanged between ranks, as bytes in small collectives, never as pickles; ranks that agree."""
 
 from __future__ import annotations
 

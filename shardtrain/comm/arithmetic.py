@@ -1,4 +1,4 @@
-"""Merge the parts of a reduction that the backend does not sum, always in the same binary tree.
+"""Sums that the backend does not make, always taken in the same binary tree.
 
 The left half of a tree has the largest power of two of parts that leaves some for the right half::
 

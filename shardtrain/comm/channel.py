@@ -1,4 +1,4 @@
-"""Make the collectives of a model. What is the same over every transport is done here, once.
+"""The collectives of a model. What is the same over every transport is done here, once.
 
 Each collective enters this rank's path, which the guard compares with the others', and is counted by the
 meter. While torch's profiler runs, its start and the wait for its result are ranges. The transport moves the
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Make the collectives of ranks that do something together: buffers, norms, texts, barriers.
+    """The collectives of ranks that do something together: buffers, norms, texts, barriers.
 
     The ranks are those of ``transport``. ``guard``: the transport's own if None.
     """
@@ -94,7 +94,7 @@ class Ranks:
 
 
 class Channel(Ranks):
-    """Gather and reduce the flat vectors of a model's units between the ranks of one shard group.
+    """The gathers and reductions of a model's flat vectors, between the ranks of one shard group.
 
     ``all_ranks``: all ranks that train the model; None if these are the transport's. Errors name ranks by
     their numbers there. ``stages``: the shard groups, whose gradients are summed first, where replicas are a

@@ -1,4 +1,4 @@
-"""Check that all ranks make the same collectives in the same order.
+"""The guard, which checks that all ranks make the same collectives in the same order.
 
 The k-th collective of one rank is the k-th of every rank. Where one rank's differs, every rank raises
 `Diverged`, with names, before it uses what it received::
@@ -37,7 +37,7 @@ EVERY = 100  # forwards from one comparison of hashes to the next, after the fir
 
 
 class Entry(NamedTuple):
-    """Describe one collective of one rank. ``kind``, ``number`` and ``forward`` must be equal on all ranks.
+    """One collective of one rank. ``kind``, ``number`` and ``forward`` must be equal on all ranks.
 
     ``kind``: `Movement.number`. ``number``: a hash of the whole name, whose end is ``name``.
     """
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 
 class Paths:
-    """Hold the latest collectives of this rank, and those known of the others, by position.
+    """The latest collectives of this rank, and those known of the others, by position.
 
     ``forward``: the number of the latest forward, where those of evaluations and of each micro-batch count;
     errors name it. ``end``: the position of this rank's next collective. ``digest``: of all its collectives.
@@ -173,7 +173,7 @@ class Paths:
 
 
 class Guard:
-    """Note each collective of this rank in its path before it moves, and watch waits. This one only notes."""
+    """The entries of this rank's collectives in its path, and a watch over its waits. This one only notes."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -191,7 +191,7 @@ class Guard:
 
 
 class Handshake(Guard):
-    """Compare paths before each collective, over a transport that knows of none: one small all-reduce.
+    """A guard over a transport that has none: paths are compared before each collective, by one all-reduce.
 
     ``all_reduce``: the transport's. So no rank sends or reads what others do not expect. Notes, such as a
     step of the optimizer, are compared with the collective that follows.

@@ -1,7 +1,4 @@
-"""Say what to do where ranks differ: `HINTS`, of which the first that matches holds.
-
-Its own file, since these are texts about programs of users: `guard.py` knows none of them.
-"""
+"""What users may do where ranks differ: `HINTS`, of which the first that matches holds."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ OF_FORWARDS = REDUCTIONS | {SHARE, GATHER, ENTER, LEAVE, ADD}
 
 
 class Hint(NamedTuple):
-    """Hold ``text``, for where a rank does one of ``some`` and all ranks do one of ``among``."""
+    """A ``text`` for where a rank does one of ``some`` and all ranks do one of ``among``."""
 
     some: Set[Movement]
     among: Set[Movement]

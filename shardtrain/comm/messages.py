@@ -1,4 +1,4 @@
-"""Build collectives for gloo from point-to-point messages, and assign the tags of all messages.
+"""Collectives for gloo, built from point-to-point messages, and the tags of all messages.
 
 Gloo's own reduce-scatter is an all-reduce per rank, and its all-gather a ring. Sending every interval
 directly to the rank that needs it takes about half the time at tens of megabytes. Two ranks, intervals ``[a
@@ -34,7 +34,7 @@ FOREVER = timedelta(days=300)
 
 
 class Mailbox(NamedTuple):
-    """Send and receive messages within ``group``, which may be None for a single rank.
+    """A rank's messages within ``group``, which may be None for a single rank.
 
     Sender and receiver must use the same tag.
 

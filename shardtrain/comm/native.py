@@ -1,4 +1,4 @@
-"""Tell what a process group can do, under names that differ between versions of torch."""
+"""What a process group can do, under names that differ between versions of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add norms of what each rank holds up to norms of the whole, the same on all ranks.
+"""Norms of the whole, the same on all ranks, from the norms of what each rank holds.
 
 A norm of order p of several parts is that of their norms, so one all-reduce of one number makes it::
 

@@ -1,4 +1,4 @@
-"""Open the transport between ranks. All functions here are collective, and choose the same on all ranks.
+"""The choice of the transport between ranks. All functions are collective, and choose alike on all ranks.
 
 ``"auto"`` shares memory where it can. Ranks without gloo use accelerators, and share none. Other ranks
 exchange which host they are on::
@@ -38,7 +38,7 @@ from shardtrain.errors import PeerLost
 
 
 class Opening:
-    """Describe the ranks to the entries of `TRANSPORTS`, and open the guard of their messages over gloo.
+    """The ranks between which an entry of `TRANSPORTS` opens a transport, with the guard of their messages.
 
     ``process_group``: the transport between all ranks of all groups, for vectors on the CPU if there is gloo;
     ``all_ranks``: those of it. ``groups``: the ranks of every shard group. ``own``: those of this

@@ -1,4 +1,4 @@
-"""Connect the ranks of a process group: the guard, small collectives, and two ways to move flat vectors.
+"""The ranks of a process group: their guard, small collectives, and two ways to move flat vectors.
 
 `ProcessGroupTransport` has what both ways share. `ProcessGroupTransport.on` chooses by the devices of the
 vectors, when a model is sharded and when it is moved to another device::
@@ -43,7 +43,7 @@ _AVG = dist.ReduceOp.AVG
 
 
 class Tags(NamedTuple):
-    """Number the messages of one stage of a collective, by its ``position`` and ``digest`` in the path.
+    """The tags of messages of one stage of a collective, by its ``position`` and ``digest`` in the path.
 
     ``used``: how many tags earlier stages have used.
     """
@@ -74,7 +74,7 @@ def guarded(group: object) -> AbstractContextManager[None]:
 
 
 class ProcessGroupTransport(Transport):
-    """Connect the ranks of ``group``, or the ``members`` of it, by a guard and by small collectives.
+    """The ranks of ``group``, or the ``members`` of it, with a guard and small collectives.
 
     Flat vectors move once `on` has chosen by what. ``guard``: by default the group's, see `guard_world`.
     ``members``: the ranks of a part of the group, this one included; ``rank`` and ``world`` count among them.
@@ -247,7 +247,7 @@ class ProcessGroupTransport(Transport):
 
 
 class MessagesTransport(ProcessGroupTransport):
-    """Move flat vectors on the CPU by messages over gloo, whose tags say of which collective they are."""
+    """A transport of messages over gloo, for CPU tensors. Their tags say of which collective they are."""
 
     def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
         vectors = [(flat.local, intervals(flat.full, flat.layout)) for flat in flats]
@@ -273,7 +273,7 @@ class MessagesTransport(ProcessGroupTransport):
 
 
 class BackendTransport(ProcessGroupTransport):
-    """Move flat vectors by the backend's own collectives, which carry no tag.
+    """A transport of the backend's own collectives, which carry no tag.
 
     On an accelerator they run on a separate stream. That stream waits for the compute stream when a
     collective starts, and the compute stream waits for an event when the result is needed. Until then all

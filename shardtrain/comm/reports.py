@@ -1,4 +1,4 @@
-"""Guard collectives over gloo: ranks that wait too long report their collectives, and compare.
+"""The guard over gloo: ranks that wait too long report their collectives, and compare.
 
 The tag of a message holds its collective's position and a hash of this rank's path up to it, so messages of
 different collectives do not match: ranks on different paths wait for each other. That costs nothing while
@@ -68,7 +68,7 @@ _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
 class GuardedWait:
-    """Track how long this rank waits for others, and when one of these was last known to be at work.
+    """A wait of this rank for others, and when one of these was last known to be at work.
 
     A rank that waits for nobody reports when it was last seen at work (`Activity`). A rank that waits reports
     when those that it waits for were. So ranks that wait for one another (with two models, for example), or
@@ -96,7 +96,7 @@ _waits: set[GuardedWait] = set()
 
 
 class Links:
-    """Send and receive reports between this rank and its ``peers``. May outlive the model, see `leave`."""
+    """The connections for reports between this rank and its ``peers``. May outlive the model, see `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
         """``tag``: of messages with the head of a report; the two after it: of the pulse, and of the rest."""
@@ -278,7 +278,7 @@ def _agree_on_number(group: dist.ProcessGroup) -> int:
 
 
 class Reports(Guard):
-    """Track what this rank waits for and what the others have reported. The constructor is collective."""
+    """The guard over gloo: what this rank waits for, and what others have reported. All ranks make it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         number = _agree_on_number(group)

@@ -1,6 +1,6 @@
-"""Map memory that the ranks of a host share. A process that a rank forks gets copies of its own.
+"""Memory that the ranks of a host share. A process that a rank forks gets copies of its own.
 
-It has its own file, since forks do not concern `signals.py`, which decides who shares what.
+`signals.py` decides who shares what.
 
 A child inherits mappings, and ``MAP_SHARED`` would let it write into the weights of all ranks: a worker of a
 data loader, a process of ``multiprocessing``, an optimizer's step there. So the child maps each file anew, at
@@ -32,7 +32,7 @@ _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Mapping(NamedTuple):
-    """Name memory that other ranks map, too, and its file, which stays open for children."""
+    """Memory that other ranks map, too, and its file, which stays open for children."""
 
     address: int
     length: int

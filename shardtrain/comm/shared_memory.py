@@ -1,4 +1,4 @@
-"""Share memory between CPU ranks of one host.
+"""The transport between CPU ranks of one host, which share memory.
 
 The full flat vector of a unit exists once per host, and every rank maps it. A rank's interval *is* that part
 of the vector. So a gather moves nothing, and what the optimizer writes to an interval is what the others read
@@ -34,7 +34,7 @@ _ALIGN = 64  # bytes of a cache line, so that no two ranks write to the same one
 
 
 class Arena:
-    """Allocate a rank's memory for gradients (uint8, 1-D), first fit.
+    """A rank's memory for gradients (uint8, 1-D), allocated first fit.
 
     It is far larger than ever used: pages that nobody has written take no physical memory.
     """
@@ -71,7 +71,7 @@ def _aligned(size: int) -> int:
 
 
 class SharedMemoryTransport(Transport):
-    """Run collectives between ranks that share memory; ``messages``, guarded, move what is not shared.
+    """The ranks of a host that share memory; ``messages``, guarded, move what is not shared.
 
     ``signals`` connects the ranks. ``host``: their numbers, ascending.
     """

@@ -1,4 +1,4 @@
-"""Synchronise the ranks of one host by signals, and share memory between them.
+"""Signals between the ranks of one host, and the memory that they share.
 
 Every two ranks share a Unix socket. A rank *posts* that it has reached a collective. A rank that must not
 continue before the others have reached it, *waits* for their posts. The kernel provides the rest: a
@@ -51,14 +51,14 @@ _UNHEARD = KEPT // 2  # the most posts in a row that are not sent
 
 
 class Posted(NamedTuple):
-    """Remember this rank's ``position`` and ``digest`` in its path at a post."""
+    """This rank's ``position`` and ``digest`` in its path at a post."""
 
     position: int
     digest: int
 
 
 class Peer:
-    """Hold the socket to one other rank, and what has arrived from it."""
+    """The socket to one other rank, and what has arrived from it."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank = rank
@@ -89,7 +89,7 @@ class Peer:
 
 
 class Signals:
-    """Hold this rank's sockets to the other ranks of its host. ``reports``: the guard of all ranks."""
+    """This rank's sockets to the other ranks of its host. ``reports``: the guard of all ranks."""
 
     def __init__(self, reports: Reports, peers: list[Peer]) -> None:
         self.rank = reports.paths.rank

@@ -1,4 +1,4 @@
-"""Name the collectives between ranks, count what they send, and time what they expose.
+"""The names of collectives between ranks, the bytes that they send, and the time that they expose.
 
 A collective is counted under its own name whatever carried it: a gather built from point-to-point messages is
 one ``all_gather``. N ranks gathering K bytes in all send (N-1)/N * K bytes each.
@@ -27,7 +27,7 @@ from shardtrain import torch_private
 
 
 class Movement(Enum):
-    """List what ranks do together: collectives, barriers, and steps of the optimizer.
+    """The kinds of what ranks do together: collectives, barriers, and steps of the optimizer.
 
     ``counted``: the key in `Meter`, as torch calls it. ``doing``: the verb in the guard's errors.
     ``number``: its code in the guard's messages.
@@ -64,7 +64,7 @@ NOTES = (STEP, TRAIN, ADD)
 
 
 class WaitKey(NamedTuple):
-    """Name a wait: the collective's kind as it is counted, the unit, and `Meter.during` at that time."""
+    """A wait's collective, by its kind as it is counted; its unit; and `Meter.during` at that time."""
 
     kind: str
     unit: str
@@ -72,7 +72,7 @@ class WaitKey(NamedTuple):
 
 
 class Meter:
-    """Hold this rank's traffic while the meter is open.
+    """This rank's traffic while the meter is open.
 
     ``calls[kind]``, ``bytes[kind]``: collectives and bytes sent, for kinds such as ``"all_gather"``: see
     `Movement.counted`. ``during``: what its owner is doing, by which waits are grouped. ``times``: it also

@@ -1,4 +1,4 @@
-"""Define what a transport is: it allocates flat vectors, and moves them between the ranks of a group."""
+"""What a transport is: it allocates flat vectors, and moves them between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Move = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class Collective(NamedTuple):
-    """Identify a collective of this rank for those who watch its wait.
+    """A collective of this rank, for those who watch its wait.
 
     ``position``: in the path that ``guard`` has. ``device``: where the vectors of ``unit`` lie.
     """
@@ -65,7 +65,7 @@ class Collective(NamedTuple):
 
 
 class Pending(Generic[T]):
-    """Represent a collective under way. ``wait()`` calls ``finish`` once, and returns what that returned.
+    """A collective under way. ``wait()`` calls ``finish`` once, and returns what that returned.
 
     A transport returns one without a call. Only the channel makes it part of a call (`of`).
     """
@@ -110,7 +110,7 @@ class Pending(Generic[T]):
 
 
 class Transport:
-    """Move bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
+    """The movement of bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
     A subclass needs `all_gather`, `reduce_scatter`, `all_reduce` and `broadcast`. `Channel` adds what is the
     same for all: the guard, the meter, and ranges for the profiler. All ranks make the same calls in the same
@@ -199,7 +199,7 @@ class Transport:
 
 
 class Alone(Transport):
-    """Serve a single rank: its interval is the full vector, and nothing moves."""
+    """The transport of a single rank: its interval is the full vector, and nothing moves."""
 
     rank = 0
     world = 1

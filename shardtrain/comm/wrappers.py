@@ -1,4 +1,4 @@
-"""Wrap channels: shards in host memory, and several replicas as one."""
+"""Channels around channels: shards in host memory, and several replicas as one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardtrain.layout import Layout
 
 
 class Offloaded(Channel):
-    """Run ``inner``'s collectives on ``device``, for shards that lie in host memory.
+    """A channel whose shards lie in host memory. ``inner`` runs the collectives on ``device``.
 
     At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks, a unit of 4 elements::
 
@@ -105,7 +105,7 @@ class Offloaded(Channel):
 
 
 class Replicated(Channel):
-    """Train several shard groups, each with a full copy of the model, as one: hybrid sharding (HSDP).
+    """Several shard groups, each with a full copy of the model, that train as one: hybrid sharding (HSDP).
 
     A rank exchanges parameters ``inside`` its shard group only. Gradients are averaged there first. Then the
     ranks with the same interval, a *replica group*, average it ``across`` replicas. Two replicas of two

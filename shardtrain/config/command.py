@@ -1,4 +1,4 @@
-"""Read a command line: Hydra composes its configuration, once, with this program's own messages.
+"""The command line: Hydra composes its configuration, once, with this program's own messages.
 
 Hydra only composes: it makes no directory, configures no logging and starts no job. The few flags are read
 here. Only rank 0 prints the output of `--help`, `--version` and `--cfg job`.

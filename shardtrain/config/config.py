@@ -1,4 +1,4 @@
-"""Define the training program's configuration: keys, defaults, ranges, and combinations that are refused.
+"""The training program's configuration: keys, defaults, ranges, and combinations that are refused.
 
 Hydra begins with the defaults here. The comment above a field is the help of its key. All code after this
 file uses these frozen dataclasses. Of `model` and `augment` the files in `configs/` have the keys.

@@ -1,4 +1,4 @@
-"""Report users' mistakes, also those that parsers of their files find: one clear line, by `UserError`."""
+"""Users' mistakes, also those that parsers of their files find: one clear line each, by `UserError`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all 
 
 
 class WorkerError(UserError):
-    """Report what a loader's worker cannot give, without the traceback that torch adds to the text."""
+    """What a loader's worker cannot give, without the traceback that torch adds to the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].strip())
@@ -36,7 +36,7 @@ class UnknownKey(UserError):
 
 
 class Unreadable(WorkerError):
-    """Report an image that cannot be read."""
+    """An image that cannot be read."""
 
 
 def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:

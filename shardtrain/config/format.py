@@ -1,4 +1,4 @@
-"""Format numbers and tables for people."""
+"""Numbers and tables formatted for people."""
 
 from __future__ import annotations
 

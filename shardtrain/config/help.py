@@ -1,7 +1,4 @@
-"""Print help: a configuration with the comments of its files, and the choices of its groups.
-
-Its own file, since composing a configuration is another subject.
-"""
+"""The help: a configuration with the comments of its files, and the choices of its groups."""
 
 from __future__ import annotations
 

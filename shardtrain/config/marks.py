@@ -1,4 +1,4 @@
-"""Compare a configuration with another host's or a checkpoint's, by the marks of its keys."""
+"""The comparison of a configuration with another host's or a checkpoint's, by the marks of its keys."""
 
 from __future__ import annotations
 

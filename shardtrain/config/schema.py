@@ -1,4 +1,4 @@
-"""Convert what Hydra has composed to frozen dataclasses.
+"""The conversion of what Hydra has composed to frozen dataclasses.
 
 A field is a `key`: its default, its range (`at_least`, `above`, `at_most`, `below`, `choices`) and its
 `mark`; the comment above it is its help. A section with the mark `group` is chosen from several. If its type
@@ -46,7 +46,7 @@ DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false",
 
 
 class Mark(enum.Flag):
-    """Say what is special about a key, or about all keys of a section.
+    """What is special about a key, or about all keys of a section.
 
     Without a mark all hosts must have the same value, a run continues only with the value that it began with,
     unless the command names the checkpoint (`resume=PATH`), and TensorBoard shows it as a hyperparameter.

@@ -1,4 +1,4 @@
-"""Call what a configuration names by ``_target_``.
+"""The call of what a configuration names by ``_target_``.
 
 The keys of a group with a ``_target_`` are those of its callable. A file can choose it, so it must be in one
 of a few packages. Only the command line can add packages.

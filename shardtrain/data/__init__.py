@@ -1,4 +1,4 @@
-"""Open data sets, order their images over ranks, and make batches on the device.
+"""Data sets, the order of their images over ranks, and batches on the device.
 
 Read in this order: ``sampler`` (which images a rank has in a step), ``feed`` (what a data set is, loading,
 batches on the device); then ``sets``, which opens them by name.

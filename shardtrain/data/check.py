@@ -1,7 +1,4 @@
-"""Read every image of a data set once, and list those that cannot be read.
-
-Its own file, since it reads what the feeds read, and trains on nothing.
-"""
+"""The check that reads every image of a data set once, and lists those that cannot be read."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ REPORTS = 10  # of a part, while it is read
 
 
 class _Problems:
-    """Return what is wrong with images, by their numbers, in place of the images."""
+    """What is wrong with images, by their numbers, in place of the images."""
 
     def __init__(self, images: Batches, part: str) -> None:
         self.images = images

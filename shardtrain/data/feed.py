@@ -1,4 +1,4 @@
-"""Define data sets, load their images by index, and make float32 batches on the device.
+"""Data sets, their images loaded by index, and float32 batches on the device.
 
 `images, labels = data[[3, 1, 4]]` are uint8 [3, channels, height, width] and int64 [3]. Pixels stay as stored
 until they are on the device. There they are resized, normalised, augmented and mixed.
@@ -93,7 +93,7 @@ class DataSet(NamedTuple):
 
 
 class Arrays(Batches):
-    """Hold images in memory."""
+    """Images in memory."""
 
     in_memory = True
 
@@ -110,7 +110,7 @@ class Arrays(Batches):
 
 
 class Chosen(Batches):
-    """Select images of a ``source``, in the order of ``indices``, int64 [count]."""
+    """Images of a ``source``, in the order of ``indices``, int64 [count]."""
 
     def __init__(self, source: Batches, indices: Tensor) -> None:
         self.source = source
@@ -156,7 +156,7 @@ class Batch(NamedTuple):
 
 
 class Prepare:
-    """Turn uint8 batches into normalised float32 batches on ``device``, resized there to ``side`` pixels."""
+    """The step from uint8 batches to normalised float32 batches on ``device``, of ``side`` pixels."""
 
     def __init__(self, preprocessing: Preprocessing, side: int, device: torch.device) -> None:
         self.side = side
@@ -176,7 +176,7 @@ class Prepare:
 
 
 class ToDevice:
-    """Move batches that are prepared already, one image after the other, to ``device``."""
+    """The step to ``device`` for batches that are prepared already, one image after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -186,7 +186,7 @@ class ToDevice:
 
 
 class Seeded:
-    """Draw random crops and changes of images from the seed and their position in the run alone.
+    """Images whose random crops and changes depend on the seed and their position in the run alone.
 
     So they do not depend on which rank or worker loads an image, or on interruptions of the run.
     """
@@ -212,7 +212,7 @@ class Seeded:
 
 
 class Mix:
-    """Mix each image of a batch, and its label, with those of a partner: mixup and cutmix.
+    """Mixup and cutmix: each image of a batch, and its label, is mixed with those of a partner.
 
     An image's partner is its neighbour in the global batch: 0 and 1, 2 and 3, …. How they are mixed is drawn
     for each image of the global batch from the seed and the step. Each micro-batch has an even number of
@@ -272,7 +272,7 @@ def kept_pixels(draws: Tensor, height: int, width: int) -> Tensor:
 
 
 class TrainFeed:
-    """Yield this rank's micro-batches of the ``steps``.
+    """This rank's micro-batches of the ``steps``.
 
     `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]. It may have a method
     `image`, which changes one image in the loader's workers, and a list `alternates` of columns whose numbers
@@ -343,7 +343,7 @@ class TrainFeed:
 
 
 class EvalFeed:
-    """Yield batches of this rank's part of images to evaluate, equally many on every (virtual) rank."""
+    """The batches of this rank's part of images to evaluate, equally many on every (virtual) rank."""
 
     def __init__(
         self,

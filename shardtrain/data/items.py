@@ -1,4 +1,4 @@
-"""Read data sets of users: check each item, and bring images of any size to squares.
+"""Data sets of users: each item is checked, and images of any size are brought to squares.
 
 A data set is not read before training, so a wrong item may come at any step, in a loader's worker. Each
 message names the item, what it is and what was expected.
@@ -22,18 +22,18 @@ MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # of Pillow's images, with 8 bits pe
 
 
 class WrongItem(WorkerError):
-    """Report an item that is not as documented."""
+    """An item that is not as documented."""
 
 
 class Expected(NamedTuple):
-    """Hold what all items of a data set have in common."""
+    """What all items of a data set have in common."""
 
     shape: tuple[int, ...]  # channels, height, width
     classes: int | None = None  # None: not known yet
 
 
 class Items(Batches):
-    """Hold a data set of the user's: ``items[i]`` are an image and its label.
+    """A data set of the user's: ``items[i]`` are an image and its label.
 
     An image is uint8 [channels, height, width], or of Pillow. It may be drawn from torch's random numbers.
     """

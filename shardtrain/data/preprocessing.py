@@ -1,4 +1,4 @@
-"""Define how a run's images become the model's input: one record, which everything that prepares images has.
+"""How a run's images become the model's input: one record, which everything that prepares images has.
 
 The data set makes it (`data/sets.py`), and the card beside `model.weights` may change it. The feeds
 normalise by it, `config.yaml` gets its values, and an export writes it (`job/inference.py`).
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Hold what turns an image into the model's input in evaluation, and its answer into a name."""
+    """What turns an image into the model's input in evaluation, and its answer into a name."""
 
     classes: tuple[str, ...]  # names, by label
     channels: int

@@ -1,4 +1,4 @@
-"""Compute which images a rank has in a step: pure functions of the seed and the step.
+"""Which images a rank has in a step: pure functions of the seed and the step.
 
 Nothing here keeps state, so a run can continue exactly where it stopped, on any number of ranks. A global
 batch of 12 on 2 ranks with 2 micro-batches is divided, in the order of the epoch's permutation, into
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class Share(NamedTuple):
-    """Describe how a global batch is divided, and which part of it is this rank's."""
+    """The division of a global batch, and the part of it that is this rank's."""
 
     batch_size: int  # images, over all ranks and micro-batches
     accumulate: int  # micro-batches per step
@@ -63,14 +63,14 @@ def copies_apart(batch: Tensor, repeats: int) -> Tensor:
 
 
 class Request(NamedTuple):
-    """Describe a micro-batch to be loaded."""
+    """A micro-batch to be loaded."""
 
     position: int  # the number of its first image, counted over all ranks from the run's start
     indices: list[int]
 
 
 class TrainSampler:
-    """Yield requests for this rank's micro-batches, step by step.
+    """The requests for this rank's micro-batches, step by step.
 
     Images after an epoch's last full batch are dropped; every epoch drops other images.
     `repeats`: see `epoch_order`.
@@ -107,7 +107,7 @@ class TrainSampler:
 
 
 class EvalSampler:
-    """Yield lists of indices that give every image to exactly one rank: rank r has r, r + N, r + 2N, …
+    """Lists of indices that give every image to exactly one rank: rank r has r, r + N, r + 2N, …
 
     All ranks yield equally many lists of equal length, since a sharded model needs all ranks in every
     forward. The first `valid[i]` indices of the i-th list count; the others are padding with image 0. With

@@ -1,4 +1,4 @@
-"""Open data sets by name: arrays, digits, CIFAR and fake ones here, others by their ``_target_``."""
+"""The data sets by name: arrays, digits, CIFAR and fake ones here, others by their ``_target_``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Load batches in workers, and report those that never arrive.
+"""Batches that workers load, and the report of those that never arrive.
 
 A worker hands a batch over by a thread. If that fails, for want of shared memory for example, Python prints a
 traceback and drops the batch, and the loader waits for ever. Here the error takes the batch's place.
-Its own file, since the feeds know nothing of processes.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ WAY_OUT = "make /dev/shm larger (docker run --shm-size=…), or data.workers=0 l
 
 
 class LostBatch(WorkerError):
-    """Report a batch that a worker could not hand over."""
+    """A batch that a worker could not hand over."""
 
 
 class _Batches(Queue):  # type: ignore[type-arg]  # not subscriptable before Python 3.12
-    """Carry a worker's batches, each with its number. An error takes the place of one that cannot be sent."""
+    """A queue of a worker's batches, each with its number. An error takes the place of one it cannot send."""
 
     def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
         worker = get_worker_info()

@@ -1,1 +1,1 @@
-"""Compare a job with an unsharded one: ``python -m shardtrain.doctor +recipe=resnet``."""
+"""A job compared with an unsharded one: ``python -m shardtrain.doctor +recipe=resnet``."""

@@ -1,4 +1,4 @@
-"""Capture a whole training step as one graph of launches, and replay it without Python.
+"""A whole training step, captured as one graph of launches and replayed without Python.
 
 A step of small kernels waits for the host, which launches them one by one. A graph repeats a step's launches
 in one call. One call of `Captured`::

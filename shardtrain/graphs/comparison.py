@@ -1,4 +1,4 @@
-"""Note what a recorded step has fixed, and compare it before each replay.
+"""What a recorded step has fixed, compared before each replay.
 
 Compared is what is cheap, and what would have a replay use memory that is no longer the model's: modules,
 their modes, parameters and buffers; ``requires_grad``, and where parameters lie; options of units; groups of

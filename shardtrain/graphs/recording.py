@@ -1,4 +1,4 @@
-"""Record one training step as a graph, and replay it: its memory, and what the host does besides launching.
+"""One training step, recorded as a graph: its memory, and what the host does besides launching.
 
 A graph repeats launches on the memory that they had. So the recorded step holds all memory that it uses: its
 own buffers for inputs, gradients that were there before, and storages of parameters, state and what users'

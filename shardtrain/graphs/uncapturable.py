@@ -1,4 +1,4 @@
-"""Say why a step cannot be captured: what a graph cannot hold is refused by name.
+"""Why a step cannot be captured: what a graph cannot hold is refused by name.
 
 By `capture` where it can be, in warm-up (`WarmUp`), or while the step is recorded (`Operations`,
 `refuse_drawn`, `explained`, with the line of the user's code). What the step changes of what is fixed is
@@ -29,7 +29,7 @@ _GENERATORS = ("torch's generator of the CPU", "Python's random", "NumPy's rando
 
 
 class Shape(NamedTuple):
-    """Describe an input that a graph has a buffer for."""
+    """An input's shape, for which a graph has a buffer."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -100,7 +100,7 @@ def _kind_of_one(device: torch.device, value: Any) -> Any:
 
 
 class WarmUp:
-    """Watch steps that run as they are for what a graph cannot hold. ``reason``: "" if there was nothing."""
+    """Steps that run as they are, watched for what a graph cannot hold. ``reason``: "" if there is none."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self.reason = ""
@@ -134,7 +134,7 @@ class WarmUp:
 
 
 class Operations(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Hold the memory from before a recording that it uses, and refuse collectives on the CPU.
+    """The memory from before a recording that its operations use. Collectives on the CPU are refused.
 
     Such a collective would run while the step is recorded, and never again. ``held``: storages, so that a
     replay finds at their addresses what it has found, even if users have replaced tensors that nobody sees.

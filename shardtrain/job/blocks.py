@@ -1,6 +1,6 @@
-"""Compile the blocks of a model, or have them compute activations again in backward, before it is sharded.
+"""Blocks that are compiled, or compute activations again in backward, before a model is sharded.
 
-Its own file: `model.py` reads the configuration. Both replace a block's ``forward``, inside of the hooks that
+Both replace a block's ``forward``, inside of the hooks that
 `shard` adds later. So recomputation gathers nothing more, and the compiler sees full parameters alone::
 
     hooks before     gather, cast inputs

@@ -1,4 +1,4 @@
-"""Build the job of a configuration: data, model, loss, learning rates and length."""
+"""The job of a configuration: data, model, loss, learning rates and length."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHOWN = 5000
 
 
 class Job(NamedTuple):
-    """Hold everything that the training loop needs."""
+    """Everything that the training loop needs."""
 
     model: nn.Module
     loss: Loss

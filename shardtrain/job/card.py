@@ -1,6 +1,6 @@
-"""Read the card beside plain weights, `FILE.json` of an export: what answers of these weights need.
+"""The card beside plain weights, `FILE.json` of an export: what answers of these weights need.
 
-Its own file, since `inference.py` says what a card holds, and this what a run takes over from one.
+`inference.py` says what a card holds. Here is what a run takes over from one.
 """
 
 from __future__ import annotations

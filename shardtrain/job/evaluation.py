@@ -1,4 +1,4 @@
-"""Evaluate a model on the validation images, each counted exactly once on any number of ranks."""
+"""The evaluation on the validation images, each counted exactly once on any number of ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def by_tag(names: Iterable[str], scores: Scores) -> dict[str, float]:
 
 
 class Scoring(NamedTuple):
-    """Say what an evaluation computes."""
+    """What an evaluation computes."""
 
     loss: Loss = CrossEntropy()
     mixed: bool = False  # labels are soft, as the loss has them in training

@@ -1,4 +1,4 @@
-"""Say what an answer needs beside the weights, and read that again.
+"""What inference needs beside the weights, written and read again.
 
 An `Inference` is made once, when data and model are known. It goes into each checkpoint's manifest, into
 result.json and, by `shardtrain.export`, as JSON into a file beside the exported weights. It holds numbers and
@@ -34,7 +34,7 @@ LAYERS = {"Conv2d": nn.Conv2d, "Identity": nn.Identity}  # that recipes put into
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """Hold the call that builds the model: torchvision's own for its models, which needs no other package."""
+    """The call that builds the model: torchvision's own for its models, which needs no other package."""
 
     target: str
     keywords: dict[str, Any]
@@ -43,7 +43,7 @@ class ModelCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Inference(Preprocessing):
-    """Hold what turns an image into the name of a class, beside the weights.
+    """What turns an image into the name of a class, beside the weights.
 
     ``classes`` has one name per output of the model.
     """

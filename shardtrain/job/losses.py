@@ -1,4 +1,4 @@
-"""Weight the images of a step by their classes.
+"""The losses, and the weights of a step's images by their classes.
 
 torch's weighted cross-entropy divides by the weights of the images that it gets. So the loss of a step, the
 mean over ranks and micro-batches, depends on how the step is divided. Two classes, of weights 1 and 3, and
@@ -31,7 +31,7 @@ CHUNK = 256  # images that are read at once for their labels
 
 
 class CrossEntropy(nn.Module):
-    """Compute cross-entropy in which all images count alike, or each by the weight of its class.
+    """Cross-entropy in which all images count alike, or each by the weight of its class.
 
     A soft label has the mean weight of its classes. Outputs of the model beyond the data set's classes have
     weight 1; they matter to label smoothing alone.

@@ -1,4 +1,4 @@
-"""Build the model that a configuration names, shard it, and build its optimizer and moving average.
+"""The model that a configuration names, built and sharded; its optimizer and moving average.
 
 Reading plain weights runs no code: safetensors files have none, and `torch.load` unpickles only tensors.
 """

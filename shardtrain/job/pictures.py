@@ -1,4 +1,4 @@
-"""Draw pictures as uint8 arrays [height, width, 3], by Pillow, which torchvision needs, too."""
+"""Pictures as uint8 arrays [height, width, 3], drawn by Pillow, which torchvision needs, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute scores of a whole evaluation: functions of all logits and labels, on rank 0.
+"""Scores of a whole evaluation: functions of all logits and labels, on rank 0.
 
 Rank 0 gathers each batch, and puts the images in their order: the same scores on any number of ranks, as far
 as their logits have the same bits. All ranks get the numbers, by which they decide alike.
@@ -37,7 +37,7 @@ MOST_PRINTED = 10  # classes whose matrix fits a console
 
 
 class Results(NamedTuple):
-    """Hold what functions returned, by name. Ranks other than 0 have the numbers alone."""
+    """What functions returned, by name. Ranks other than 0 have the numbers alone."""
 
     numbers: dict[str, float]
     pictures: dict[str, Picture]
@@ -189,7 +189,7 @@ def rehearse(functions: Mapping[str, Score], classes: Sequence[str]) -> Results:
 
 
 class Gathering:
-    """Gather the logits and labels of all ranks on rank 0, batch by batch, in host memory."""
+    """The logits and labels of all ranks, gathered on rank 0 batch by batch, in host memory."""
 
     def __init__(self) -> None:
         self._logits: list[Tensor] = []  # of rank 0: [ranks, batch, classes] each

@@ -1,4 +1,4 @@
-"""Compute one optimizer step of any sharded model, without a trainer: the planner's and the doctor's."""
+"""One optimizer step of any sharded model, without a trainer: the planner's and the doctor's."""
 
 from __future__ import annotations
 

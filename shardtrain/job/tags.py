@@ -1,4 +1,4 @@
-"""Define all TensorBoard tags of a run, which are also keys of ``result.json``.
+"""All TensorBoard tags of a run, which are also keys of ``result.json``.
 
 Memory is rank 0's. Speed is that of all ranks, unless the tag says per rank.
 """

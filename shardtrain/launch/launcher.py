@@ -1,4 +1,4 @@
-"""Launch a job on every rank, and exit with the right code.
+"""The launch of a job on every rank, and its exit with the right code.
 
 The same program runs alone (`python -m`), under `torchrun`, or under any launcher that sets `RANK`,
 `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. The first rank that finds a
@@ -54,7 +54,7 @@ Settings = TypeVar("Settings")  # has the keys `device` and `threads`
 
 @dataclass(frozen=True)
 class Context:
-    """Hold what a job gets beside its configuration."""
+    """What a job gets beside its configuration."""
 
     rank_info: RankInfo
     device: torch.device

@@ -1,4 +1,4 @@
-"""Find this process's rank, device and cores, and let ranks meet at start-up.
+"""This process's rank, device and cores, and how ranks meet at start-up.
 
 All of it comes from the launcher: its environment variables, and its key-value store.
 """
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Hold this process's rank and the world size, globally and on its host, as its launcher set them."""
+    """This process's rank and the world size, globally and on its host, as its launcher set them."""
 
     rank: int
     world_size: int

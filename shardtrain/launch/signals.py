@@ -1,8 +1,8 @@
-"""Stop on signals: a scheduler's SIGTERM or SIGUSR1, a closed terminal's SIGHUP, or Ctrl-C.
+"""The signals that stop a run: a scheduler's SIGTERM or SIGUSR1, a terminal's SIGHUP, or Ctrl-C.
 
 During training a signal is only noted. Ranks exchange what they have noted with every step and every batch
 of an evaluation (see `train/saving.py`). So they stop together, with the step saved, whichever rank got the
-signal. It has its own file because the launcher and the loop share it.
+signal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAME_S = 1.0  # seconds within which one Ctrl-C may arrive twice, from the termi
 
 
 class Stopped(KeyboardInterrupt):
-    """Tell, on all ranks at the same point, that a rank got a signal to stop.
+    """A signal to stop that a rank got, raised on all ranks at the same point.
 
     ``ending``: of the run's report: what is saved and how to resume; "" if there is no report.
     """
@@ -77,7 +77,7 @@ def end_with_parent(worker: int) -> None:
 
 
 class StopSignals:
-    """Note signals to stop inside the context. A second Ctrl-C raises KeyboardInterrupt at once.
+    """The signals to stop that arrive inside the context. A second Ctrl-C raises KeyboardInterrupt at once.
 
     Signals that are ignored stay so, such as SIGHUP under nohup.
     ``noted``: the number of the first signal; 0: none.

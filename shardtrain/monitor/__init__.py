@@ -1,4 +1,4 @@
-"""Report a run: progress, tables, files, TensorBoard.
+"""Reports of a run: progress, tables, files, TensorBoard.
 
 The loop reports events to a `Monitor`, which passes each on to its writers. Ranks other than 0 have a monitor
 without writers, so the loop does not depend on the rank.

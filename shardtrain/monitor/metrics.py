@@ -1,4 +1,4 @@
-"""Measure steps between two reports: loss and hits, time by phase, traffic, memory, and the slowest rank.
+"""The steps between two reports: loss and hits, time by phase, traffic, memory, and the slowest rank.
 
 Every rank measures. `StepMetrics.report` sums over ranks and returns scalars by TensorBoard tag.
 """
@@ -40,7 +40,7 @@ LEAST_S = 0.005  # seconds per step
 
 
 class SlowRank(NamedTuple):
-    """Name a rank that is slower than the others. ``phase``: where it loses most. ``text``: says both."""
+    """A rank that is slower than the others. ``phase``: where it loses most. ``text``: says both."""
 
     rank: int
     phase: str
@@ -69,7 +69,7 @@ def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
 
 @dataclass
 class Spent:
-    """Sum up the seconds of this process's training, as means over ranks."""
+    """The seconds of this process's training, summed up as means over ranks."""
 
     since: float = field(default_factory=time.perf_counter)
     # By phases of a step, without waiting; ``waiting`` for other ranks; interruptions such as ``evaluation``.
@@ -115,7 +115,7 @@ def scores_in_words(scalars: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Report(NamedTuple):
-    """Hold the results of the steps since the last report."""
+    """The results of the steps since the last report."""
 
     scalars: dict[str, float]  # by tag; memory and speed as this rank measured them, all else equal on all
     slow: SlowRank | None = None
@@ -123,7 +123,7 @@ class Report(NamedTuple):
 
 
 class StepMetrics:
-    """Measure the steps of one rank. Each `report` covers the steps since the last one.
+    """Measurements of the steps of one rank. Each `report` covers the steps since the last one.
 
     Only one phase runs at a time. A phase inside another interrupts it: loading images within a step counts
     as ``data`` only. On an accelerator marks are events in the compute stream, so they time the computation,

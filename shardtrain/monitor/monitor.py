@@ -1,4 +1,4 @@
-"""Pass a run's events on to writers, and write the tables at its start and its end."""
+"""A run's events, passed on to writers, and the tables at its start and its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_CLASSES = 6  # whose images are counted one by one in the first lines
 
 
 class Monitor:
-    """Pass each event on to all writers. A writer that cannot write does not end the run.
+    """All writers, to which each event is passed on. A writer that cannot write does not end the run.
 
     One line warns of the cause. The writer still gets every event, since a full disk may have space again.
     """

@@ -1,6 +1,4 @@
-"""Name slow ranks, and profile steps on request with torch's profiler.
-
-Its own file, since it acts between steps, and the rest of the monitor reports them.
+"""The names of slow ranks, and profiles of steps on request, by torch's profiler.
 
 Three steps are profiled from `monitor.profile_at` on, or when somebody touches the file ``profile`` in the
 run directory. Rank 0 looks for it with each report, and the report's exchange tells the other ranks. Each
@@ -26,7 +24,7 @@ FOLDER = "traces"
 
 
 class Watch(contextlib.AbstractContextManager["Watch"]):
-    """Profile steps on request, and name slow ranks. Called after every step, on every rank."""
+    """Profiles of steps on request, and the names of slow ranks. Called after every step, on every rank."""
 
     def __init__(self, config: Config, context: Context, metrics: StepMetrics, monitor: Monitor) -> None:
         self._config = config

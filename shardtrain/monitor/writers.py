@@ -1,4 +1,4 @@
-"""Write a run's events to the console, log.txt, result.json and TensorBoard. Only rank 0 has writers."""
+"""The writers of a run's events: console, log.txt, result.json and TensorBoard. Only rank 0 has them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardtrain.monitor.metrics import scores_in_words
 
 
 class Writer:
-    """Ignore every event; subclasses override the events that they write.
+    """A writer that ignores every event; subclasses override the events that they write.
 
     A class of `monitor.writers` is called with the run directory and the configuration, nested dicts, on rank
     0 alone. Constructors write nothing, and no file stays open between events: an OSError is warned of once,
@@ -50,7 +50,7 @@ class Writer:
 
 
 class Console(Writer):
-    """Print texts, and a line for each report."""
+    """The texts that are printed, and a line for each report."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -78,7 +78,7 @@ class Console(Writer):
 
 
 class LogFile(Writer):
-    """Write the console's texts with the time to log.txt. A later run in the same directory appends."""
+    """log.txt: the console's texts with the time. A later run in the same directory appends."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "log.txt"
@@ -107,7 +107,7 @@ def json_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ResultFile(Writer):
-    """Write result.json: the latest value of every tag, and the facts for comparing runs."""
+    """result.json: the latest value of every tag, and the facts for comparing runs."""
 
     def __init__(self, directory: Path, job: Job) -> None:
         self.path = directory / "result.json"
@@ -157,7 +157,7 @@ TOGETHER = {
 
 
 class TensorBoard(Writer):
-    """Write one event file per process, complete after every report, and so before every checkpoint.
+    """One event file per process, complete after every report, and so before every checkpoint.
 
     The thread of tensorboard's own writer ends with its first error. Here events that do not fit on the disk
     are written with later ones. torch's `add_hparams` makes a separate run per call; here hyperparameters go

@@ -1,4 +1,4 @@
-"""Clip gradients, scale losses and average weights. Optimizers of ``torch.optim`` work as they are."""
+"""Clipping, loss scaling and averages of weights. Optimizers of ``torch.optim`` work as they are."""
 
 from shardtrain.engine.hooks import check_optimizers
 from shardtrain.optim.clip import GradScaler, clip_grad_norm_

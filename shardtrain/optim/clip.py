@@ -1,4 +1,4 @@
-"""Clip gradients and scale losses by one decision of all ranks. Its own file, apart from any optimizer."""
+"""Clipping and loss scaling, by one decision of all ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def clip_grad_norm_(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scale losses as `torch.amp.GradScaler` does, for sharded gradients, over the default process group.
+    """A `torch.amp.GradScaler` for sharded gradients, over the default process group.
 
     A rank has only its local shards, so an overflow may occur on one rank alone. All ranks use the maximum of
     ``found_inf``, so they skip the same steps and change their scale alike. Each ``unscale_()`` or ``step()``

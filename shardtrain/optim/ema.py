@@ -1,4 +1,4 @@
-"""Keep a moving average of the weights: each rank averages its local shards.
+"""A moving average of the weights: each rank averages its local shards.
 
 An update is one element-wise pass over these, and communicates nothing. Each rank also averages its own
 running statistics of BatchNorm. Means over time and over ranks commute, so the mean over ranks of these
@@ -19,7 +19,7 @@ from shardtrain.pieces.piece import plain
 
 
 class Ema:
-    """Average a sharded module's weights: ``average = decay * average + (1 - decay) * weights``."""
+    """An average of a sharded module's weights: ``average = decay * average + (1 - decay) * weights``."""
 
     def __init__(self, module: nn.Module, decay: float, *, every: int = 1, after: int = 0) -> None:
         """

@@ -1,6 +1,6 @@
-"""Say which optimizers are known to be right on what a rank holds of parameters, and take users' words.
+"""The optimizers that are known to be right on what a rank holds of parameters, and users' word for others.
 
-Its own file, since the engine, which asks, does not name optimizers.
+The engine asks, and names no optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the functions of torch that this package's tensor subclasses take; all others are refused.
+"""The functions of torch that this package's tensor subclasses take; all others are refused.
 
 Two subclasses stand for a part of a tensor: a piece, and its norm before ranks have added theirs (both in
 ``piece.py``).
@@ -11,8 +11,6 @@ Random numbers are not listed: ranks with one seed would draw the same numbers f
 
 A piece tells its sizes, to print, to compare and to make tensors of; computing with them is refused. What no
 class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises both, and a test compares the two.
-
-It has its own file, since it is a table in which people search for a function.
 """
 
 from __future__ import annotations

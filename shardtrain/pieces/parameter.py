@@ -1,4 +1,4 @@
-"""Give parameters that show a shard a class that says so, at every moment at which they do.
+"""Parameters that show a shard have a class that says so, at every moment at which they do.
 
 What a parameter shows decides its class. Whole, it has its own. While it shows this rank's shard it is a
 `PieceParameter`: a function asked of it is asked of a piece that is its shard, by the list of
@@ -50,7 +50,7 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class Shard(NamedTuple):
-    """Describe the shard that a parameter shows.
+    """The shard that a parameter shows.
 
     ``owners``: of its pieces; None on a rank that has all. ``unit``: the title of the unit that gathers it.
     ``part``: which elements of the parameter it has.
@@ -88,7 +88,7 @@ def refuse_gradient(name: str, unit: str) -> NoReturn:
 
 
 class _Unlearned(torch.autograd.Function):
-    """Return what a parameter shows, and refuse its gradient, which would be this rank's shard's alone.
+    """A function that returns what a parameter shows, and refuses its gradient, which would be one rank's.
 
     ``anchor``: requires a gradient in the parameter's place. A node of autograd for the parameter would keep
     the shape of the shard, and the next forward would use it.
@@ -105,7 +105,7 @@ class _Unlearned(torch.autograd.Function):
 
 
 class Shards:
-    """Hold what the parameters of one model show at rest, and the classes that say so.
+    """What the parameters of one model show at rest, and the classes that say so.
 
     ``in_forward``: whether the root's forward runs. ``work``: what works on shards now, as a backward or an
     optimizer does. Parameters have their own classes meanwhile.

@@ -24,7 +24,7 @@ Index = tuple[int, ...]  # one number per dimension
 
 @dataclass(frozen=True)
 class Part:
-    """Describe elements ``start:stop`` of the tensor ``name``, in the order of ``stride``, which is dense.
+    """The elements ``start:stop`` of the tensor ``name``, in the order of ``stride``, which is dense.
 
     ``whole``: the tensor is never cut, so that its owner may show it in its own shape.
     """

@@ -1,4 +1,4 @@
-"""Make what treats each element by itself right on a rank's piece of a tensor, and refuse all else by name.
+"""Pieces of tensors: what treats each element by itself is right on them, and all else refused by name.
 
 ``functions.py`` lists what is right. A piece is what this rank holds of a gradient, of a parameter between
 steps, of an optimizer's state, or of a value of a state dict, which ``torch.distributed.checkpoint`` stores
@@ -77,7 +77,7 @@ _NAMES_OF_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_siz
 
 
 class Owners(NamedTuple):
-    """Name the ranks that share gradients (``whole``: each has one owner), and the norms' device.
+    """The ranks that share gradients (``whole``: each has one owner), and the norms' device.
 
     ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
     meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
@@ -165,7 +165,7 @@ class OptimizerStep:
 
 
 class PieceSize:
-    """Tell a size of a piece: to print, to compare with others for equality, and to make tensors of.
+    """A size of a piece: to print, to compare with others for equality, and to make tensors of.
 
     No number, since Python adds a subclass of ``int`` to a float without a word.
     """
@@ -385,7 +385,7 @@ class Piece(Tensor):
 
 
 class PieceNorm(Piece):
-    """Mark norms of order ``order`` of this rank's pieces of gradients.
+    """The norms of order ``order`` of this rank's pieces of gradients.
 
     ``intervals``: with V virtual ranks, the norms of each one's interval: V more than the norms' dimensions.
     """

@@ -1,4 +1,4 @@
-"""Record the memory of one step: which storages exist when, by what they hold.
+"""The memory of one step: which storages exist when, by what they hold.
 
 Every operation passes through a dispatch mode, which sees every new tensor. Weak references report when a
 storage is freed. This works with and without data (torch's ``FakeTensorMode``), so that plans and
@@ -37,7 +37,7 @@ _LAYS_OUT = torch.ops.aten._foreach_copy_.default  # in backward, what the engin
 
 
 class MemoryPoint(NamedTuple):
-    """Hold the memory of one rank after one operation of the step. ``bytes``: one number per MEMORY_KIND."""
+    """The memory of one rank after one operation of the step. ``bytes``: one number per MEMORY_KIND."""
 
     phase: str  # forward | backward | update
     unit: str
@@ -49,7 +49,7 @@ class MemoryPoint(NamedTuple):
 
 
 class MemoryTimeline(NamedTuple):
-    """Hold the memory of one rank over one step, operation by operation."""
+    """The memory of one rank over one step, operation by operation."""
 
     points: tuple[MemoryPoint, ...]
 
@@ -75,7 +75,7 @@ class MemoryTimeline(NamedTuple):
 
 @dataclass(eq=False)
 class Life:
-    """Record memory in one storage: its size, what it holds, and the instants at which it came and went."""
+    """The memory in one storage: its size, what it holds, and the instants at which it came and went."""
 
     size: int
     kind: str
@@ -91,7 +91,7 @@ class Life:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Record every operation of a ``step`` over ``batches``, and the life of every storage, while entered."""
+    """Every operation of a ``step`` over ``batches``, and the life of every storage, while entered."""
 
     def __init__(self, step: Step, batches: Sequence[Sequence[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,4 @@
-"""Describe a plan in words and as a table.
-
-Its own file, since a plan is numbers, and this is how they are printed.
-"""
+"""A plan in words and as a table."""
 
 from __future__ import annotations
 

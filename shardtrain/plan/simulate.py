@@ -1,4 +1,4 @@
-"""Simulate one rank of any world without data: the engine's own layouts, schedule and optimizer.
+"""One rank of any world without data: the engine's own layouts, schedule and optimizer.
 
 The model is built on the meta device, and then gets tensors with shapes and storages but no memory. It takes
 two steps: the first makes the optimizer's state and shows the order of the units, the second is recorded.
@@ -29,7 +29,7 @@ from shardtrain.plan.transport import simulated
 
 @dataclass(frozen=True)
 class Question:
-    """Describe what to plan for. ``in_place``, ``inbox``: see `Simulated`."""
+    """What to plan for. ``in_place``, ``inbox``: see `Simulated`."""
 
     world_size: int
     replicate: int
@@ -43,7 +43,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the plan of ``question.rank`` for one step. Sizes are in bytes."""
+    """The plan of ``question.rank`` for one step. Sizes are in bytes."""
 
     question: Question
     accumulate: int

@@ -1,4 +1,4 @@
-"""Simulate the transport of one rank of a world that does not exist: its memory, and what it would send."""
+"""The transport of one rank of a world that does not exist: its memory, and what it would send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardtrain.layout import Layout
 
 
 class Simulated(Alone):
-    """Simulate rank ``rank`` of a shard group or replica group of ``world`` ranks that do not exist.
+    """A rank ``rank`` of a shard group or replica group of ``world`` ranks that do not exist.
 
     It allocates the memory and counts the traffic of a real transport, and moves nothing. With tensors that
     have no data (torch's ``FakeTensorMode``) one process can compute what a rank of 1,024 holds and sends.

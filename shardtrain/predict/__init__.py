@@ -1,1 +1,1 @@
-"""Predict the classes of images by a run: ``python -m shardtrain.predict run=RUN data.root=FOLDER``."""
+"""The classes of images by a run: ``python -m shardtrain.predict run=RUN data.root=FOLDER``."""

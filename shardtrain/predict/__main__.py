@@ -43,7 +43,7 @@ NO_CLASS = -1  # of an image that cannot be read
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where the images are, and how they are loaded."""
+    """The place of the images, and how they are loaded."""
 
     # folder of the images, in any folders inside it
     root: str = key()

@@ -1,7 +1,4 @@
-"""Compare the settings, images and learning rate of a run with those of the checkpoint that it continues.
-
-Its own file, since `resume.py` is about files and locks.
-"""
+"""The settings, images and learning rate of a run, compared with those of the checkpoint it continues."""
 
 from __future__ import annotations
 

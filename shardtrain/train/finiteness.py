@@ -1,7 +1,4 @@
-"""Check that losses and gradients are finite, and name what is not.
-
-Its own file, since the training loop is about steps that are well.
-"""
+"""The check that losses and gradients are finite, and the name of what is not."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from shardtrain.job.build import Job
 
 
 class Finiteness:
-    """Whether the gradients of steps are finite. In fp16 their scale may have been too high.
+    """A check of whether the gradients of steps are finite. In fp16 their scale may have been too high.
 
     The gradient's norm is the same number on every rank, and not finite if any element of any rank's gradient
     is not. So all ranks decide alike, and exchange the cause only then. On an accelerator the scaler skips

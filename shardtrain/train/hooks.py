@@ -1,7 +1,4 @@
-"""Report steps, and picture the first images. `saving.py` has the hook that evaluates and saves.
-
-Its own file, since the training loop knows no hook.
-"""
+"""The hooks that report steps and picture the first images. `saving.py` has the one that saves."""
 
 from __future__ import annotations
 

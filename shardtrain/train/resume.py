@@ -1,4 +1,4 @@
-"""Start a run anew, or resume it after the last step that an earlier process saved (see `saving.py`)."""
+"""The start of a run: anew, or after the last step that an earlier process saved (see `saving.py`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IDENTITY = "run"  # the file beside the checkpoints that holds the run's identit
 
 
 class Identity(NamedTuple):
-    """Identify a run. ``is_new``: it starts anew, and its directory does not have ``name`` yet."""
+    """A run's name. ``is_new``: it starts anew, and its directory does not have ``name`` yet."""
 
     name: str
     is_new: bool

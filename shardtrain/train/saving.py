@@ -1,4 +1,4 @@
-"""Save and evaluate a run when it is time to, and end it on a signal.
+"""The hook that saves and evaluates a run when it is time to, and ends it on a signal.
 
 Most of a run is a pure function of the configuration and the step: the order of the images, their random
 crops and augmentation, all random numbers of a model, the learning rate. All else is saved: parameters, their
@@ -36,7 +36,7 @@ from shardtrain.train.trainer import Hook, Trainer
 
 
 class Best(NamedTuple):
-    """Hold the best evaluation so far, by the score with this TensorBoard tag."""
+    """The best evaluation so far, by the score with this TensorBoard tag."""
 
     step: int
     score: float
@@ -44,7 +44,7 @@ class Best(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """Hold what a checkpoint says about the run so far."""
+    """What a checkpoint says about the run so far."""
 
     best: Best | None = None
     pending_evaluation: bool = False
@@ -74,7 +74,7 @@ def require_room(copy: Path, every: int, more: int) -> None:
 
 
 class Saver(Hook):
-    """Evaluate and save the run when it is time to, and end it if a rank got a signal.
+    """The evaluations and saves of a run when they are due, and its end if a rank got a signal.
 
     With each step, and each batch of an evaluation, ranks start an exchange of two numbers and read the
     previous one: whether a rank got a signal, and whether one is still writing. So all ranks act at the same

@@ -1,4 +1,4 @@
-"""Run a sweep by Hydra's sweeper: each job is a process of its own, or a torchrun of several ranks.
+"""A sweep by Hydra's sweeper: each job is a process of its own, or a torchrun of several ranks.
 
     python -m shardtrain.train -m +recipe=resnet optim.lr=0.001,0.002 "seed=range(3)" ranks=2
     python -m shardtrain.train -m "optim.lr=interval(0.001,0.1)" hydra/sweeper=optuna hydra.sweeper.n_trials=9
@@ -55,7 +55,7 @@ STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  #
 
 
 class Outcome(NamedTuple):
-    """Hold the result of a job."""
+    """The result of a job."""
 
     number: int
     overrides: Sequence[str]  # in which jobs differ
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Hold what the command line of a sweep says."""
+    """What the command line of a sweep says."""
 
     fixed: list[str]  # words and flags of every job
     swept: list[str]  # words in which jobs differ

@@ -1,4 +1,4 @@
-"""Compute a step in other ways than by accumulating: as virtual ranks, or as one CUDA graph."""
+"""Other ways to compute a step than by accumulating: as virtual ranks, or as one CUDA graph."""
 
 from __future__ import annotations
 
