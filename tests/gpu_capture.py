@@ -80,7 +80,7 @@ Step = Callable[..., list[Tensor]]
 
 
 class Model(NamedTuple):
-    """Describe a model and its images, [batch, 3, size, size]; ``make``: from the chance of a dropout."""
+    """A model and its images, [batch, 3, size, size]; ``make``: from the chance of a dropout."""
 
     make: Callable[[float], nn.Module]
     batch: int
@@ -128,7 +128,7 @@ CARD_ONLY = {
 
 
 class Scene(NamedTuple):
-    """Say what is trained by what, and what a step does besides forward, backward and update."""
+    """What is trained by what, and what a step does besides forward, backward and update."""
 
     model: str = SMALL
     wrapper: str = SHARDED
@@ -242,7 +242,7 @@ def by_hand(step: Step, recorder: devices.Recorder, warmup: int) -> Step:
 
 
 class Figures(NamedTuple):
-    """Hold what steps computed, and what they took."""
+    """What steps computed, and what they took."""
 
     losses: list[float]
     digest: str
@@ -306,7 +306,7 @@ def drawn(model: Model, count: int, device: torch.device) -> list[tuple[Tensor, 
 
 
 class Way(NamedTuple):
-    """Say how scenes run. ``counts``: the launches, under a profiler, which may end the process."""
+    """How scenes run. ``counts``: the launches, under a profiler, which may end the process."""
 
     is_dry: bool
     counts: bool
@@ -460,7 +460,7 @@ def run_rank(is_dry: bool) -> None:
 
 
 class Worker:
-    """Run scenes in a process of its own; ``log``: gets what it prints."""
+    """A process of its own that runs scenes; ``log``: gets what it prints."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self.process = subprocess.Popen(

@@ -261,7 +261,7 @@ def norms() -> None:
 
 
 class Case(NamedTuple):
-    """Describe a model and its images, [batch, 3, size, size]; ``title``: what ran, in findings."""
+    """A model and its images, [batch, 3, size, size]; ``title``: what ran, in findings."""
 
     title: str
     make: Callable[[], nn.Module]
@@ -520,7 +520,7 @@ def same_bits() -> None:
 
 
 class Part(NamedTuple):
-    """Describe a part: what runs it, its limit in seconds, and the process group that its ranks open."""
+    """A part: what runs it, its limit in seconds, and the process group that its ranks open."""
 
     run: Callable[[], None]
     limit_s: int

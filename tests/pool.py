@@ -44,7 +44,7 @@ def forkserver() -> Any:
 
 
 class LostRanks(AssertionError):
-    """Ranks died or did not answer; ``codes``: the exit code of each, None of one that runs."""
+    """An error: ranks died or did not answer; ``codes``: the exit code of each, None of one that runs."""
 
     def __init__(self, lines: list[str], codes: list[int | None]) -> None:
         super().__init__("\n".join(lines))

@@ -410,7 +410,7 @@ class SimulatedDevice:
 
 
 class Functions(TorchFunctionMode):
-    """Lets tensors say where they lie, and takes ``device="cuda"`` out of what is called."""
+    """A mode that lets tensors say where they lie, and takes ``device="cuda"`` out of what is called."""
 
     def __init__(self, sim: SimulatedDevice) -> None:
         super().__init__()
@@ -570,7 +570,7 @@ def written(func: Any) -> tuple[list[str], set[str], bool]:
 
 
 class Operations(TorchDispatchMode):
-    """Notes what every operation reads and writes, in which stream."""
+    """A mode that notes what every operation reads and writes, in which stream."""
 
     def __init__(self, sim: SimulatedDevice) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ UNJOINED = "CUDA error: capturing stream has unjoined work"
 
 
 class Recordings:
-    """Hold the graphs that were recorded."""
+    """The graphs that were recorded."""
 
     def __init__(self, sim: SimulatedDevice) -> None:
         self.sim = sim
@@ -103,7 +103,7 @@ def recorder(device: SimulatedDevice) -> Iterator[Recordings]:
 
 
 class Outside:
-    """Show a tensor that was there before a recording, as long as its memory is there, too."""
+    """A tensor that was there before a recording, shown as long as its memory is there, too."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
@@ -125,7 +125,7 @@ class Outside:
 
 
 class Recording(TorchDispatchMode):
-    """Note every operation of the device, and repeat them: a `torch.cuda.CUDAGraph`.
+    """Every operation of the device, noted to be repeated: a `torch.cuda.CUDAGraph`.
 
     ``streams``: those that take part, with how much of each was there when it came in.
     """

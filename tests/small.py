@@ -24,7 +24,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Block(nn.Module):
-    """Residual: conv, norm, in-place ReLU."""
+    """A residual block: conv, norm, in-place ReLU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class OddNet(nn.Module):
-    """3×5×5 images to 5 classes; a 0-dim parameter, odd widths, three blocks: the last two stay gathered."""
+    """A net of 3×5×5 images to 5 classes: a 0-dim parameter, odd widths, three blocks; the last two stay."""
 
     def __init__(self, width: int = 7, blocks: int = 3) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class OddNet(nn.Module):
 
 
 class Vit(VisionTransformer):
-    """On 5×5 images. Without dropout, which aot_eager cannot differentiate behind attention."""
+    """A ViT on 5×5 images. Without dropout, which aot_eager cannot differentiate behind attention."""
 
     def __init__(self) -> None:
         super().__init__(5, 1, 2, 3, 9, 19, num_classes=5)

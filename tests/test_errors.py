@@ -15,7 +15,7 @@ PACKAGE = Path(shardtrain.__file__).parent
 ERRORS = {
     "Diverged": (RuntimeError, ["comm", "comm.guard"]),
     "PeerLost": (RuntimeError, ["comm", "comm.guard"]),
-    "ReplayMismatch": (RuntimeError, ["public", "engine.replay"]),
+    "ReplayMismatch": (RuntimeError, ["public", "bits.replay"]),
     "SaveFailed": (RuntimeError, ["checkpoint", "checkpoint.store"]),
     "Damaged": (ValueError, ["checkpoint", "checkpoint.manifest"]),
     "UserError": (ValueError, ["config.errors"]),

@@ -41,7 +41,7 @@ Around = Callable[[torch.device], contextlib.AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Way:
-    """Describe how a model is sharded, and what a step does besides forward, backward and update.
+    """How a model is sharded, and what a step does besides forward, backward and update.
 
     ``tolerance``: how far the updates may be from those of the plain model in fp32, see `deviation`.
     """
@@ -190,7 +190,7 @@ WAYS = {
 
 
 class Result(NamedTuple):
-    """Hold this rank's losses, and by how much each parameter, or its average, has changed."""
+    """This rank's losses, and by how much each parameter, or its average, has changed."""
 
     losses: list[float]
     updates: dict[str, Tensor]
@@ -370,7 +370,7 @@ def deviation(result: Result, expected: Result) -> float:
 
 
 class Recurrent(nn.Module):
-    """Call `flatten_parameters` before the recurrent network, as torch advises: it moves weights."""
+    """A recurrent network after `flatten_parameters`, as torch advises: it moves weights."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()

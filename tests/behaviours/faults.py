@@ -18,7 +18,7 @@ def average(params: Sequence[Tensor]) -> None:
 
 
 class Honest:
-    """Keep the whole model on every rank, and average gradients when backward ends."""
+    """A wrapper that keeps the whole model on every rank, and averages gradients when backward ends."""
 
     def shard(self, model: nn.Module) -> nn.Module:
         self.params = list(model.parameters())

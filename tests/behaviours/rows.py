@@ -32,7 +32,7 @@ class Wrong(Exception):
 
 
 class Row(NamedTuple):
-    """Hold what a row does with a wrapper; ``named``: what a refusal names, a regular expression."""
+    """What a row does with a wrapper; ``named``: what a refusal names, a regular expression."""
 
     kind: str
     run: Callable[[Wrapper], object]

@@ -43,7 +43,7 @@ BLOCKS: tuple[type[nn.Module], ...] = (BasicBlock, Bottleneck, EncoderBlock)
 
 @dataclass(frozen=True)
 class Contender:
-    """Hold a wrapped model and its optimizer."""
+    """A wrapped model and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer | LeastWork
@@ -140,7 +140,7 @@ def _bound(model: nn.Module, dtype: Dtype, device: torch.device) -> Contender:
 
 
 class LeastWork:
-    """Stand for an optimizer: do once per step what ranks that share memory must, and wait for nobody.
+    """An optimizer's stand-in that does per step what ranks that share memory must, and waits for nobody.
 
     A rank writes the gradients that others own, adds those that it is sent to its own, and updates what it
     owns, here the first part of the model.
@@ -204,7 +204,7 @@ VITS = {"vit": (6, 6, 384), "tiny": (2, 2, 32)}  # layers, heads and width
 
 @dataclass(frozen=True)
 class Case:
-    """Describe a model and its images."""
+    """A model and its images."""
 
     architecture: str
     image_size: int  # pixels

@@ -66,7 +66,7 @@ SETTLED = 5  # steps before the first timed one
 
 
 class Layers(nn.Module):
-    """Multiply by each of ``count`` weights: a unit in which the model itself costs little."""
+    """A product by each of ``count`` weights: a unit in which the model itself costs little."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """Describe a model, its unit, and its images [batch, ...]; of ``classes`` it computes a loss."""
+    """A model, its unit, and its images [batch, ...]; of ``classes`` it computes a loss."""
 
     build: Callable[[], nn.Module]
     unit: type[nn.Module]
@@ -114,7 +114,7 @@ ON_GPUS = ("vit_s", "wide", "vit48")
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold the command line's settings."""
+    """The command line's settings."""
 
     device: torch.device
     cases: tuple[str, ...]
@@ -170,7 +170,7 @@ def read(arguments: Sequence[str]) -> Settings:
 
 
 class Contender:
-    """Hold one model, ready to step, and what its steps have taken.
+    """One model, ready to step, and what its steps have taken.
 
     ``seconds``: of each phase, per step; of the host on a GPU. ``whole``: of the whole step, with the device.
     """
@@ -276,7 +276,7 @@ def slopes(costs: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass
 class Report:
-    """Collect lines to print, and what a file of results has."""
+    """The lines to print, and what a file of results has."""
 
     lines: list[str] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Samples:
-    """Hold one runner's measurements."""
+    """One runner's measurements."""
 
     values: list[float] = field(default_factory=list)  # seconds of the timed rounds; or bytes
     losses: list[float] = field(default_factory=list)  # of all rounds, means over ranks

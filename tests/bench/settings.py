@@ -31,7 +31,7 @@ ON_GPUS: dict[str, Any] = {"model": "resnet50_224", "precision": "bf16", "channe
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold the command line's settings."""
+    """The command line's settings."""
 
     model: str
     precision: str
