@@ -32,11 +32,11 @@ from itertools import accumulate, pairwise, repeat
 from typing import Literal, NamedTuple
 
 
-class Piece(NamedTuple):
-    """The part of one parameter that one rank owns, in elements.
+class Span(NamedTuple):
+    """The elements of one parameter that one rank owns.
 
-    ``start:stop`` counts from the parameter's first element. ``offset`` is where the piece begins in the
-    rank's interval. An empty piece has ``start == stop``.
+    ``start:stop`` counts from the parameter's first element. ``offset`` is where the span begins in the
+    rank's interval. An empty span has ``start == stop``.
     """
 
     start: int
@@ -100,7 +100,7 @@ class Layout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Positions at which a rank's piece of a parameter begins; with virtual ranks, a virtual rank's."""
+        """Positions at which a rank's span of a parameter begins; with virtual ranks, a virtual rank's."""
         places = {*self.offsets, *(self.cuts or self.bounds)}
         return tuple(sorted(place for place in places if place < self.end))
 
@@ -112,27 +112,27 @@ class Layout:
         """Return the number of elements in rank ``rank``'s interval, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return rank ``rank``'s piece of each parameter, in the order of ``sizes``."""
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """Return rank ``rank``'s span of each parameter, in the order of ``sizes``."""
         low = self.bounds[rank]
         high = self.bounds[rank + 1]
-        pieces = []
+        spans = []
         for offset, size in zip(self.offsets, self.sizes, strict=True):
             start = min(max(low - offset, 0), size)
             stop = min(max(high - offset, start), size)
-            pieces.append(Piece(start, stop, offset + start - low if stop > start else 0))
-        return tuple(pieces)
+            spans.append(Span(start, stop, offset + start - low if stop > start else 0))
+        return tuple(spans)
 
-    def virtual_pieces(self, piece: Piece, rank: int) -> list[tuple[int, slice]]:
-        """Return the virtual ranks whose intervals rank ``rank``'s ``piece`` meets, with its part in each.
+    def virtual_spans(self, span: Span, rank: int) -> list[tuple[int, slice]]:
+        """Return the virtual ranks whose intervals rank ``rank``'s ``span`` meets, with its part in each.
 
-        A part is a slice of the piece, in elements.
+        A part is a slice of the span, in elements.
         """
-        position = self.bounds[rank] + piece.offset
+        position = self.bounds[rank] + span.offset
         parts = []
         for virtual, (low, high) in enumerate(pairwise(self.cuts)):
             start = max(low - position, 0)
-            stop = min(high - position, piece.numel)
+            stop = min(high - position, span.numel)
             if start < stop:
                 parts.append((virtual, slice(start, stop)))
         return parts

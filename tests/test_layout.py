@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.layout import Layout, Piece, WholeCut, cut_of, even
+from shardtrain.layout import Layout, Span, WholeCut, cut_of, even
 
 sizes = st.lists(st.integers(0, 200), max_size=12)
 worlds = st.integers(1, 9)
@@ -14,17 +14,17 @@ def test_the_docstrings_worked_numbers() -> None:
     layout = even([3, 5, 2], world=2, align=4)
     assert layout.bounds == (0, 8, 16)
     assert layout.offsets == (0, 4, 12)
-    assert layout.pieces(0) == (Piece(0, 3, 0), Piece(0, 4, 4), Piece(0, 0, 0))
-    assert layout.pieces(1) == (Piece(3, 3, 0), Piece(4, 5, 0), Piece(0, 2, 4))
+    assert layout.spans(0) == (Span(0, 3, 0), Span(0, 4, 4), Span(0, 0, 0))
+    assert layout.spans(1) == (Span(3, 3, 0), Span(4, 5, 0), Span(0, 2, 4))
     layout = cut_of("whole", world=2)([3, 5, 2], 4)
     assert layout.bounds == (0, 8, 16)
     assert layout.offsets == (8, 0, 12)
-    assert layout.pieces(0) == (Piece(0, 0, 0), Piece(0, 5, 0), Piece(0, 0, 0))
-    assert layout.pieces(1) == (Piece(0, 3, 0), Piece(5, 5, 0), Piece(0, 2, 4))
+    assert layout.spans(0) == (Span(0, 0, 0), Span(0, 5, 0), Span(0, 0, 0))
+    assert layout.spans(1) == (Span(0, 3, 0), Span(5, 5, 0), Span(0, 2, 4))
 
 
 @given(st.sampled_from(["even", "whole"]), sizes, worlds, aligns)
-def test_pieces_tile_every_parameter_and_lie_where_the_flat_vector_says(
+def test_spans_tile_every_parameter_and_lie_where_the_flat_vector_says(
     policy: str, sizes: list[int], world: int, align: int
 ) -> None:
     """In rank order; the rest is elsewhere; no two parameters overlap."""
@@ -38,9 +38,9 @@ def test_pieces_tile_every_parameter_and_lie_where_the_flat_vector_says(
     for rank in range(world):
         mine = flat[layout.interval(rank)]
         assert len(mine) == layout.length(rank)
-        for index, piece in enumerate(layout.pieces(rank)):
-            own = range(piece.start, piece.stop)
-            assert mine[piece.offset : piece.offset + piece.numel] == [(index, element) for element in own]
+        for index, span in enumerate(layout.spans(rank)):
+            own = range(span.start, span.stop)
+            assert mine[span.offset : span.offset + span.numel] == [(index, element) for element in own]
             tiles[index] += own
     assert tiles == [list(range(size)) for size in sizes]
 
@@ -55,7 +55,7 @@ def test_whole_parameters_have_one_owner_and_balance_over_all_units(
     assert layouts == [again(sizes, align) for sizes in units], "every rank must find the same"
     owned = [0] * world
     for sizes, layout in zip(units, layouts, strict=True):
-        held = [[piece.numel for piece in layout.pieces(rank)] for rank in range(world)]
+        held = [[span.numel for span in layout.spans(rank)] for rank in range(world)]
         for size, of_ranks in zip(sizes, zip(*held, strict=True), strict=True):
             assert sorted(of_ranks) == [0] * (world - 1) + [size]
         for rank in range(world):

@@ -210,11 +210,11 @@ class Segment:
         narrowest = min(params[0].element_size(), compute.itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in params], align)
-        self.pieces = self.layout.pieces(channel.rank)
+        self.spans = self.layout.spans(channel.rank)
         self.members: list[ShardedParam] = []
         # One rank has all of each parameter. Its virtual ranks cut them in the order of memory.
         is_whole = self.layout.whole or (channel.world == 1 and not self.layout.virtual)
-        for info, param, (start, stop, offset) in zip(infos, params, self.pieces, strict=True):
+        for info, param, (start, stop, offset) in zip(infos, params, self.spans, strict=True):
             part = Part(info.name, tuple(param.shape), dense_stride(param), start, stop, is_whole)
             self.members.append(ShardedParam(info, part, offset))
         self.channel = channel
@@ -266,8 +266,8 @@ class Segment:
         if virtual and channel.all_ranks.world == 1:
             alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
         owners = Owners(weakref.ref(channel), self.full.device, self.layout.whole, virtual)
-        for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
-            parts = self.layout.virtual_pieces(piece, channel.rank) if virtual else ()
+        for member, view, span in zip(self.members, self.views_of(self.full), self.spans, strict=True):
+            parts = self.layout.virtual_spans(span, channel.rank) if virtual else ()
             owners_of_member = owners._replace(parts=parts, elements=member.part.elements, part=member.part)
             member.set_views(self.local, view, owners_of_member, not alone)
             become(member.param, member.local_view)
