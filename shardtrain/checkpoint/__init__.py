@@ -18,7 +18,7 @@ from torch import nn
 from shardtrain.checkpoint.content import Averages, collect
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import problem_with_nul
-from shardtrain.checkpoint.store import Draft, writer_of
+from shardtrain.checkpoint.store import Draft, file_writer
 from shardtrain.engine.hooks import engine_of
 from shardtrain.errors import Damaged, SaveFailed
 
@@ -63,7 +63,7 @@ def save(
             problem = f"{error.filename}: {error.strerror}"
     with engine.driver.working():
         content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
-    Draft(path, content, all_ranks).save(writer_of(content))
+    Draft(path, content, all_ranks).save(file_writer(content))
 
 
 def load(

@@ -49,7 +49,7 @@ TEMPORARY = ".tmp-"
 ASIDE = "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
 
-Writer = Callable[[Path], Record]  # writes this rank's file as a new one
+FileWriter = Callable[[Path], Record]  # writes this rank's file as a new one
 
 
 class Snapshot:
@@ -89,7 +89,7 @@ class Draft:
         self.record: Record | None = None  # of this rank's file
         self._all_ranks = all_ranks
 
-    def write(self, write_file: Writer) -> None:
+    def write(self, write_file: FileWriter) -> None:
         """Write this rank's file."""
         self._temporary.mkdir(parents=True, exist_ok=True)
         self.record = write_file(self._temporary / self.file)
@@ -118,7 +118,7 @@ class Draft:
             shutil.rmtree(self._temporary, ignore_errors=True)
         return SaveFailed(f"{self.path} was not saved: {problems}")
 
-    def save(self, write_file: Writer) -> None:
+    def save(self, write_file: FileWriter) -> None:
         """Write, gather and commit at once."""
         self.gather(self.problem_of(partial(self.write, write_file)))
         self.agree(self.problem_of(self.commit))
@@ -134,7 +134,7 @@ class Draft:
         return ""
 
 
-def writer_of(content: Content) -> Writer:
+def file_writer(content: Content) -> FileWriter:
     return lambda path: write_tensors(path, content.tensors, content.notes)
 
 
@@ -220,7 +220,7 @@ def rehearse(directory: Path, all_ranks: Ranks) -> bool:
     path = directory / f"{TEMPORARY}rehearsal-{content.token}"
     draft = Draft(path, content, all_ranks)
     try:
-        draft.save(writer_of(content))
+        draft.save(file_writer(content))
         open_checkpoint(path, all_ranks)
     finally:
         if rank == 0:
@@ -314,25 +314,25 @@ class Store:
             self._step = step
             self._retain = partial(retain, self.directory, self._keep, best)
             draft = Draft(path, content, self._all_ranks)
-            self._start(draft, partial(draft.write, self._writer_of_copy(content, in_memory)))
+            self._start(draft, partial(draft.write, self._copier(content, in_memory)))
         return problem
 
     def _save_in_memory(self, memory: Path, step: int, content: Content) -> Draft:
         draft = Draft(memory / step_name(step), content, self._all_ranks)
-        draft.save(writer_of(content))
+        draft.save(file_writer(content))
         if self._all_ranks.rank == 0:
             retain(memory, keep=1)
         self.latest_in_memory = step
         return draft
 
-    def _writer_of_copy(self, content: Content, in_memory: Draft | None) -> Writer:
+    def _copier(self, content: Content, in_memory: Draft | None) -> FileWriter:
         """Return what writes a copy of this rank's file: the one in memory, or a copy made here."""
         try:
             if in_memory is not None:
                 assert in_memory.record is not None, "saved"
                 source = open_plain(in_memory.path / in_memory.file)  # now, since the next step replaces it
                 return partial(copy_file, source, in_memory.record)
-            return writer_of(content._replace(tensors=self._snapshot.copy(content.tensors)))
+            return file_writer(content._replace(tensors=self._snapshot.copy(content.tensors)))
         except (OSError, ValueError, MemoryError, RuntimeError) as error:
             return partial(_fail, error)  # in the thread, so that all ranks learn of it
 

@@ -108,7 +108,7 @@ class Saver(Hook):
         """Evaluate the step from which this process resumes, if pending. Raises Stopped on a signal."""
         step = self._job.first_step
         if self.pending_evaluation:
-            self._evaluate(step)
+            self._evaluate_step(step)
             if self.pending_evaluation:
                 self._stop(step, self._evaluation_signal)
         trainer.end = trainer.end or self._why_stale(step)
@@ -121,7 +121,7 @@ class Saver(Hook):
         """
         every = self._config.train.eval_every * self._job.steps_per_epoch
         evaluate = step == self._job.steps or step % every == 0
-        better = evaluate and self._evaluate(step)
+        better = evaluate and self._evaluate_step(step)
         signal, busy = self._exchange()
         signal = signal or self._evaluation_signal
         trainer.end = trainer.end or self._why_stale(step)
@@ -154,7 +154,7 @@ class Saver(Hook):
             self._store.finish()
         if self._job.test is not None:
             with self._metrics.paused("evaluation"):
-                self._monitor.tested(self._monitor.latest, self.evaluation(self._job.test))
+                self._monitor.tested(self._monitor.latest, self._evaluate(self._job.test))
 
     def _why_stale(self, step: int) -> str:
         """Return why `train.patience` ends with the evaluation after ``step``; "" if it does not."""
@@ -166,7 +166,7 @@ class Saver(Hook):
             return ""
         return f"no better {train.best} in {train.patience} evaluations"
 
-    def _evaluate(self, step: int) -> bool:
+    def _evaluate_step(self, step: int) -> bool:
         """Evaluate, and return whether the model is the best so far.
 
         If a rank gets a signal meanwhile, the evaluation stays pending for the process that resumes.
@@ -174,7 +174,7 @@ class Saver(Hook):
         self.pending_evaluation = True
         with self._metrics.paused("evaluation"):
             try:
-                evaluation = self.evaluation(self._job.val)
+                evaluation = self._evaluate(self._job.val)
             except Stopped as stopped:
                 self._evaluation_signal = stopped.number
                 return False
@@ -201,7 +201,7 @@ class Saver(Hook):
             return math.nan
         return scores.get(self._config.train.best, math.nan)
 
-    def evaluation(self, feed: EvalFeed) -> Evaluation:
+    def _evaluate(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         job = self._job
         return evaluate(job.model, feed, job.scoring, ema=job.ema, before_batch=self._raise_signal)

@@ -217,12 +217,12 @@ def judged(score: float, best: Best | None, *words: str, loss: float = 1.0) -> A
     saver._metrics, saver._monitor, saver._job, saver._trainer = (MagicMock() for _ in range(4))
     saver._config = composed("+recipe=resnet", *TINY, *words)
     saver.best = best
-    saver.evaluation = lambda feed: MagicMock(
+    saver._evaluate = lambda feed: MagicMock(
         ranking=lambda: {"loss/val": loss, saver._config.train.best: score}
     )
     train = saver._config.train
     saver._job.scoring = Scoring(is_minimised=train.best == "loss/val")
-    better = saver._evaluate(7)
+    better = saver._evaluate_step(7)
     assert saver._monitor.say.called == math.isnan(score + loss)
     return better, saver.best
 
