@@ -119,8 +119,8 @@ def recording(
 
     with ExitStack() as stack:
         for name in names:
-            hooked = module.get_submodule(name)
-            stack.enter_context(hooked.register_forward_hook(partial(output, name)))
+            unit = module.get_submodule(name)
+            stack.enter_context(unit.register_forward_hook(partial(output, name)))
         for name, param in module.named_parameters():
             if param.requires_grad:
                 stack.enter_context(param.register_hook(partial(add, record.gradients, name)))

@@ -27,9 +27,9 @@ from shardtrain.comm.trace import (
     BROADCAST,
     ENTER,
     GATHER,
+    GRAPH,
     NOTES,
     REDUCE,
-    REPLAY,
     Movement,
     count,
 )
@@ -80,14 +80,14 @@ class Ranks:
         """Wait for ranks that share memory, at ``ENTER`` and ``LEAVE``; do not wait for `trace.NOTES`.
 
         ``name``: what is noted: which optimizer steps, with which options, or which parameters train. A
-        replay of a captured step begins with ``REPLAY`` where another rank's step begins with ``ENTER``.
+        replay of a captured step begins with ``GRAPH`` where another rank's step begins with ``ENTER``.
         """
         if self.world == 1:
             return
         paths = self.guard.paths
-        if what in (ENTER, REPLAY):
+        if what in (ENTER, GRAPH):
             paths.forward += 1
-        is_begin = what is REPLAY or (what is ENTER and paths.captures)
+        is_begin = what is GRAPH or (what is ENTER and paths.captures)
         if what in NOTES or self.in_place or is_begin:
             self.guard.post(what, name)
         self.transport.fence(what)

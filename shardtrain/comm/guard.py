@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from shardtrain.comm import hints
-from shardtrain.comm.trace import MOVEMENTS, NOTES, REPLAY, Movement
+from shardtrain.comm.trace import GRAPH, MOVEMENTS, NOTES, Movement
 from shardtrain.errors import Diverged as Diverged
 from shardtrain.errors import PeerLost as PeerLost
 
@@ -153,7 +153,7 @@ class Paths:
         """Raise `Diverged` unless all ranks have the same hash. ``hashes``: by rank, from `to_compare`."""
         last = self.forward
         kinds = {rank: MOVEMENTS[kind] for rank, (_, _, kind) in hashes.items()}
-        if REPLAY in kinds.values() and len({*kinds.values()}) > 1:
+        if GRAPH in kinds.values() and len({*kinds.values()}) > 1:
             doing = [f"{named([rank])} is {kind.doing} a step" for rank, kind in kinds.items()]
             raise Diverged(f"forward {last}: {odd_ones_out(kinds)}: {', '.join(doing)}{hints.CAPTURE}")
         if len({*hashes.values()}) > 1:

@@ -10,10 +10,10 @@ from shardtrain.comm.trace import (
     AVERAGE,
     ENTER,
     GATHER,
+    GRAPH,
     LEAVE,
     MOVEMENTS,
     REDUCE,
-    REPLAY,
     SHARE,
     STEP,
     TRAIN,
@@ -65,7 +65,7 @@ class Hint(NamedTuple):
 
 
 HINTS = (
-    Hint({REPLAY}, ANY, CAPTURE),
+    Hint({GRAPH}, ANY, CAPTURE),
     Hint({STEP}, {STEP}, OPTIONS),
     # Noted as a forward or backward begins, before the steps of optimizers.
     Hint({TRAIN}, OF_FORWARDS | {TRAIN, STEP}, FROZEN),

@@ -31,7 +31,7 @@ from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
 from shardtrain.comm.native import living
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.trace import ENTER, LEAVE, REPLAY, Movement
+from shardtrain.comm.trace import ENTER, GRAPH, LEAVE, Movement
 from shardtrain.comm.transport import Move, Pending, Transport, Vector, intervals
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class ProcessGroupTransport(Transport):
 
         Where steps are captured, also as they begin: another rank may replay, and has no ``LEAVE``.
         """
-        compares = what is LEAVE or (self._paths.captures and what in (ENTER, REPLAY))
+        compares = what is LEAVE or (self._paths.captures and what in (ENTER, GRAPH))
         row = self._paths.to_compare() if compares and native.moves_bytes(self.group) else None
         if row is not None:
             own_row = torch.tensor(row, device=self._device_types[0])

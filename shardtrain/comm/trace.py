@@ -44,7 +44,7 @@ class Movement(Enum):
     STEP = "fence", "stepping"  # the optimizer, since the last forward
     SHARE = "", "sharing"  # memory, between the ranks of a host
     TRAIN = "fence", "training"  # other parameters than before: users have frozen some, or set them free
-    REPLAY = "fence", "replaying"  # a step that was captured
+    GRAPH = "fence", "replaying"  # a step that was captured
     ADD = "fence", "adding"  # to gradients that `zero_grad` has not cleared
 
     def __init__(self, counted: str, doing: str) -> None:
@@ -55,7 +55,7 @@ class Movement(Enum):
 
 # Module-level names, since every unit uses them in every step: `Movement.GATHER` takes ten times as long.
 MOVEMENTS = tuple(Movement)
-GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, TRAIN, REPLAY, ADD = (
+GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, TRAIN, GRAPH, ADD = (
     Movement
 )
 
@@ -132,7 +132,7 @@ def meter() -> Iterator[Meter]:
 def captured() -> Iterator[Meter]:
     """Count the collectives inside the ``with`` block apart: they are recorded, and have not run yet.
 
-    No meter measures a wait there. `replayed` counts them at each replay.
+    No meter measures a wait there. `add_graph` counts them at each launch of the graph.
     """
     open_meters = _meters.copy()
     current = Meter(times=False)
@@ -143,7 +143,7 @@ def captured() -> Iterator[Meter]:
         _meters[:] = open_meters
 
 
-def replayed(recorded: Meter) -> None:
+def add_graph(recorded: Meter) -> None:
     """Count the collectives that ``recorded`` has, once more."""
     for current in _meters:
         current.calls.update(recorded.calls)

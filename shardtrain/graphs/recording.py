@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.comm import trace
-from shardtrain.comm.trace import REPLAY
+from shardtrain.comm.trace import GRAPH
 from shardtrain.engine.hooks import Engine
 from shardtrain.graphs.uncapturable import Operations, explained, refuse_drawn, tensors_of
 
@@ -67,14 +67,14 @@ class Recording(NamedTuple):
         self._fill(inputs, grads)
         channel = engine.channel
         paths = channel.guard.paths
-        channel.fence(REPLAY, self.name)  # at its first forward, as ranks that run the step
+        channel.fence(GRAPH, self.name)  # at its first forward, as ranks that run the step
         paths.forward += self.counts.forwards - 1
         waits = channel.all_ranks.world > 1
         with channel.guard.waiting(paths.end - 1) if waits else nullcontext():
             self.launch()
         if not all(map(is_, grads, self.left)):
             set_gradients(self.params.values(), self.left)
-        trace.replayed(self.counts.sent)
+        trace.add_graph(self.counts.sent)
         engine.units[0].account.saw(self.counts.peak)
 
     def _fill(self, inputs: Any, grads: Sequence[Tensor | None]) -> None:

@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement, permutations, product
 import pytest
 
 from shardtrain.comm import guard, hints
-from shardtrain.comm.trace import MOVEMENTS, REPLAY, Movement
+from shardtrain.comm.trace import GRAPH, MOVEMENTS, Movement
 
 TEXTS = {
     "R": hints.CAPTURE,
@@ -21,7 +21,7 @@ TEXTS = {
 
 # The upper triangle, by the names of `Movement`: one rank does the row's, another the column's.
 EXPECTED = """
-            GATHER REDUCE AVERAGE ALL_REDUCE BROADCAST ALL_TO_ALL ENTER LEAVE STEP SHARE TRAIN REPLAY ADD
+            GATHER REDUCE AVERAGE ALL_REDUCE BROADCAST ALL_TO_ALL ENTER LEAVE STEP SHARE TRAIN GRAPH ADD
 GATHER      U      V      V       C          C          C          U     U     S    U     F     R      A
 REDUCE             U      U       B          B          B          V     V     B    V     F     R      A
 AVERAGE                   U       B          B          B          V     V     B    V     F     R      A
@@ -33,7 +33,7 @@ LEAVE                                                                    U     S
 STEP                                                                           O    S     F     R      B
 SHARE                                                                               C     F     R      A
 TRAIN                                                                                     F     R      F
-REPLAY                                                                                          R      R
+GRAPH                                                                                          R      R
 ADD                                                                                                    A
 """
 
@@ -79,7 +79,7 @@ def test_three_ranks_have_one_hint_in_any_order() -> None:
     for movements in combinations_with_replacement(MOVEMENTS, 3):
         texts = {text_of(*order).partition("unit 2")[2] for order in permutations(movements)}
         assert len(texts) == 1, movements
-        assert (texts == {hints.CAPTURE}) == (REPLAY in movements), movements
+        assert (texts == {hints.CAPTURE}) == (GRAPH in movements), movements
 
 
 def test_each_row_decides_for_some_pair() -> None:

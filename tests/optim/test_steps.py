@@ -351,7 +351,7 @@ def test_a_step_that_fails_by_itself_leaves_no_pieces_of_state() -> None:
     assert net[0].weight.numel() + 0 == 1200
 
 
-class Hooked(torch.optim.SGD):
+class Hooking(torch.optim.SGD):
     """Registers a hook of its own steps."""
 
     def __init__(self, params: Any, kind: str = "pre", norms: bool = True) -> None:
@@ -372,9 +372,9 @@ class Hooked(torch.optim.SGD):
 @each_rank(2, transport="shared")
 def test_hooks_that_a_class_registers_see_pieces(kind: str) -> None:
     net = with_gradients(small.shard(nn.Linear(5, 6)))
-    Hooked(net.parameters(), kind=kind, norms=False).step()
+    Hooking(net.parameters(), kind=kind, norms=False).step()
     with pytest.raises(ValueError, match=r"clamp_min of weight, a parameter at rest, would see"):
-        Hooked(net.parameters(), kind=kind).step()
+        Hooking(net.parameters(), kind=kind).step()
 
 
 @each_rank(2)
