@@ -17,7 +17,6 @@ from torch import nn
 
 from shardtrain.checkpoint.content import Averages, collect
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
-from shardtrain.checkpoint.manifest import problem_with_nul
 from shardtrain.checkpoint.store import Draft, file_writer
 from shardtrain.engine.hooks import engine_of
 from shardtrain.errors import Damaged, SaveFailed
@@ -53,14 +52,14 @@ def save(
     engine = engine_of(module)
     all_ranks = engine.channel.all_ranks
     path = Path(path)
-    problem = problem_with_nul(path)
-    if all_ranks.rank == 0 and not problem:
+    problem = ""
+    if all_ranks.rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 problem = f"{path}: exists already, and a checkpoint is never overwritten"
-        except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
+        except (OSError, ValueError) as error:  # ValueError for a NUL
+            problem = str(error)
     with engine.driver.working():
         content = collect(path, module, optimizer, extra=extra, facts={}, averages=averages, problem=problem)
     Draft(path, content, all_ranks).save(file_writer(content))

@@ -79,17 +79,6 @@ def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
             yield raw[start : start + BLOCK_BYTES]
 
 
-def copy_file(source: io.FileIO, record: Record, path: Path) -> Record:
-    """Write the open file ``source``, which ``record`` describes, as a new file; wait until it is on disk."""
-    with source, path.open("xb", buffering=0) as file:
-        size = os.fstat(source.fileno()).st_size
-        done = 0
-        while done < size:
-            done += os.sendfile(file.fileno(), source.fileno(), done, size - done)
-        os.fsync(file.fileno())
-    return record
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a new text file, and wait until it is on disk."""
     _write(path, [memoryview(text.encode())])

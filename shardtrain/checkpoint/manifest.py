@@ -104,15 +104,8 @@ def write_manifest(directory: Path, text: str) -> None:
     write_text(directory / DIGEST_NAME, digest_line(text))
 
 
-def problem_with_nul(path: Path) -> str:
-    """Return what is wrong with a path that holds a NUL; empty for others. Some calls take it for a file."""
-    return "its path has a NUL, which no path can have" if "\0" in str(path) else ""
-
-
 def read_manifest(directory: Path) -> str:
     """Read the manifest's text, and check it against its digest. Raises ValueError, naming the file."""
-    if problem := problem_with_nul(directory):
-        raise Damaged(problem)
     text = read_text(directory / NAME, MOST_BYTES)
     if read_text(directory / DIGEST_NAME, 1000) != digest_line(text):
         raise Damaged(f"{NAME} does not match {DIGEST_NAME}")

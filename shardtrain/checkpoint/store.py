@@ -3,16 +3,15 @@
 In a save every rank writes its file, rank 0 the manifest, and one rename commits:
 
     agree    all     content is collected and compared
-    copy     each    into this host's memory
+    copy     each    into memory of the process
     write    each    `.tmp-step-00000120-3f2a90c1/rank-NNNNN.safetensors`, hashed while written, fsynced
     commit   rank 0  manifest.json and manifest.sha256, fsynced; the directory fsynced; renamed to
                      `step-00000120`; the directory above fsynced; old checkpoints are deleted
 
 Training waits for the copy alone. `write` and `commit` communicate nothing, so one thread runs them while
 ranks train; between them, in the main thread, ranks exchange their results. With a place in memory
-(`memory.py`) the copy is a committed directory there, by the same steps at once, and the disk gets a copy of
-its files. Without one, or if there is no room in it, the copy lies in the process. A new checkpoint is
-committed before the old one is deleted.
+(`memory.py`) a step is also saved there, by the same steps at once. A new checkpoint is committed before the
+old one is deleted.
 
 A kill at any moment leaves either the state before and a `.tmp-` directory that nobody reads, or the new
 checkpoint, complete. A save that fails on one rank raises the same `SaveFailed` on all ranks, in the next
@@ -36,7 +35,7 @@ import torch
 from torch import nn
 
 from shardtrain.checkpoint.content import Averages, Content, Named, agree, collect, exchange
-from shardtrain.checkpoint.files import Record, copy_file, open_plain, sync_directory, write_tensors
+from shardtrain.checkpoint.files import Record, sync_directory, write_tensors
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import dump, file_name, write_manifest
 from shardtrain.comm.channel import Ranks
@@ -52,24 +51,15 @@ _STEP = re.compile(r"step-(\d{8,})")
 FileWriter = Callable[[Path], Record]  # writes this rank's file as a new one
 
 
-class Snapshot:
-    """Host memory that is used again from save to save: copying into it takes half as long."""
-
-    def __init__(self) -> None:
-        self._copies: dict[str, torch.Tensor] = {}
-
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies of all ``tensors``, valid until the next call."""
-        before = self._copies
-        self._copies = {}
-        for name, tensor in tensors.items():
-            kept = before.get(name)
-            if kept is None or Spec.of(kept) != Spec.of(tensor):
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator(tensor))
-            self._copies[name] = kept.copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values() if on_accelerator(tensor)}:
-            current_stream(device).synchronize()
-        return self._copies
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of all ``tensors`` in host memory."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator(tensor))
+        copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+    for device in {tensor.device for tensor in tensors.values() if on_accelerator(tensor)}:
+        current_stream(device).synchronize()
+    return copies
 
 
 class Draft:
@@ -136,6 +126,14 @@ class Draft:
 
 def file_writer(content: Content) -> FileWriter:
     return lambda path: write_tensors(path, content.tensors, content.notes)
+
+
+def _copier(content: Content) -> FileWriter:
+    """Return what writes a copy of ``content``, which is made now."""
+    try:
+        return file_writer(content._replace(tensors=copied(content.tensors)))
+    except (MemoryError, RuntimeError) as error:
+        return partial(_fail, error)  # in the thread, so that all ranks learn of it
 
 
 def _fail(error: Exception, path: Path) -> Record:
@@ -251,7 +249,6 @@ class Store:
         self._problem = ""  # why it failed
         self._all_ranks = all_ranks
         self._keep = keep
-        self._snapshot = Snapshot()
         self._draft: Draft | None = None  # of the save under way, of the step `_step`
         self._step = 0
         self._retain: Callable[[], None] = lambda: None
@@ -304,37 +301,23 @@ class Store:
         facts = {"step": step, **facts}
         content = collect(path, module, optimizer, extra=extra, facts=facts, averages=averages)
         problem = ""
-        in_memory: Draft | None = None
         if self.memory is not None:
             try:
-                in_memory = self._save_in_memory(self.memory, step, content)
+                self._save_in_memory(self.memory, step, content)
             except SaveFailed as error:
                 problem = str(error)
         if to_disk:
             self._step = step
             self._retain = partial(retain, self.directory, self._keep, best)
             draft = Draft(path, content, self._all_ranks)
-            self._start(draft, partial(draft.write, self._copier(content, in_memory)))
+            self._start(draft, partial(draft.write, _copier(content)))
         return problem
 
-    def _save_in_memory(self, memory: Path, step: int, content: Content) -> Draft:
-        draft = Draft(memory / step_name(step), content, self._all_ranks)
-        draft.save(file_writer(content))
+    def _save_in_memory(self, memory: Path, step: int, content: Content) -> None:
+        Draft(memory / step_name(step), content, self._all_ranks).save(file_writer(content))
         if self._all_ranks.rank == 0:
             retain(memory, keep=1)
         self.latest_in_memory = step
-        return draft
-
-    def _copier(self, content: Content, in_memory: Draft | None) -> FileWriter:
-        """Return what writes a copy of this rank's file: the one in memory, or a copy made here."""
-        try:
-            if in_memory is not None:
-                assert in_memory.record is not None, "saved"
-                source = open_plain(in_memory.path / in_memory.file)  # now, since the next step replaces it
-                return partial(copy_file, source, in_memory.record)
-            return file_writer(content._replace(tensors=self._snapshot.copy(content.tensors)))
-        except (OSError, ValueError, MemoryError, RuntimeError) as error:
-            return partial(_fail, error)  # in the thread, so that all ranks learn of it
 
     def advance(self) -> None:
         """Begin to commit the save under way once all files are written, or end it. No rank may be busy."""

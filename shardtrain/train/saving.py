@@ -8,10 +8,8 @@ moving averages, optimizer state, every rank's buffers, the sums of the next rep
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from threading import Thread
 from typing import NamedTuple, NoReturn
 
@@ -20,17 +18,13 @@ import torch
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
-from shardtrain.checkpoint.memory import keep_only
-from shardtrain.checkpoint.store import Store, step_name
-from shardtrain.config.errors import UserError
-from shardtrain.config.format import MIB
+from shardtrain.checkpoint.store import Store
 from shardtrain.config.marks import record_of
 from shardtrain.data import EvalFeed
 from shardtrain.device import HostCopy
 from shardtrain.job import tags
 from shardtrain.job.evaluation import Evaluation, evaluate
 from shardtrain.job.losses import given_weights
-from shardtrain.launch.ranks import together
 from shardtrain.launch.signals import Stopped, StopSignals
 from shardtrain.train.trainer import Hook, Trainer
 
@@ -59,20 +53,6 @@ def machine(where: torch.device) -> dict[str, str | int]:
     return {"processor": processor, "threads": threads, "device": name, "torch": torch.__version__}
 
 
-def require_room(copy: Path, every: int, more: int) -> None:
-    """Raise UserError unless the first ``copy`` is in memory, and there is room for ``more`` of its size."""
-    size = sum(file.stat().st_size for file in copy.glob("rank-*")) if copy.exists() else 0
-    free = shutil.disk_usage(copy.parent).free
-    place = copy.parents[1]
-    if not size or free < more * size:
-        needs = f"takes {size / MIB:,.1f} MiB {more + 1} times" if size else "found no room for a copy"
-        raise UserError(
-            f"checkpoint.memory_every_steps={every} {needs}, and {place} has {free / MIB:,.1f} MiB left; "
-            "make it larger (mount -o remount,size=…, docker run --shm-size=…), or "
-            "checkpoint.memory_every_steps=0"
-        )
-
-
 class Saver(Hook):
     """The evaluations and saves of a run when they are due, and its end if a rank got a signal.
 
@@ -95,7 +75,6 @@ class Saver(Hook):
         self._job = trainer.job
         self._metrics = trainer.metrics
         self._monitor = trainer.monitor
-        self._is_first_copy = not trainer.job.first_step
         best, self.pending_evaluation = state
         # If `train.best` has changed, earlier scores cannot be compared: the search for the best begins anew.
         self.best = best if best is not None and best.tag == self._config.train.best else None
@@ -238,31 +217,13 @@ class Saver(Hook):
         try:
             self._save(step, to_disk=False)
         except SaveFailed as error:
-            self._judge_copy(str(error), step)
+            self._warn_of_copy(str(error))
 
-    def _judge_copy(self, problem: str, step: int) -> None:
-        """Warn of a copy in memory that failed, but not again while further ones fail.
-
-        Raises UserError on every rank after the first copy of a run if there is no room for further ones.
-        """
-        memory = self._store.memory
-        if memory is None:
-            return
+    def _warn_of_copy(self, problem: str) -> None:
+        """Warn of a ``problem`` of the copy in memory, but not again while further copies fail."""
         if problem and not self._copies_fail:
             self._monitor.say(f"warning: checkpoint {problem}; training continues")
         self._copies_fail = bool(problem)
-        if self._is_first_copy:
-            self._is_first_copy = False
-            checkpoint = self._config.checkpoint
-            # The copy that replaces it, and one of which the disk's is being written.
-            more = 2 if checkpoint.keep else 1
-            copy = memory / step_name(step)
-            try:
-                together(lambda: require_room(copy, checkpoint.memory_every_steps, more))
-            except UserError:
-                if comm.rank() == 0:
-                    keep_only(memory, 0)
-                raise
 
     def _save(self, step: int, to_disk: bool = True) -> None:
         self._trainer.finiteness.settle()
@@ -297,7 +258,7 @@ class Saver(Hook):
             averages=None if job.ema is None else job.ema.averages,
             to_disk=to_disk,
         )
-        self._judge_copy(problem, step)
+        self._warn_of_copy(problem)
 
     def _try(self, action: Callable[[], object], final: bool = False) -> None:
         """Call ``action``. Let its SaveFailed through if ``final``; otherwise warn."""

@@ -23,7 +23,7 @@ from shardtrain.checkpoint import store as store_module
 from shardtrain.checkpoint.manifest import file_name
 from shardtrain.checkpoint.store import step_name
 from shardtrain.config.errors import UserError
-from shardtrain.train import loop, saving
+from shardtrain.train import loop
 
 import pool
 from pool import Ranks, each_rank, once
@@ -227,16 +227,8 @@ def test_an_abandoned_run_is_not_continued(on_ranks: Ranks, tmp_path: Path, aban
 
 @pytest.mark.long
 @each_rank(2, transport="auto")
-def test_memory_that_cannot_hold_three_copies_is_refused(tmp_path: Path) -> None:
-    usage = shutil.disk_usage(tmp_path)
+def test_a_host_without_such_memory_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    with patch.object(saving.shutil, "disk_usage", lambda path: usage._replace(free=30_000)):
-        ending = run_in(folder, QUIET)
-    pattern = (
-        r"UserError checkpoint.memory_every_steps=1 takes 0.0 MiB 3 times, and .* has 0.0 MiB left; make it"
-    )
-    assert re.match(pattern, ending), ending
-    assert left_of(Path(folder)) == []
     with patch.object(memory, "MEMORY", tmp_path / "nowhere"):
         ending = run_to_end(folder, EVERY_STEP)
     assert re.match(r"UserError checkpoint.memory_every_steps=1: there is no .*/nowhere; ch.*=0 does", ending)
@@ -255,11 +247,11 @@ def test_ranks_of_several_hosts_are_refused(tmp_path: Path) -> None:
 
 
 @each_rank(2, transport="auto")
-def test_a_copy_that_fails_later_is_a_warning(tmp_path: Path) -> None:
-    """One for several; and one that fails at first is a mistake."""
+def test_a_copy_that_fails_is_a_warning(tmp_path: Path) -> None:
+    """One for several in a row."""
     folder = str(tmp_path / "run")
     write = store_module.write_tensors
-    full = [3, 4, 5, 7]
+    full = [1, 3, 4, 5, 7]
 
     def fails_in(place: Path, *args: Any) -> Any:
         if comm.rank() == 1 and any(f"step-{step:08}" in str(place) for step in full):
@@ -268,14 +260,11 @@ def test_a_copy_that_fails_later_is_a_warning(tmp_path: Path) -> None:
 
     with patch.object(store_module, "write_tensors", fails_in):
         assert run_in(folder, QUIET) == "finished"
-        full[:] = [1]
-        ending = run_in(f"{folder}2", QUIET)
     warned = re.findall(
         r"warning: checkpoint .*/(step-\d+) was not saved: (.*)", Path(f"{folder}/log.txt").read_text()
     )
     text = "rank 1: rank-00001.safetensors: No space left on device; training continues"
-    assert warned == [(step_name(3), text), (step_name(7), text)]
-    assert ending.startswith("UserError checkpoint.memory_every_steps=1 found no room for a copy, and ")
+    assert warned == [(step_name(step), text) for step in (1, 3, 7)]
 
 
 # who removes what

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain import device as devices
-from shardtrain.checkpoint.store import Snapshot
+from shardtrain.checkpoint.store import copied
 from shardtrain.comm import ProcessGroupTransport, native
 from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.launch import launcher
@@ -481,13 +481,11 @@ def test_the_meter_times_what_the_stream_waits_for() -> None:
 def test_a_thread_waits_for_the_copies_of_another_device() -> None:
     device = torch.device("cuda", 1)
     values = torch.zeros(1 << 20, device=device)
-    memory = Snapshot()
-    memory.copy({"values": values})
     with torch.cuda.device(device):
         torch.cuda._sleep(500_000_000)
     values.fill_(1.0)
     heard: list[bool] = []
-    thread = Thread(target=lambda: heard.append(bool(memory.copy({"values": values})["values"].all())))
+    thread = Thread(target=lambda: heard.append(bool(copied({"values": values})["values"].all())))
     thread.start()
     thread.join()
     assert heard == [True]

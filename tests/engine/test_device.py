@@ -23,7 +23,7 @@ from torchvision.models import VisionTransformer
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.checkpoint.store import Snapshot
+from shardtrain.checkpoint.store import copied
 from shardtrain.comm.transport import Transport
 from shardtrain.launch.launcher import Context
 from shardtrain.train.loop import train
@@ -116,7 +116,7 @@ def play(
     with torch.no_grad():
         model(batches[0])
     shards = {name: param.as_subclass(torch.Tensor) for name, param in model.named_parameters()}
-    for tensor in Snapshot().copy(shards).values():
+    for tensor in copied(shards).values():
         tensor.numpy()
     model(batches[1])
     for param in model.blocks.parameters():  # no backward need follow a forward
