@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from shardtrain import comm
 from shardtrain.config.config import Images
 from shardtrain.config.errors import UserError, reason_with_line
 from shardtrain.config.format import counted
 from shardtrain.data.feed import Batches, loader_of
 from shardtrain.data.workers import arriving
 
-CHUNK = 64  # images that a rank reads at once
+CHUNK = 64  # images that are read at once
 REPORTS = 10  # of a part, while it is read
 
 
@@ -37,9 +36,9 @@ class _Problems:
 
 
 def require_readable(parts: Mapping[str, Batches | None], keys: Images, say: Callable[[str], object]) -> None:
-    """Read the images of all ``parts``, shared over the ranks, and report on them by ``say``. Collective.
+    """Read the images of all ``parts``, and report on them by ``say``. Those in memory have been read.
 
-    Those in memory have been read. Raises UserError on every rank if an image cannot be read.
+    Raises UserError if an image cannot be read.
     """
     files = {part: source for part, source in parts.items() if source is not None and not source.in_memory}
     bad = sum(_read(source, part, keys.workers, say) for part, source in files.items())
@@ -52,28 +51,17 @@ def require_readable(parts: Mapping[str, Batches | None], keys: Images, say: Cal
 
 
 def _read(source: Batches, part: str, workers: int, say: Callable[[str], object]) -> int:
-    """Read one part, report each image that cannot be read, and return how many these are. Collective."""
+    """Read one part, report each image that cannot be read, and return how many these are."""
     count = len(source)
-    size = CHUNK * comm.world_size()
-    chunks = [
-        [*range(start + comm.rank(), min(start + size, count), comm.world_size())]
-        for start in range(0, count, size)
-    ]
-    loader = loader_of(_Problems(source, part), chunks, comm.rank(), workers, torch.device("cpu"), seed=0)
-    own: list[str] = []
+    chunks = [[*range(start, min(start + CHUNK, count))] for start in range(0, count, CHUNK)]
+    loader = loader_of(_Problems(source, part), chunks, 0, workers, torch.device("cpu"), seed=0)
     bad = 0
     every = -(-len(chunks) // REPORTS)
     with torch.random.fork_rng(devices=[]):
         for number, problems in enumerate(arriving(loader), 1):
-            own += problems
-            if number % every and number != len(chunks):
-                continue
-            # Ranks meet at each report, so that none waits longer than the others read until then.
-            text = "\n".join(own).encode(errors="backslashreplace").decode()  # names may not be UTF-8
-            texts = comm.gather_texts(text, comm.plain_transport())
-            own = []
-            lines = "\n".join(filter(None, texts)).splitlines()
-            bad += len(lines)
-            done = min(count, number * size)
-            say("\n".join([*lines, f"{part}: {done:,} of {counted(count, 'image')} read"]))
+            bad += len(problems)
+            for problem in problems:
+                say(problem)
+            if number % every == 0 or number == len(chunks):
+                say(f"{part}: {min(count, number * CHUNK):,} of {counted(count, 'image')} read")
     return bad

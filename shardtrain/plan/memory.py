@@ -192,10 +192,10 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | N
     """Return the bytes of this rank's state, without padding. Every trainable parameter has a gradient."""
     state: dict[str, Iterable[Tensor]] = {
         "parameters": model.parameters(),
-        "gradients": [param for param in model.parameters() if param.requires_grad],
         "optimizer": optimizer_tensors(optimizer),
-        "averages": ema.held() if ema is not None else [],
         "buffers": model.buffers(),
+        "moving average": ema.held() if ema is not None else [],
+        "gradients": [param for param in model.parameters() if param.requires_grad],
     }
     return {kind: _bytes(tensors) for kind, tensors in state.items()}
 

@@ -64,11 +64,7 @@ def bytes_by_kind(plan: Plan) -> dict[str, int]:
     """Return bytes per rank by kind: what a rank always holds, then the peaks of a step."""
     most = plan.timeline.most
     return {
-        "parameters": plan.parameters,
-        "optimizer": plan.optimizer,
-        "buffers": plan.buffers,
-        "moving average": plan.averages,
-        "gradients": plan.gradients,
+        **plan.state,
         "gradients on their way, at most": most("gradients"),
         "gathered, at most": most("gathered"),
         "activations, at most": most("activations"),

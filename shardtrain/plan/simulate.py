@@ -50,12 +50,7 @@ class Plan:
     uneven: bool  # other ranks hold less
     units: tuple[UnitInfo, ...]
     inputs: tuple[tuple[int, ...], ...]  # their shapes, if the module came with them
-    parameters: int  # of this rank, without padding, like the next three
-    optimizer: int
-    averages: int  # moving averages of parameters and buffers
-    gradients: int
-    buffers: int
-    gathered: int  # the peak of full vectors
+    state: dict[str, int]  # of this rank, by kind, as `state_bytes` has it
     timeline: MemoryTimeline
     sent: dict[str, int]  # by kind of collective
     calls: dict[str, int]
@@ -97,18 +92,15 @@ def simulate(config: Config, question: Question) -> Plan:
         # In the first step, since the counter keeps recomputed activations alive.
         with refusals, FlopCounterMode(display=False) as flops:
             step(batches)
-        inside = introspect(model)
-        inside.take_gathered_peak()
         with comm.meter() as traffic:
             timeline = memory_of_step(step, batches)
         return Plan(
             question=question,
             accumulate=len(batches),
             uneven=min(bytes_by_rank) < max(bytes_by_rank),
-            units=tuple(inside.units),
+            units=tuple(introspect(model).units),
             inputs=tuple(tuple(each.shape) for each in inputs),
-            **state_bytes(model, optimizer, ema),
-            gathered=inside.take_gathered_peak().bytes,
+            state=state_bytes(model, optimizer, ema),
             timeline=timeline,
             sent=dict(traffic.bytes),
             calls=dict(traffic.calls),

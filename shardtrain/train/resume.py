@@ -24,8 +24,8 @@ from shardtrain.checkpoint.store import TEMPORARY, Newest, Store, newest, rehear
 from shardtrain.config.command import require_version
 from shardtrain.config.config import Config
 from shardtrain.config.errors import UserError, path_of, reading, writing
-from shardtrain.config.format import counted, first_of
-from shardtrain.job.build import Job, warmup_of
+from shardtrain.config.format import first_of
+from shardtrain.job.build import Job
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import on_rank_0, together
 from shardtrain.monitor import StepMetrics
@@ -52,15 +52,6 @@ def start_messages(store: Store, start: Newest, job: Job, config: Config) -> lis
         f"warning: {text}{'' if path.is_relative_to(memory.MEMORY) else '; it is set aside'}"
         for path, text in start.damaged
     ]
-    warmup = warmup_of(config.sched, job.steps, job.steps_per_epoch)
-    if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
-        asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
-        warnings.append(f"warning: {asked}: the warm-up takes {counted(warmup, 'step')}")
-    if not config.checkpoint.keep:
-        kept = "the step after which it is stopped is in memory for ten minutes"
-        if not config.checkpoint.memory_every_steps:
-            kept = "a run that is stopped begins anew"
-        warnings.append(f"warning: checkpoint.keep=0 saves nothing to the disk: {kept}")
     ranks = comm.world_size()
     wanted = config.parallel.virtual_ranks
     if wanted and not config.virtual_ranks(ranks):
@@ -276,28 +267,16 @@ def run_directory(
         on_rank_0(prepare)
         if store.memory is not None and context.rank_info.rank == 0:
             memory.keep_only(store.memory, start.step)
-        messages += _rehearse(store, config, context)
+        if config.checkpoint.keep:
+            way_out = "a save was rehearsed there; make room, or choose another run.dir"
+            with reading(f"run.dir={context.run_dir}", way_out, (SaveFailed, Damaged)):
+                syncs = rehearse(store.directory, comm.plain_transport())
+            if not syncs:
+                messages.append(
+                    f"warning: the file system of {context.run_dir} cannot sync directories: after a crash "
+                    "of the host the newest checkpoints may be missing"
+                )
         yield messages
-
-
-def _rehearse(store: Store, config: Config, context: Context) -> list[str]:
-    """Rehearse a save where the run saves; return what is to be said about that. Collective."""
-    all_ranks = comm.plain_transport()
-    problems = (SaveFailed, Damaged)
-    if not config.checkpoint.keep:
-        return []
-    with reading(
-        f"run.dir={context.run_dir}",
-        "a save was rehearsed there; make room, or choose another run.dir",
-        problems,
-    ):
-        syncs = rehearse(store.directory, all_ranks)
-    if syncs:
-        return []
-    return [
-        f"warning: the file system of {context.run_dir} cannot sync directories: after a crash of the host "
-        "the newest checkpoints may be missing"
-    ]
 
 
 def _write_identity(path: Path, name: str) -> None:

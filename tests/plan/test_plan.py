@@ -91,15 +91,12 @@ def measured(*arguments: str) -> dict[str, Any]:
     step = Step.of(job, config.train.clip_grad_norm)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     step(batches)
-    inside = shardtrain.introspect(job.model)
-    inside.take_gathered_peak()
     with comm.meter() as traffic:
         timeline = memory_of_step(step, batches)
     first = timeline.points[0]
     gathered = first.bytes[MEMORY_KINDS.index("gathered")]
     return {
-        **state_bytes(job.model, job.optimizer, job.ema),
-        "gathered": inside.take_gathered_peak().bytes,
+        "state": state_bytes(job.model, job.optimizer, job.ema),
         "sent": dict(traffic.bytes),
         "calls": dict(traffic.calls),
         "peak": timeline.peak.total,
@@ -109,7 +106,7 @@ def measured(*arguments: str) -> dict[str, Any]:
 
 def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
     """State and traffic exactly, the peak within a tenth."""
-    for name in ("parameters", "optimizer", "averages", "gathered", "sent", "calls"):
+    for name in ("state", "sent", "calls"):
         assert getattr(plan, name) == found[name], name
     assert plan.peak == pytest.approx(found["peak"], rel=0.1)
 
@@ -180,9 +177,9 @@ def test_any_module_that_a_function_returns_is_planned(capsys: pytest.CaptureFix
     small = of_function("with_inputs", "world_size=4")
     large = of_function("with_inputs", "world_size=4", "model.width=16")
     whole = sum(param.numel() for param in Words(8).parameters())
-    assert small.parameters == pytest.approx(4 * whole / 4, rel=0.1)
-    assert small.optimizer == pytest.approx(2 * small.parameters, rel=0.05)
-    assert large.parameters > 2 * small.parameters
+    assert small.state["parameters"] == pytest.approx(4 * whole / 4, rel=0.1)
+    assert small.state["optimizer"] == pytest.approx(2 * small.state["parameters"], rel=0.05)
+    assert large.state["parameters"] > 2 * small.state["parameters"]
     assert small.sent["all_gather"] > 0
     images = of_function("on_images", "world_size=2", "data.image_size=16", "train.batch_size=6")
     assert images.timeline.most("activations") >= 3 * 5 * 14 * 14 * 4
@@ -294,8 +291,9 @@ def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     found = simulate(muon.config, muon.question)
     even = planned(*VIT, "world_size=4")
     assert (found.uneven, even.uneven) == (True, False)
-    assert found.parameters == max(plan.parameters for plan in by_rank) > even.parameters
-    assert sum(plan.parameters for plan in by_rank) == 4 * sum(unit.parameters for unit in found.units)
+    held = [plan.state["parameters"] for plan in by_rank]
+    assert found.state["parameters"] == max(held) > even.state["parameters"]
+    assert sum(held) == 4 * sum(unit.parameters for unit in found.units)
     assert re.match(rf"rank {found.question.rank}, which has most, holds +MiB\n", rank_table(found))
     assert rank_table(even).startswith("a rank holds")
     said = headline(muon.config, found)

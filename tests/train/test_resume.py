@@ -318,13 +318,6 @@ def test_a_file_system_that_cannot_sync_directories_is_told_once(tmp_path: Path)
     assert not [*tmp_path.glob("checkpoints/.tmp*")]
 
 
-@pytest.mark.long
-def test_a_run_that_saves_nothing_says_what_a_stop_loses(tmp_path: Path) -> None:
-    assert run_to_end(str(tmp_path / "run"), QUIET, "checkpoint.keep=0", "train.max_steps=2") == "finished"
-    log = (tmp_path / "run/log.txt").read_text()
-    assert "checkpoint.keep=0 saves nothing to the disk: a run that is stopped begins anew" in log
-
-
 @each_rank(2, transport="auto")
 def test_a_checkpoint_that_only_one_rank_sees_is_damaged_on_all(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "one", shardtrain.shard(torch.nn.Linear(3, 2)))
