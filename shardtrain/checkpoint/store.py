@@ -42,7 +42,6 @@ from shardtrain.comm.channel import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.errors import Damaged, SaveFailed
 from shardtrain.pieces.part import Part
-from shardtrain.whole.state_dict import Spec
 
 TEMPORARY = ".tmp-"
 ASIDE = "damaged-"
