@@ -22,7 +22,6 @@ What the host computes by itself is not noted.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtrain import device as devices
-from shardtrain.graphs import uncapturable
 
-import simulated_device
 from simulated_device import DEVICE, NO_KERNEL, WAITS, Event, SimulatedDevice, Stream, tensors, written
 
 Launch = Callable[[], object]
@@ -87,18 +84,11 @@ class Recordings:
 def recorder(device: SimulatedDevice) -> Iterator[Recordings]:
     """Let `shardtrain.capture` record what runs on ``device``, gloo's collectives too."""
     made = Recordings(device)
-    inside = (
-        *uncapturable._INSIDE,
-        __file__,
-        simulated_device.__file__,
-        contextlib.__file__,
-    )  # nobody's lines
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "CUDAGraph", partial(Recording, device))
         patch.setattr(torch.cuda, "graph", made.graph)
         patch.setattr(devices.Recorder, "only_capturable", False)
         patch.setattr(devices.Recorder, "holds", lambda _, tensor: device.on_device(tensor))
-        patch.setattr(uncapturable, "_INSIDE", inside)
         yield made
 
 

@@ -1,15 +1,12 @@
 """A whole training step, captured as one graph of launches and replayed without Python.
 
-A step of small kernels waits for the host, which launches them one by one. A graph repeats a step's launches
-in one call. One call of `Captured`::
+One call of `Captured`::
 
     between steps      gradients wait nowhere, learning rates are in tensors
     something changed  drop the graph, and say so in one line of the log
-    no graph           run the step, a step like any other; or record it, once nothing has changed since
+    no graph           run the step; or record it, once nothing has changed since, and replay it
     other inputs       run the step
     else               replay it
-
-Recording launches nothing, so the call that records replays at once.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.graphs.comparison import Fixed, Rates
 from shardtrain.graphs.recording import Recording, copied, detached, gradients, record
-from shardtrain.graphs.uncapturable import WarmUp, kind_of, refusal
+from shardtrain.graphs.uncapturable import kind_of, refusal, watched
 
 Step = Callable[..., Any]
 _log = logging.getLogger("shardtrain")
@@ -50,14 +47,12 @@ def capture(
     optimizer: torch.optim.Optimizer,
     *,
     warmup: int = 3,
-    copies: bool = True,
 ) -> Captured:
     """Return ``step`` so that its launches become one CUDA graph, which later calls replay without Python.
 
     ``step(*inputs)`` is a whole training step: forward, backward, clipping, accumulation over its inputs,
-    ``optimizer.step()``. The first calls run it as it is, and are training steps. Then one call records it,
-    and each later call with inputs of the same shapes copies them into its own buffers and replays it. Other
-    inputs, such as an epoch's last batch, run it as it is::
+    ``optimizer.step()``. The first calls run it as it is. Then one call records it, and later calls with
+    inputs of the same shapes replay it. Other inputs, such as an epoch's last batch, run it as it is::
 
         step = shardtrain.capture(step, model, optimizer)
         for images, labels in batches:
@@ -68,7 +63,7 @@ def capture(
     is compared (modules, their modes, what requires gradients, options, memory of parameters, buffers and
     state), the log says what in one line, and the step is recorded again. Hooks, attributes of modules,
     globals and switches of torch are not: after a change of these call the step's ``release()``. What only
-    the host does in ``step``, such as a print, is not done in a replay.
+    the host does in ``step``, such as a print, is not done in a replay. Results are copies.
 
     Args:
         step: it must not read values of tensors on the host, draw there, or change what a graph fixes.
@@ -76,7 +71,6 @@ def capture(
         optimizer: the only one that steps the model in ``step``: ``SGD(fused=True)``, or Adam or AdamW with
             ``capturable=True``, or another one with ``capturable=True`` whose learning rates are tensors.
         warmup: calls that run ``step`` as it is before one records it, at least 1.
-        copies: return copies of the tensors that ``step`` returns. Without, the next call overwrites them.
 
     Raises:
         ValueError: the step cannot be captured, with the reason, which the call that records may find. Later
@@ -93,7 +87,7 @@ def capture(
     lines = [f"capture of steps with {type(optimizer).__name__}, warmup={warmup}"]
     require_same(lines, "what is to be captured", engine.channel.all_ranks)
     engine.channel.guard.paths.captures = True
-    return Captured(step, engine, optimizer, recorder, warmup, copies)
+    return Captured(step, engine, optimizer, recorder, warmup)
 
 
 class Captured:
@@ -109,7 +103,6 @@ class Captured:
         optimizer: Optimizer,
         recorder: devices.Recorder,
         warmup: int,
-        copies: bool,
     ) -> None:
         self.replayed = 0
         self.eager = Counter[str]()
@@ -118,15 +111,12 @@ class Captured:
         self._optimizer = optimizer
         self._recorder = recorder
         self._warmup = warmup
-        self._copies = copies
         self._rates = Rates(optimizer, engine.driver.device)
-        self._warm_up = WarmUp(engine, optimizer)
+        self._reason = ""  # why it cannot be captured, as warm-up has found
         self._graph: Recording | None = None
         self._fixed: Fixed | None = None  # as the step has run or was recorded, unless something has changed
         self._kind: Any = None  # of the inputs that were recorded
-        self._seen: list[
-            Any
-        ] = []  # kinds of inputs before the first recording, each ``warmup`` times at most
+        self._seen = Counter[str]()  # kinds of inputs that steps had in warm-up
         self._hindrance = f"no shapes and numbers of inputs came {warmup} times"  # what was in the way last
         self._failed = False
 
@@ -148,8 +138,7 @@ class Captured:
             return self._run(inputs, OTHERS)
         self._graph.replay(engine, inputs, grads)
         self.replayed += 1
-        outputs = self._graph.outputs
-        return torch_private.tree_map(copied, outputs) if self._copies else outputs
+        return torch_private.tree_map(copied, self._graph.outputs)
 
     def release(self) -> None:
         """Delete the graph, and free its memory. The next call runs the step as it is, then one records it.
@@ -194,11 +183,12 @@ class Captured:
     def _run_watched(self, kind: Any, inputs: Any) -> Any:
         """Run the step where it will be recorded, and see what it does that a graph cannot hold."""
         reason = WARM_UP if self._kind is None else CHANGED
-        with self._warm_up.watching():
+        with watched(self._engine, self._optimizer) as reasons:
             result = self._recorder.warm_up(partial(self._run, inputs, reason))
+        self._reason = next(iter(reasons), self._reason)
         self._fixed = Fixed(self._engine, self._optimizer)
-        if self._kind is None and self._seen.count(kind) < self._warmup:
-            self._seen.append(kind)
+        if self._kind is None:
+            self._seen[str(kind)] += 1
         return result
 
     # recording
@@ -210,11 +200,11 @@ class Captured:
         """
         if self._kind is not None:  # a rank alone may see a change: the guard tells, at the next comparison
             return self._fixed is not None and kind == self._kind
-        if len(self._seen) < self._warmup:
+        if self._seen.total() < self._warmup:
             return False
-        is_ready = self._fixed is not None and self._seen.count(kind) == self._warmup
+        is_ready = self._fixed is not None and self._seen[str(kind)] >= self._warmup
         all_ranks = self._engine.channel.all_ranks
-        for rank, reason in enumerate(gather_texts(self._warm_up.reason, all_ranks)):
+        for rank, reason in enumerate(gather_texts(self._reason, all_ranks)):
             if reason:
                 where = f" (rank {rank})" if all_ranks.world > 1 else ""
                 self._failed = True
@@ -229,7 +219,7 @@ class Captured:
         """Record the step. Raises ValueError if it does what a graph cannot hold; then nothing is left."""
         assert self._fixed is not None
         title = "\n".join([str(kind), *self._fixed.lines()])
-        unchanged = partial(self._require_unchanged, self._fixed, _versions(self._rates))
+        unchanged = partial(self._require_unchanged, self._fixed, self._rates.versions())
         try:
             self._graph = record(self._step, inputs, self._engine, self._recorder, title, unchanged)
         except BaseException as error:
@@ -241,7 +231,7 @@ class Captured:
 
     def _require_unchanged(self, fixed: Fixed, versions: Sequence[int]) -> None:
         """Raise ValueError if the step itself, as it was recorded, changed what a graph fixes."""
-        if _versions(self._rates) != versions:
+        if self._rates.versions() != versions:
             raise ValueError(
                 "the step changes its learning rate, which a replay would set to the same value each time: "
                 "call the schedule after the captured step"
@@ -249,8 +239,3 @@ class Captured:
         if change := fixed.change():
             raise ValueError(f"the step changes what a replay cannot: {change}; do so outside of the step")
         self._engine.driver.require_reduced("the end of a captured step")
-
-
-def _versions(rates: Rates) -> list[int]:
-    """Return autograd's versions of learning rates: whether they are written."""
-    return [tensor._version for tensor in rates.tensors]

@@ -134,3 +134,7 @@ class Rates:
                 continue
             own.copy_(rate.detach().squeeze()) if isinstance(rate, Tensor) else own.fill_(rate)
             group["lr"] = own
+
+    def versions(self) -> list[int]:
+        """Return autograd's versions of the tensors: whether they are written."""
+        return [tensor._version for tensor in self.tensors]

@@ -1,8 +1,7 @@
 """One training step, recorded as a graph: its memory, and what the host does besides launching.
 
-A graph repeats launches on the memory that they had. So the recorded step holds all memory that it uses: its
-own buffers for inputs, gradients that were there before, and storages of parameters, state and what users'
-code holds. What it returns, and the gradients that it leaves, are its own. Recording launches nothing.
+A graph repeats launches on the memory that they had. So the recorded step holds all memory that it uses.
+Recording launches nothing.
 """
 
 from __future__ import annotations

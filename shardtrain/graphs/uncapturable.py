@@ -1,18 +1,15 @@
 """Why a step cannot be captured: what a graph cannot hold is refused by name.
 
-By `capture` where it can be, in warm-up (`WarmUp`), or while the step is recorded (`Operations`,
-`refuse_drawn`, `explained`, with the line of the user's code). What the step changes of what is fixed is
-found in ``capture.py``.
+By `capture` where it can be, in warm-up (`watched`), or while the step is recorded (`Operations`,
+`refuse_drawn`, `explained`). What the step changes of what is fixed is found in ``capture.py``.
 """
 
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +20,6 @@ from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.engine.hooks import Engine
 
-_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # no user's code
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GENERATORS = ("torch's generator of the CPU", "Python's random", "NumPy's random")
 
@@ -99,38 +95,31 @@ def _kind_of_one(device: torch.device, value: Any) -> Any:
     return Shape(tuple(value.shape), value.stride(), value.dtype)
 
 
-class WarmUp:
-    """Steps that run as they are, watched for what a graph cannot hold. ``reason``: "" if there is none."""
+@contextmanager
+def watched(engine: Engine, optimizer: Optimizer) -> Iterator[list[str]]:
+    """Yield what is found in the step that runs inside, and that a graph cannot hold."""
+    asked = engine.driver.asked
+    asked.clear()
+    params = set(engine.module.parameters())
+    reasons = list[str]()
 
-    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        self.reason = ""
-        self._engine = engine
-        self._optimizer = optimizer
+    def before(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        if stepped is optimizer:
+            if hasattr(stepped, "found_inf"):  # a scaler sets it
+                reasons.append("a GradScaler has the host decide whether to step: compute in bf16")
+        elif not all(params.isdisjoint(group["params"]) for group in stepped.param_groups):
+            reasons.append(f"{type(stepped).__name__} steps the model, which capture() was not given")
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the step that runs inside."""
-        asked = self._engine.driver.asked
-        asked.clear()
-        params = set(self._engine.module.parameters())
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if optimizer is self._optimizer:
-                if hasattr(optimizer, "found_inf"):  # a scaler sets it
-                    self.reason = "a GradScaler has the host decide whether to step: compute in bf16"
-            elif not all(params.isdisjoint(group["params"]) for group in optimizer.param_groups):
-                self.reason = f"{type(optimizer).__name__} steps the model, which capture() was not given"
-
-        handle = register_optimizer_step_pre_hook(before)
-        try:
-            yield
-        finally:
-            handle.remove()
-        if asked:
-            self.reason = (
-                f"{next(iter(asked))} has no gradient on this rank, and the host must ask whether another "
-                "rank has one: freeze it with requires_grad_(False), or use it in each step"
-            )
+    handle = register_optimizer_step_pre_hook(before)
+    try:
+        yield reasons
+    finally:
+        handle.remove()
+    if asked:
+        reasons.append(
+            f"{next(iter(asked))} has no gradient on this rank, and the host must ask whether another rank "
+            "has one: freeze it with requires_grad_(False), or use it in each step"
+        )
 
 
 class Operations(torch_private.TorchDispatchMode):  # type: ignore[misc]
@@ -192,20 +181,9 @@ def explained(error: BaseException) -> BaseException:
     text = str(error)
     if not (isinstance(error, RuntimeError) and "captur" in text):
         return error
-    line = _users_line(error)
-    where = f" at {line}" if line else ""
-    first_line = text.splitlines()[0]
     return ValueError(
-        f"the step cannot be captured{where}: {first_line}. Code in a captured step may not wait for the "
-        "device: read values, print, and move tensors after it. torch.utils.checkpoint reads random states "
-        "unless preserve_rng_state=False, which is right where nothing is drawn"
+        f"the step cannot be captured: {text.splitlines()[0]}. Code in a captured step, whose line is in the "
+        "traceback, may not wait for the device: read values, print, and move tensors after it. "
+        "torch.utils.checkpoint reads random states unless preserve_rng_state=False, which is right where "
+        "nothing is drawn"
     )
-
-
-def _users_line(error: BaseException) -> str:
-    """Return where ``error`` left code that is neither torch's nor this package's, or ""."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not frame.filename.startswith(_INSIDE):
-            return f"{frame.filename}:{frame.lineno}, `{frame.line}`"
-    return ""

@@ -1,12 +1,12 @@
 """Plant one fault after the other, each in one line, and see whether the tests that must notice do.
 
-    python tests/mutants.py            all of mutants.txt
-    python tests/mutants.py 20 40      those numbered from 20 to 40
+    python tests/tools/mutants.py            all of mutants.txt
+    python tests/tools/mutants.py 20 40      those numbered from 20 to 40
 
-`mutants.txt` has arguments of pytest on lines of their own, and below them, indented, the faults that these
-tests must find: `FILE: WHAT STANDS THERE => WHAT IT BECOMES`. Arguments with `--long` are of faults that no
-default test finds; all others are found by default. It is run by hand, in a copy of the checkout. A fault
-whose text does not stand in its file exactly once ends the run before it begins.
+`tests/mutants.txt` has arguments of pytest on lines of their own, and below them, indented, the faults that
+these tests must find: `FILE: WHAT STANDS THERE => WHAT IT BECOMES`. Arguments with `--long` are of faults
+that no default test finds; all others are found by default. It is run by hand, in a copy of the checkout. A
+fault whose text does not stand in its file exactly once ends the run before it begins.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-LIST = Path(__file__).with_suffix(".txt")
+ROOT = Path(__file__).parents[2]
+LIST = ROOT / "tests/mutants.txt"
 LONGEST_S = 300  # of the tests of one fault; a fault that makes them hang is found
 
 

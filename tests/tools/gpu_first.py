@@ -1,17 +1,16 @@
 """A quarter of an hour on one GPU: the parts that are most likely to fail first, one JSON line per finding.
 
-    python tests/gpu_first.py --out FOLDER                all parts, at most nine minutes
-    python tests/gpu_first.py --out FOLDER nccl gloo      some of them
-    python tests/gpu_first.py --out FOLDER --dry          tiny sizes on the CPU: does it run at all
+    python tests/tools/gpu_first.py --out FOLDER                all parts, at most nine minutes
+    python tests/tools/gpu_first.py --out FOLDER nccl gloo      some of them
+    python tests/tools/gpu_first.py --out FOLDER --dry          tiny sizes on the CPU: does it run at all
 
 Each part runs in processes of its own with a time-out of its own, so a hang or an abort ends that part alone.
 Parts come in order of importance. Where the host is slow, figures have fewer rounds, or are left out, before
 the time-out; a finding says what was cut. What went wrong is listed last, and the program then ends with 1.
-``FOLDER/findings.jsonl`` gets the findings, ``FOLDER/log.txt`` what the parts printed, and
-``FOLDER/trace.json`` a trace of three steps. One GPU is enough: one rank runs over NCCL, two ranks share the
-GPU over gloo, and torch's fake process group makes one rank of eight. `test_device.py` runs it dry.
-All ways against the plain model, on up to four ranks, are `tests/engine/test_cuda.py`, and captured steps are
-`gpu_capture.py`: commands of their own.
+``FOLDER/findings.jsonl`` gets the findings, and ``FOLDER/log.txt`` what the parts printed. One GPU is enough:
+one rank runs over NCCL, two ranks share the GPU over gloo, and torch's fake process group makes one rank of
+eight. All ways against the plain model, on up to four ranks, are `tests/engine/test_cuda.py`, and captured
+steps are `gpu_capture.py`: commands of their own.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ import torch.distributed as dist
 import torchvision
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchvision.models.vision_transformer import EncoderBlock, VisionTransformer
+from torchvision.models.vision_transformer import VisionTransformer
 
 import shardtrain
 from shardtrain import Precision
 from shardtrain import device as devices
 from shardtrain.comm import ProcessGroupTransport
 
-sys.path.append(str(Path(__file__).parent / "bench"))  # a folder of scripts
+sys.path.append(str(Path(__file__).parents[1] / "bench"))  # a folder of scripts
 from contenders import BLOCKS, Contender, adamw, build
+from processes import run
 from steps import footprint
 
 DRY = "--dry" in sys.argv
@@ -55,7 +54,6 @@ DEVICE = torch.device("cpu") if DRY else torch.device("cuda", 0)
 TOTAL_S = 540
 OVER = "gloo" if DRY else "nccl"  # the backend of one rank
 STARTED = time.monotonic()
-CHECKOUT = Path(__file__).parents[1]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -226,35 +224,6 @@ def gloo() -> None:
     compare_ways(ways, expected, transport="process_group")
     train_virtual_ranks("process_group")
     compare_ways({"the automatic transport": {}}, expected)
-
-
-def norms() -> None:
-    """A bf16 LayerNorm and a norm of gradients whose memory begins 2 bytes late; transfers for offload."""
-    width = 64 if DRY else 4096
-    x = torch.randn(width, width, device=DEVICE).bfloat16()
-    for late in (0, 1):
-        memory = torch.ones(width + 32, device=DEVICE).bfloat16()[late : late + width]
-        moved = torch.empty(x.numel() + 32, device=DEVICE, dtype=x.dtype)[late : late + x.numel()].view_as(x)
-        moved.copy_(x)
-        layer_norm = seconds(partial(F.layer_norm, moved, (width,), memory, memory))
-        foreach_norm = seconds(partial(torch._foreach_norm, [moved, memory]))
-        say(
-            what=f"{2 * late} bytes late",
-            layer_norm_us=1e6 * layer_norm,
-            foreach_norm_us=1e6 * foreach_norm,
-            norm=torch._foreach_norm([moved])[0].item(),
-        )
-    count = 1 << (16 if DRY else 28)
-    host = torch.empty(count, pin_memory=not DRY)
-    narrow = torch.empty(count, dtype=torch.bfloat16, pin_memory=not DRY)
-    there = torch.empty_like(narrow, device=DEVICE)
-    moves: dict[str, Callable[[], object]] = {
-        "cast on the host": lambda: narrow.copy_(host),
-        "up": lambda: there.copy_(narrow, non_blocking=True),
-        "down": lambda: narrow.copy_(there, non_blocking=True),
-    }
-    for name, move in moves.items():
-        say(what=name, gb_per_s=narrow.nbytes / seconds(move, 3) / 1e9)
 
 
 # Figures: contenders take turns in one process.
@@ -433,26 +402,6 @@ def compiled_program() -> None:
         say(what=f"program, compiled blocks, {precision}", code=done.returncode, tail=tail)
 
 
-def trace() -> None:
-    """Three steps of a ViT of 12 blocks, as a trace for Perfetto."""
-    case = case_of(TRANSFORMER)
-    model = case.make().to(DEVICE)
-    transport = ProcessGroupTransport(dist.group.WORLD)
-    contender = sharded(model, torch.bfloat16, transport=transport)
-    images = torch.randn(case.batch, 3, case.size, case.size, device=DEVICE)
-    batch: list[Batch] = [(images, torch.zeros(case.batch, dtype=torch.int64, device=DEVICE))]
-    for _ in range(3):
-        contender.step(batch)
-    with torch.profiler.profile() as profile:
-        for _ in range(3):
-            contender.step(batch)
-        devices.synchronize(DEVICE)
-    file = Path(os.environ["GPU_FIRST_OUT"], "trace.json.gz")
-    profile.export_chrome_trace(str(file))
-    blocks = sum(isinstance(module, EncoderBlock) for module in model.modules())
-    say(what="trace for Perfetto", file=file.name, blocks=blocks)
-
-
 # Parts that are programs.
 
 
@@ -538,8 +487,6 @@ PARTS = {  # the most important ones first
     "compiled_program": Part(compiled_program, 120),
     "one_of_eight": Part(one_of_eight, 80, "fake"),
     "steps": Part(steps, 120, "nccl"),
-    "norms": Part(norms, 40),
-    "trace": Part(trace, 40, "nccl"),
 }
 
 
@@ -569,36 +516,16 @@ def run_part(name: str) -> None:
 def start_part(name: str, out: Path, limit_s: float) -> list[dict[str, Any]]:
     """Run the part ``name`` in its own processes; return its findings, of a failure the end of its output."""
     part = PARTS[name]
-    arguments = [__file__, "--out", str(out), "--part", name, *(["--dry"] if DRY else [])]
-    if part.backend in ("", "fake"):
-        command = [sys.executable, *arguments]
-    else:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)]
-        command = [sys.executable, *launcher, *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1" if DRY else "4", "GPU_FIRST_OUT": str(out)}
-    environ["GPU_FIRST_LIMIT_S"] = str(limit_s)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)]
+    command = [sys.executable, *(launcher if part.backend not in ("", "fake") else []), __file__]
+    command += ["--out", str(out), "--part", name, *(["--dry"] if DRY else [])]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1" if DRY else "4", "GPU_FIRST_LIMIT_S": str(limit_s)}
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of cuBLAS, for the same bits in every run
     started = time.monotonic()
-    log = out / "log.txt"
-    begin = log.stat().st_size if log.exists() else 0
-    with log.open("a") as file:
-        process = subprocess.Popen(
-            command, env=environ, cwd=CHECKOUT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | str = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = f"stopped after {limit_s:.0f} s"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-    text = log.read_bytes()[begin:].decode(errors="replace")
-    findings = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("FOUND ")]
-    if code:
-        findings.append({"failed": code, "tail": text[-2000:]})
-    findings.append({"took_s": round(time.monotonic() - started, 1)})
-    return findings
+    ended = run(command, out / "log.txt", limit_s, environ)
+    failed = [{"failed": ended.failure, "tail": ended.text[-2000:]}] if ended.failure else []
+    return [*ended.findings, *failed, {"took_s": round(time.monotonic() - started, 1)}]
 
 
 def main() -> None:
