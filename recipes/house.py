@@ -50,7 +50,7 @@ GRADIENT = (
     FunctionCall("engine/gradient.py", "Sum.means", "this rank's interval"),
     FunctionCall("engine/gradient.py", "give", "tells absent ones apart"),
     FunctionCall("engine/segment.py", "ShardedParam.set_grad", "sets .grad of the shard"),
-    FunctionCall("engine/optimizers.py", "Optimizers.before_step", "an optimizer may step"),
+    FunctionCall("guardrails/optimizers.py", "Optimizers.before_step", "an optimizer may step"),
 )
 ROW = 30  # pixels
 # Rooms in the colors of the parts that the documents call so.

@@ -31,13 +31,13 @@ from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from shardtrain import Precision, UnitOptions, comm, forward_method, shard, torch_private, unsharded
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.transport import Transport
-from shardtrain.engine.api import check
-from shardtrain.engine.deferred_init import become
 from shardtrain.engine.hooks import Engine, engine_of, is_inside
 from shardtrain.engine.module_class import add
-from shardtrain.engine.refusals import Uncopied
+from shardtrain.engine.segment import become
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.engine.units import unit_modules
+from shardtrain.guardrails.refusals import Uncopied
+from shardtrain.sharding import check
 
 _MARK = "_shardtrain_mark"
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
@@ -150,7 +150,7 @@ class FSDPModule(Uncopied):
         """Release this unit."""
         engine, unit = _sharded(self)
         if unit is not None and unit.shown is Shown.FULL:
-            engine.driver.changes.require_same_values(unit)
+            engine.driver.before_hide([unit])
             engine.driver.schedule.reshard_unannounced(unit)
             engine.driver.reshard_and_cast(unit)
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from shardtrain import checkpoint, comm
 from shardtrain.bits.replay import ReplayMismatch, recording, replay
-from shardtrain.engine.api import forward_method, no_sync, shard
-from shardtrain.engine.deferred_init import deferred
+from shardtrain.bits.virtual import virtual_rank
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.unit import UnitOptions
 from shardtrain.engine.units import blocks
-from shardtrain.engine.virtual import virtual_rank
 from shardtrain.errors import ShardtrainError
 from shardtrain.graphs.capture import capture
 from shardtrain.optim import GradScaler, clip_grad_norm_, trusted
+from shardtrain.sharding import forward_method, no_sync, shard
+from shardtrain.whole.deferred import deferred
 from shardtrain.whole.introspection import Introspection, UnitInfo, introspect
 from shardtrain.whole.state_dict import (
     average_buffers,

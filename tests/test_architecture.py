@@ -27,14 +27,16 @@ ENGINE = [
     "pieces",
     "engine",
     "whole",
+    "guardrails",
     "bits",
+    "sharding",
     "graphs",
     "optim",
     "collectives",
     "checkpoint",
 ]
 COMMANDS = ["evaluate", "export", "predict", "doctor"]
-ATTACHED = ["whole", "bits"]  # to the engine, or around it
+ATTACHED = ["whole", "guardrails", "bits", "sharding"]  # to the engine, or around it
 PROGRAM = ["config", "launch", "data", "job", "plan", "monitor", "train", *COMMANDS]
 ORDER = [*ENGINE, PUBLIC, "fsdp", "transport_check", *PROGRAM]
 # `comm` has the public collectives among its names, and loads them at the first use.
@@ -47,7 +49,7 @@ DENSE: dict[str, list[str]] = {
         "recipes/mini.py",
     ],
     "long function": [
-        "shardtrain/engine/api.py",
+        "shardtrain/sharding.py",
     ],
 }
 

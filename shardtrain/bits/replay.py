@@ -32,10 +32,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardtrain import comm, torch_private
 from shardtrain import device as devices
+from shardtrain.bits.virtual import Virtual, words
 from shardtrain.comm.guard import named
 from shardtrain.engine.hooks import Engine, engine_of, engines
-from shardtrain.engine.virtual import words
 from shardtrain.errors import ReplayMismatch as ReplayMismatch
+from shardtrain.guardrails.attachment import guardrails_of
 from shardtrain.whole.introspection import introspect
 
 _BLOCK = 1 << 16
@@ -190,17 +191,18 @@ def replay(
             outside of this model has changed its buffers.
     """
     engine = engine_of(module)
-    if engine.virtual is None:
+    virtual = engine.attached(Virtual)
+    if virtual is None:
         raise ValueError("replay() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    ranks = engine.virtual.ranks
+    ranks = virtual.ranks
     with changes_elsewhere(module), recording(module, digest) as record:
         first = compute(ranks.start)
-    own_lines = _lines(engine, record, first)
-    recompute = partial(_again, engine, compute, leaves=_leaves_of(engine, first))
+    own_lines = _lines(virtual, record, first)
+    recompute = partial(_again, engine, virtual, compute, leaves=_leaves_of(engine, first))
     losses = [first, *(compute(number) for number in ranks[1:])]
     state = devices.random_state(engine.driver.device)
     distance = 1 if neighbour else 0  # from the rank that checks to the one that is checked
-    checked_lines = recompute((ranks.start + distance * len(ranks)) % engine.virtual.count)
+    checked_lines = recompute((ranks.start + distance * len(ranks)) % virtual.count)
     if mismatch := _compared(engine, (own_lines, checked_lines), distance, recompute):
         engine.driver.drop_backward()
         raise ReplayMismatch(mismatch if step is None else f"step {step}: {mismatch}")
@@ -215,14 +217,13 @@ def _compared(
 
     ``texts``: this rank's `_lines`, of its own micro-batch and of the one that it checks.
     """
-    assert engine.virtual is not None
     all_ranks = engine.channel.all_ranks
     short = [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
     digests = [text.split() for text in comm.gather_texts(" ".join(short), all_ranks)]
     for rank, (expected, _) in enumerate(digests):
         checker = (rank - distance) % all_ranks.world
         if digests[checker][1] != expected:
-            number = rank * len(engine.virtual.ranks)
+            number = rank * len(engine.virtual_ranks)
             owner_text = comm.gather_texts(texts[0], all_ranks)[rank]
             checker_text = comm.gather_texts(texts[1], all_ranks)[checker]
             pair = owner_text, checker_text
@@ -232,22 +233,28 @@ def _compared(
     return None
 
 
-def _again(engine: Engine, compute: Callable[[int], Tensor], number: int, *, leaves: Iterable[Tensor]) -> str:
+def _again(
+    engine: Engine,
+    virtual: Virtual,
+    compute: Callable[[int], Tensor],
+    number: int,
+    *,
+    leaves: Iterable[Tensor],
+) -> str:
     """Compute virtual rank ``number`` of this step again, and return its `_lines`.
 
     Gradients of parameters and of other ``leaves``, and buffers, are then as before.
     """
-    assert engine.virtual is not None
     members = [member.param for member in engine.members]
     gradients = [(leaf, leaf.grad) for leaf in dict.fromkeys([*members, *leaves])]
     for leaf, _ in gradients:
         leaf.grad = None
-    engine.virtual.again = number
+    virtual.again = number
     try:
         with recording(engine.module, digest) as record:
-            return _lines(engine, record, compute(number))
+            return _lines(virtual, record, compute(number))
     finally:
-        engine.virtual.again = None
+        virtual.again = None
         engine.driver.drop_backward()
         for leaf, grad in gradients:
             leaf.grad = grad
@@ -265,7 +272,7 @@ def _leaves_of(engine: Engine, loss: Tensor) -> list[Tensor]:
             "not detached, so that gradients of parameters outside of the model can be put aside"
         )
     leaves = dict.fromkeys(engine.module.parameters())
-    for optimizer in engine.optimizers.seen:
+    for optimizer in guardrails_of(engine).optimizers.seen:
         for group in optimizer.param_groups:
             leaves.update(dict.fromkeys(group["params"]))
     seen = {loss.grad_fn}
@@ -290,7 +297,7 @@ def changes_elsewhere(module: nn.Module) -> Iterator[None]:
     """
     inside = set(module.modules())
     for engine in engines():
-        if engine.virtual is not None:
+        if engine.virtual_count:
             inside.update(engine.module.modules())
     values = dict[Tensor, tuple[str, Tensor]]()
 
@@ -315,13 +322,12 @@ def changes_elsewhere(module: nn.Module) -> Iterator[None]:
             )
 
 
-def _lines(engine: Engine, record: Record, loss: Tensor) -> str:
+def _lines(virtual: Virtual, record: Record, loss: Tensor) -> str:
     """Return a line for each tensor of a computation: its name and its digest."""
-    assert engine.virtual is not None
     entries = [*record.named()]
     entries.insert(len(record.outputs), ("the loss", digest(loss)))
-    entries += [(f"buffer {name}", digest(value)) for name, value in engine.virtual.left.items()]
-    numbers = torch.stack([number.to(engine.driver.device) for _, number in entries]).tolist()
+    entries += [(f"buffer {name}", digest(value)) for name, value in virtual.left.items()]
+    numbers = torch.stack([number.to(virtual.driver.device) for _, number in entries]).tolist()
     return "\n".join(f"{name}\t{number}" for (name, _), number in zip(entries, numbers, strict=True))
 
 

@@ -1,7 +1,8 @@
 """Carry out what the schedule decides, and tell it of calls, of autograd's progress, and of failures.
 
 `Engine` calls the events here. Each passes on to `Schedule` what it needs to decide, and does around it what
-is no decision: fences between ranks that share memory, refusals of edits, gradients that are put aside.
+is no decision: fences between ranks that share memory, gradients that are put aside, and the moments at which
+an `Attachment` sees the step.
 """
 
 from __future__ import annotations
@@ -16,50 +17,46 @@ import torch
 
 from shardtrain import torch_private
 from shardtrain.comm import trace
-from shardtrain.comm.trace import ADD, ENTER, LEAVE, STEP, TRAIN, Movement, waiting
+from shardtrain.comm.trace import ADD, ENTER, LEAVE, Movement, waiting
 from shardtrain.comm.transport import Pending
 from shardtrain.device import finish_downloads
-from shardtrain.engine.changes import Changes, frozen, trained_in_words
+from shardtrain.engine.attachment import Attachment
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
 from shardtrain.engine.segment import ShardedParam
-from shardtrain.engine.steps import Steps
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.engine.units import warn_of_scattered
-from shardtrain.engine.users_hooks import call_postponed, postpone
-from shardtrain.pieces.parameter import Shards, refuse_gradient
+from shardtrain.pieces.parameter import Shards
 
 BACKWARD = "backward"  # what works on shards
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
 
 class Driver:
-    """Drive all units of one sharded module. Only `Engine` calls its events."""
+    """The algorithm of a step: calls and autograd's progress come in, movements of units go out.
 
-    def __init__(self, units: Sequence[Unit], changes: Changes) -> None:
+    ``attachments``: what sees the step. ``micro_batch``: which of this rank's runs now, if it has virtual
+    ranks. ``asked``: parameters without a gradient on this rank, of which backwards had to ask the device.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        self.changes = changes
+        self.attachments: Sequence[Attachment] = ()
         self.shards = Shards()
         for unit in units:
             unit.shards = self.shards
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
-        self.micro_batch = 0  # which of this rank's micro-batches runs now, if it has virtual ranks
-        self.before_backward: Callable[[], None] = lambda: None  # virtual ranks refuse some
+        self.micro_batch = 0
+        self.asked: dict[str, None] = {}
         # No other rank compares or waits, nor does this one wait for gradients on their way to the host.
         self.is_silent = self.root.channel.silent and not self.root.channel.uploads
-        self.steps = Steps()  # of optimizers since the last forward
         self._has_owners = any(unit.has_owners for unit in units)
-        self._looks_for_scattered = any(len(unit.modules) > 1 for unit in units)  # in the first forward
-        self._frozen = frozen(units)  # the names of parameters, which ranks agree in
         self._reducing: dict[Unit, Pending[list[Mean]]] = {}  # reductions under way
         self._reduced: list[tuple[Reduction, list[Mean]]] = []  # by this backward, in order
         self._put_aside: list[tuple[ShardedParam, torch.Tensor]] = []  # gradients of before this backward
-        # Parameters without a gradient on this rank, of which backwards had to ask the device.
-        self.asked: dict[str, None] = {}
-        self._captured: list[str] = []  # parameters whose gradient autograd did not keep
+        self._missing: list[str] = []  # parameters whose gradient autograd did not keep
         self._callback: weakref.ref[Callable[[], None]]  # autograd's, which ends this backward
 
     @property
@@ -74,37 +71,9 @@ class Driver:
         return not (schedule.in_forward or schedule.backward or self.root.shown is Shown.PRIVATE)
 
     @property
-    def computing(self) -> tuple[str, Unit | None]:
-        """The phase of the step, and the unit that computes if it is known."""
-        schedule = self.schedule
-        if schedule.backward:
-            return "backward", next(reversed(schedule.backward.entered), None)
-        if schedule.in_forward:
-            return "forward", next((unit for unit in reversed(self.units) if unit in schedule.calls), None)
-        return "rest", None
-
-    @property
     def awaits_backward(self) -> bool:
         """Whether the last forward prepared for a backward that has not come."""
         return bool(self.schedule.forward.calls)
-
-    def _fence(self, what: Movement) -> None:
-        if self.is_silent:
-            return
-        if what is ENTER:
-            for name in self.steps.take():
-                self.root.channel.fence(STEP, name)
-        with waiting(what, "the model", self.device):
-            self.root.channel.fence(what)
-
-    def _agree_on_frozen(self) -> None:
-        """Enter into the path which parameters are frozen, if users have changed that."""
-        if self.is_silent:
-            return
-        names = frozen(self.units)
-        if names != self._frozen:
-            self._frozen = names
-            self.root.channel.fence(TRAIN, trained_in_words(names))
 
     # parameters that show shards
 
@@ -138,7 +107,8 @@ class Driver:
     def show(self, unit: Unit) -> None:
         unit.show()
         if self.schedule.backward is None:
-            self.changes.note(unit)
+            for each in self.attachments:
+                each.after_show(unit)
         else:
             trace.begin("backward", unit.title)
 
@@ -150,7 +120,7 @@ class Driver:
         trace.end("backward", unit.title)  # if it is one
 
     def take(self, unit: Unit) -> None:
-        self._captured += self.reductions[unit].take(self.micro_batch)
+        self._missing += self.reductions[unit].take(self.micro_batch)
 
     def reduce(self, unit: Unit) -> None:
         self._reducing[unit] = self.reductions[unit].reduce()
@@ -161,64 +131,53 @@ class Driver:
     # forward
 
     def begin_forward(self) -> None:
-        """Begin a forward as the root module is called.
-
-        Raises ValueError if a parameter was changed while it showed its full value.
-        """
+        """Begin a forward as the root module is called."""
         if self.schedule.backward:
             return
         with torch_private.DisableTorchFunctionSubclass():
             self.show_shards()
             self.schedule.begin_forward(self._training())
-            for unit in self.units:
-                unit.cast()
-                self.changes.note(unit)
-            self._agree_on_frozen()
-            self._fence(ENTER)
+            self._open(self.units)
         self.shards.in_forward = True
-
-    def _room(self) -> int:
-        """Return the bytes of full gradients whose reductions may be under way: as many as the largest one's.
-
-        Where all units keep their full vectors and the host waits for messages, all may be.
-        """
-        sizes = [unit.gradient_bytes for unit in self.units]
-        waits = not self.root.channel.in_place and all(unit.device.type == "cpu" for unit in self.units)
-        return sum(sizes) if waits and self.schedule.keeps.issuperset(self.units[1:]) else max(sizes)
-
-    def _training(self) -> set[Unit]:
-        return {unit for unit in self.units if unit.trains}
 
     def reshard_and_cast(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
         with torch_private.DisableTorchFunctionSubclass():
             self.schedule.reshard_alone(unit, self._training())
+            self._open([unit])
+
+    def _open(self, units: Sequence[Unit]) -> None:
+        """Let other ranks read the local shards of ``units``, which forward may not change from now on."""
+        for unit in units:
             unit.cast()
-            self.changes.note(unit)
-            self._agree_on_frozen()
-            self._fence(ENTER)
+        for each in self.attachments:
+            each.before_forward(units)
+        self._fence(ENTER)
+
+    def _fence(self, what: Movement) -> None:
+        if not self.is_silent:
+            with waiting(what, "the model", self.device):
+                self.root.channel.fence(what)
+
+    def _training(self) -> set[Unit]:
+        return {unit for unit in self.units if unit.trains}
 
     def end_forward(self, failed: bool) -> None:
-        """End the forward as the root module returns or (``failed``) raises.
-
-        Raises ValueError if a local shard was changed that other ranks may still read.
-        """
+        """End the forward as the root module returns or (``failed``) raises."""
         if self.schedule.backward:
             return
         try:
             if not failed:
-                self._refuse_edits_between(None)
+                self.before_hide(self.schedule.idle(None))
         finally:
             self.schedule.end_forward(failed)
             self.shards.in_forward = False
         if failed:  # an exception must not wait for other ranks
             return
-        if self._looks_for_scattered:
-            self._looks_for_scattered = False
-            warn_of_scattered(self.schedule.order)
         with torch_private.DisableTorchFunctionSubclass():
+            for each in self.attachments:
+                each.after_forward()
             for unit in self.units:
-                self.changes.require_same_shards(unit)
                 unit.rest()
             self._fence(LEAVE)
 
@@ -229,20 +188,10 @@ class Driver:
         if is_outermost and not schedule.backward:
             if not schedule.in_forward:  # called by itself, perhaps after an update
                 self.reshard_and_cast(unit)
-            self._refuse_edits_between(unit)
+            self.before_hide(schedule.idle(unit))
         schedule.enter(unit)
         if is_outermost:
             trace.begin("forward", unit.title)
-
-    def _refuse_edits_between(self, unit: Unit | None) -> None:
-        """Raise ValueError if a unit was changed that stayed whole for a call that does not come.
-
-        ``unit``: the one that is called instead.
-        """
-        schedule = self.schedule
-        for other in schedule.shown:
-            if other is not unit and other not in schedule.calls and other not in schedule.unannounced:
-                self.changes.require_same_values(other)
 
     def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Have autograd tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
@@ -288,7 +237,7 @@ class Driver:
                 if not schedule.in_forward:
                     self._fence(LEAVE)
                 if not schedule.is_called_next(unit):  # else after its last call in a row
-                    self.changes.require_same_values(unit)
+                    self.before_hide([unit])
         schedule.leave(unit, learns, unannounced)
 
     @contextmanager
@@ -301,18 +250,15 @@ class Driver:
         finally:
             self.schedule.accumulate(accumulating)
 
-    def refuse_edits(self) -> None:
-        """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
-        for unit in self.schedule.unannounced:
-            self.changes.require_same_values(unit)
+    def before_hide(self, units: Iterable[Unit]) -> None:
+        """Have attachments see ``units``, which are about to show local shards."""
+        for each in self.attachments:
+            each.before_hide(units)
 
     def show_shards(self) -> None:
-        """Show local shards where a forward without a backward has left full parameters shown.
-
-        Raises ValueError if one of these was changed.
-        """
+        """Show local shards where a forward without a backward has left full parameters shown."""
         try:
-            self.refuse_edits()
+            self.before_hide(self.schedule.unannounced)
         finally:
             self.schedule.hide_unannounced()
 
@@ -326,18 +272,10 @@ class Driver:
         self.schedule.reach(forward, moment)
 
     def _begin_backward(self, forward: Forward[Unit]) -> None:
-        """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
-        if self.root.shown is Shown.PRIVATE:
-            raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
-        self.before_backward()
-        if torch.is_grad_enabled():
-            raise ValueError(
-                "double backward (create_graph=True) is not supported: the graph would need parameters that "
-                "are released when this backward ends; compute gradients of gradients on an unsharded model"
-            )
+        """Prepare for a backward."""
+        for each in self.attachments:
+            each.before_backward()
         self.work(BACKWARD)
-        self.refuse_edits()
-        self._agree_on_frozen()
         # First, so that a refusal below is an error in backward, after which all gradients are dropped.
         self.schedule.begin_backward(forward, self._training(), self._room())
         callback = self._end_backward
@@ -346,33 +284,33 @@ class Driver:
         for unit in self.units:
             self.reductions[unit].begin_backward()
             for member in unit.members:
-                param = member.param
-                if param._post_accumulate_grad_hooks:
-                    postpone(param)
-                if param.grad is not None:
-                    self._put_aside.append((member, param.grad))
-                    member.take_grad()
+                grad = member.take_grad()
+                if grad is not None:
+                    self._put_aside.append((member, grad))
         if self._put_aside and not self._has_owners:  # else a rank may own no gradient, and not know
             self.root.channel.fence(ADD, "to the gradients of an earlier backward")
         for unit in self.schedule.shown:
             trace.begin("backward", unit.title)
 
-    def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
-        """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
+    def _room(self) -> int:
+        """Return the bytes of full gradients whose reductions may be under way: as many as the largest one's.
 
-        Raises ValueError if the gradient is of a local shard; ``fits``: it has the parameter's shape.
+        Where all units keep their full vectors and the host waits for messages, all may be.
         """
-        schedule = self.schedule
-        if not fits or not (unit.shown is not Shown.SHARD or unit in schedule.unannounced):
-            refuse_gradient(name, unit.title)
+        sizes = [unit.gradient_bytes for unit in self.units]
+        waits = not self.root.channel.in_place and all(unit.device.type == "cpu" for unit in self.units)
+        return sum(sizes) if waits and self.schedule.keeps.issuperset(self.units[1:]) else max(sizes)
+
+    def arrive(self, unit: Unit) -> None:
+        """Open ``unit`` for a gradient that no output has announced."""
         # The root's, used after forward; or shown as a shard since (`show_shards`).
         self.reset_failed_backward()
-        if schedule.backward is None:
-            self._begin_backward(schedule.forward)
-        schedule.arrive(unit)
+        if self.schedule.backward is None:
+            self._begin_backward(self.schedule.forward)
+        self.schedule.arrive(unit)
 
     def _end_backward(self) -> None:
-        """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
+        """Finish all reductions, and set the gradients."""
         self.schedule.end_backward()
         for member, grad in self._put_aside:
             member.set_grad(grad)
@@ -385,25 +323,11 @@ class Driver:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.channel.uploads:
             finish_downloads(self.device)
-        hooked = [param for param in params if param._post_accumulate_grad_hooks]
+        missing = self._missing
+        self._missing = []
         self.rest(BACKWARD)
-        call_postponed(hooked)
-        if self._captured:  # autograd kept none of this backward's gradients: others are as they should be
-            names = ", ".join(self._captured)
-            self._captured = []
-            raise ValueError(
-                f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
-                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks. "
-                "make_graphed_callables calls it, too: graph an unsharded model"
-            )
-
-    def require_reduced(self, what: str) -> None:
-        """Raise ValueError, naming ``what``, if gradients wait under `no_sync` or for more virtual ranks."""
-        if self.schedule.unreduced:
-            raise ValueError(
-                f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
-                "no_sync first, or clear them with zero_grad() and run another one"
-            )
+        for each in self.attachments:
+            each.after_backward(params, missing)
 
     # after errors
 
@@ -426,7 +350,7 @@ class Driver:
         for reduction in self.reductions.values():
             reduction.drop()
         self._put_aside = []
-        self._captured.clear()
+        self._missing.clear()
         self.schedule.drop()
         for pending in reducing:
             pending.settle()

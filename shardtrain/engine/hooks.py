@@ -7,124 +7,112 @@
   has come.
 - A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
-`Engine` attaches these, and forwards events to what protects users: files of their own, which a step does not
-need. Another hook checks each optimizer before it steps: see `optimizers.py`.
+`Engine` attaches these, and what other rooms attach to a step (see `Attachment`).
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain import torch_private
-from shardtrain.engine import casts, pieces, user_code, virtual
-from shardtrain.engine.changes import Changes
+from shardtrain.engine import casts, user_code
+from shardtrain.engine.attachment import Attachment
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.initialize import Initialization
 from shardtrain.engine.module_class import Addition, add, lend
-from shardtrain.engine.optimizers import Optimizers, Rule
 from shardtrain.engine.precision import leaves, tensors_in
-from shardtrain.engine.refusals import UNCOPIED, Uncopied, Unwrapped
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
-from shardtrain.pieces.piece import uncompiled
+from shardtrain.pieces.parameter import refuse_gradient
 
 _ENGINE = "_shardtrain_engine"
 _CALLS = "_shardtrain_calls"
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
+A = TypeVar("A", bound=Attachment)
+
 
 class Engine:
-    """Connect a sharded root's modules with its units and their schedule, by hooks."""
+    """What connects a sharded root's modules with its units and their schedule, by hooks.
 
-    def __init__(self, module: nn.Module, units: list[Unit], virtual_ranks: int = 0) -> None:
+    ``hooked``: the trainable parameters, each with the handle of its hook. ``virtual_count``: the virtual
+    ranks of a step, of which this rank computes ``virtual_ranks``; 0 and none without.
+    """
+
+    def __init__(self, module: nn.Module, units: list[Unit], virtual_count: int = 0) -> None:
         self.module = module
         self.units = units
         self.segments = [*chain.from_iterable(unit.segments for unit in units)]
         self.members = [*chain.from_iterable(unit.members for unit in units)]
         self.channel = units[0].channel
-        self._place()
-        self._changes = Changes(module, units)
-        self.driver = Driver(units, self._changes)
-        self.virtual = virtual.Virtual(module, self.driver, virtual_ranks) if virtual_ranks else None
-        if self.virtual:
-            self.driver.before_backward = self.virtual.begin_backward
-        for unit in units:
-            unit.account = units[0].account
-        self.optimizers = Optimizers(self.driver, self.segments, self.members)
-        # Trainable parameters, each with the handle of its hook.
-        self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
+        self.driver = Driver(units)
+        self.virtual_count = virtual_count
+        all_ranks = self.channel.all_ranks
+        share = virtual_count // all_ranks.world
+        self.virtual_ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
+        self.hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
         self._marks: list[tuple[nn.Module, str]] = []  # attributes that `attach` has set
         self._handles: list[RemovableHandle] = []
-        assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
+        self.place()
+        for unit in units:
+            unit.account = units[0].account
 
     # attaching
 
-    def attach(self) -> None:
-        """Wrap calls, register all hooks, and mark the module as sharded."""
+    def attach(self, attachments: Sequence[Attachment]) -> None:
+        """Wrap calls, register all hooks, those of ``attachments`` too, and mark the module as sharded."""
         self._hook_parameters()
-        initialization = Initialization(self.units, self.driver, self.adopt_changes)
-        methods = {module: initialization.methods(module) for module in self.module.modules()}
         for unit in self.units:
-            # A call of one of these gathers the unit.
-            entrances = dict.fromkeys(unit.modules.values())
-            if unit is self.units[0]:
-                entrances.update(dict.fromkeys(unit.holders))
-            for module in entrances:
-                # A unit of which the root has a tied parameter enters the root's gather, and then its own.
-                outer = module.__dict__.get(_CALLS, ())
-                self._mark(module, _CALLS, (*outer, _around_calls(self, unit, module is self.module)))
-                self._add_to_class(module, Entrance)
-            for module in [holder for holder in unit.holders if holder not in entrances]:
-                self._hook_inside(unit, module)
-                methods[module].update(UNCOPIED)
-            for module in [holder for holder in unit.holders if isinstance(holder, nn.RNNBase)]:
-                methods[module]["flatten_parameters"] = self._changes.flattens(unit)
-            for member in unit.members:
-                for module, attribute in member.info.holders:
-                    self._handles += pieces.attach(module, attribute, unit, member)
-        for module, lent in methods.items():  # none to modules without sharded parameters
-            self._marks += [(module, name) for name in lend(module, lent)]
-        self._handles += casts.attach(self.units)
+            self._hook_modules(unit)
+        for handle in casts.attach(self.units):
+            self.keep(handle)
         self._open_layers()
-        self._handles.append(self.module.register_state_dict_pre_hook(self._before_state_dict))
-        after = partial(Engine._after_state_dict, self)  # on which torch sets an attribute
-        self._handles.append(self.module.register_state_dict_post_hook(after))
-        self._mark(self.module, _ENGINE, self)
-        self._mark(self.module, virtual.MARK, self.virtual)
+        self.driver.attachments = attachments
+        for each in attachments:
+            each.attach()
+        self.mark(self.module, _ENGINE, self)
         _ENGINES.add(self)
         for unit in self.units:
             unit.rest()
 
-    def _mark(self, module: nn.Module, name: str, value: Any) -> None:
+    def attached(self, kind: type[A]) -> A | None:
+        """Return what of class ``kind`` is attached."""
+        return next((each for each in self.driver.attachments if isinstance(each, kind)), None)
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """Remove the hook of ``handle`` in `detach`."""
+        self._handles.append(handle)
+
+    def mark(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of ``module`` until `detach`."""
         self._marks.append((module, name))
         module.__dict__[name] = value
 
-    def _add_to_class(self, module: nn.Module, addition: type[Addition]) -> None:
-        """Add methods to ``module`` until `detach`."""
+    def extend(self, module: nn.Module, addition: type[Addition]) -> None:
+        """Add methods to the class of ``module`` until `detach`."""
         self._classes.setdefault(module, type(module))
         add(module, addition)
+
+    def lend(self, module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Let ``module`` alone have ``methods`` until `detach`; once for each module."""
+        self._marks += [(module, name) for name in lend(module, methods)]
 
     def detach(self) -> None:
         """Undo `attach`."""
         _ENGINES.discard(self)
         self.driver.work(self)
-        for handle in [*self._handles, *(handle for _, handle in self._hooked.values())]:
+        for handle in [*self._handles, *(handle for _, handle in self.hooked.values())]:
             handle.remove()
         self._handles.clear()
-        self._hooked.clear()
+        self.hooked.clear()
         for module, own_class in self._classes.items():
             module.__class__ = own_class
         self._classes.clear()
@@ -132,14 +120,25 @@ class Engine:
             module.__dict__.pop(name, None)
         self._marks.clear()
 
-    # forward
+    def _hook_modules(self, unit: Unit) -> None:
+        """Have calls of the modules of ``unit`` gather it, and note what modules inside them return."""
+        entrances = dict.fromkeys(unit.modules.values())
+        if unit is self.units[0]:
+            entrances.update(dict.fromkeys(unit.holders))
+        for module in entrances:
+            # A unit of which the root has a tied parameter enters the root's gather, and then its own.
+            outer = module.__dict__.get(_CALLS, ())
+            self.mark(module, _CALLS, (*outer, _around_calls(self, unit, module is self.module)))
+            self.extend(module, Entrance)
+        for module in [holder for holder in unit.holders if holder not in entrances]:
+            self._hook_inside(unit, module)
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():
                 self.driver.mark(unit, tensors_in(output))
 
-        self._handles.append(module.register_forward_hook(after))
+        self.keep(module.register_forward_hook(after))
 
     def _open_layers(self) -> None:
         """Let ``nn.TransformerEncoder`` see plain parameters of layers that it looks at.
@@ -156,39 +155,19 @@ class Engine:
             if isinstance(encoder, nn.TransformerEncoder):
                 below = set(encoder.modules())
                 layers = [unit for unit in self.units if not below.isdisjoint(unit.modules.values())]
-                self._handles.append(encoder.register_forward_pre_hook(partial(before, layers)))
-
-    def _before_state_dict(self, *_: Any) -> None:
-        """Have a state dict show parameters as they are."""
-        self.driver.refuse_edits()
-        self.driver.work("state dict")
-
-    def _after_state_dict(self, *_: Any) -> None:
-        self.driver.rest("state dict")
-
-    # gradients and optimizers
+                self.keep(encoder.register_forward_pre_hook(partial(before, layers)))
 
     def _hook_parameters(self) -> None:
         """Hook the trainable parameters that have no hook yet."""
         for unit in self.units:
             for member in unit.members:
-                hooked = self._hooked.get(member)
+                hooked = self.hooked.get(member)
                 param = member.param
                 if (hooked is None or hooked[0] is not param) and param.requires_grad:
                     if hooked:
                         hooked[1].remove()
                     handle = param.register_hook(_gradient_hook(self.driver, unit, member))
-                    self._hooked[member] = param, handle
-
-    @property
-    def known_parameters(self) -> set[nn.Parameter]:
-        """The parameters of the model: sharded, or ignored on purpose."""
-        return self._changes.known
-
-    def before_step(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
-        """Prepare a step of ``optimizer``. Raises ValueError if it may not step local shards, by ``rule``."""
-        if self.optimizers.before_step(optimizer, self._hooked, rule) and self.channel.all_ranks.world > 1:
-            _warn_of_unreduced(optimizer)
+                    self.hooked[member] = param, handle
 
     # between steps
 
@@ -204,25 +183,29 @@ class Engine:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
         self.driver.show_shards()
 
-    def _place(self) -> None:
+    def require_reduced(self, what: str) -> None:
+        """Raise ValueError, naming ``what``, if gradients wait under `no_sync` or for more virtual ranks."""
+        if self.driver.schedule.unreduced:
+            raise ValueError(
+                f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
+                "no_sync first, or clear them with zero_grad() and run another one"
+            )
+
+    def place(self) -> None:
         """Tell the channel on which devices full vectors lie."""
         self.channel.place({segment.full.device for segment in self.segments})
 
     def adopt_changes(self) -> None:
-        """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
+        """Adopt what users have changed since the last step, unless a step is under way.
 
-        Raises ValueError if a piece no longer fits or is on the meta device, or a parameter was attached.
+        Raises ValueError for what cannot be adopted.
         """
         self.driver.reset_failed_backward()
-        if not self.driver.is_idle:
-            return
-        self.optimizers.end_steps()
-        with torch_private.DisableTorchFunctionSubclass():
-            if self._changes.adopt(self.driver.require_reduced):
-                self._place()
-            self._hook_parameters()
-            self._changes.refuse_attached()
-            self._changes.refuse_meta()
+        if self.driver.is_idle:
+            for each in self.driver.attachments:
+                each.at_rest()
+            with torch_private.DisableTorchFunctionSubclass():
+                self._hook_parameters()
 
 
 def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., Any]:
@@ -259,8 +242,8 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
     return around
 
 
-class Entrance(Unwrapped, Uncopied):
-    """Have calls of a module gather its unit.
+class Entrance(Addition):
+    """A module whose calls gather its unit.
 
     ``torch.compile`` breaks the graph here. What `nn.Module.compile` has compiled runs so inside.
     """
@@ -272,40 +255,6 @@ class Entrance(Unwrapped, Uncopied):
         return call(*args, **kwargs)
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def check_optimizers(rule: Rule) -> None:
-    """Check every optimizer before it steps, once for all engines, by ``rule``.
-
-    A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
-    """
-
-    @uncompiled
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for engine in engines():
-            engine.before_step(optimizer, rule)
-        pieces.refuse_pickled(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-
-
-def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
-    """Warn (UserWarning) if ``optimizer`` of a sharded model has parameters that belong to none."""
-    known = set[nn.Parameter]()
-    for engine in engines():
-        known |= engine.known_parameters
-    shapes = list[tuple[int, ...]]()
-    for group in optimizer.param_groups:
-        shapes += [tuple(p.shape) for p in group["params"] if p.grad is not None and p not in known]
-    if shapes:
-        warnings.warn(
-            f"{type(optimizer).__name__} steps sharded parameters, and {len(shapes)} that belong to no "
-            f"sharded model, the first of shape {shapes[0]}. Nothing here reduces their gradients, and ranks "
-            "drift apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
-            "shard(model)), unless DistributedDataParallel or you reduce them",
-            stacklevel=5,
-        )
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -351,7 +300,11 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
         drives = known()
         if reduction is None or drives is None:
             return
-        if reduction.unit not in drives.schedule.opened or grad.shape != shape:
-            drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
+        unit = reduction.unit
+        if unit not in drives.schedule.opened or grad.shape != shape:
+            is_whole = unit.shown is not Shown.SHARD or unit in drives.schedule.unannounced
+            if grad.shape != shape or not is_whole:
+                refuse_gradient(name, unit.title)
+            drives.arrive(unit)
 
     return hook

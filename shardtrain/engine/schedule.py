@@ -179,6 +179,14 @@ class Schedule(Generic[U]):
         """The units that the latest forward of the root has called, in order."""
         return self._order
 
+    def idle(self, unit: U | None) -> list[U]:
+        """Return the units that stay shown for a call that does not come, as ``unit`` is called, or none."""
+        return [
+            other
+            for other in self.shown
+            if other is not unit and other not in self.calls and other not in self.unannounced
+        ]
+
     # what users change between steps
 
     def keep_after_forward(self, unit: U, keeps: bool) -> None:

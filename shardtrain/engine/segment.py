@@ -29,7 +29,6 @@ from torch import nn
 
 from shardtrain.comm.channel import Channel
 from shardtrain.comm.transport import Vector
-from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout
 from shardtrain.pieces.parameter import Shard, Shards
@@ -190,7 +189,7 @@ class ShardedParam:
 class Segment:
     """Hold the parameters of one unit that share dtype and ``requires_grad``, as one flat vector.
 
-    The constructor is collective: all ranks get rank 0's values.
+    The constructor is collective: all ranks get rank 0's values, on ``device``.
 
     ``like_gradient``: an empty tensor of the dtype in which gradients are summed. ``starts``: where a rank's
     part of any parameter begins in the flat vector. ``zeros``: as many zeros, of the gradient's dtype.
@@ -202,7 +201,7 @@ class Segment:
         channel: Channel,
         precision: Precision,
         cut: Cut,
-        initial: InitialValues,
+        device: torch.device,
     ) -> None:
         params = [info.parameter for info in infos]
         self._precision = precision
@@ -218,7 +217,7 @@ class Segment:
             part = Part(info.name, tuple(param.shape), dense_stride(param), start, stop, is_whole)
             self.members.append(ShardedParam(info, part, offset))
         self.channel = channel
-        like = torch.empty(0, dtype=params[0].dtype, device=initial.device(params[0]))
+        like = torch.empty(0, dtype=params[0].dtype, device=device)
         for param in params:
             param.grad = None
         self._allocate(self.from_rank_0(params, like))
@@ -313,3 +312,13 @@ class Segment:
 def address_of(tensor: torch.Tensor) -> int:
     """Return an identifier of where ``tensor`` lies: its address, or an empty one's storage."""
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)
+
+
+def become(param: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Make ``param`` hold ``tensor``, also of another type of device, and stay the same object."""
+    if param.is_meta == tensor.is_meta:
+        param.data = tensor
+        return
+    fresh = nn.Parameter(tensor, param.requires_grad)
+    fresh.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]

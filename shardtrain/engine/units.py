@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +11,7 @@ from torch import nn
 from shardtrain import torch_private
 from shardtrain.device import unit_bytes_on
 from shardtrain.engine.segment import ParamInfo, plain_name
-from shardtrain.engine.unit import Unit, UnitOptions
+from shardtrain.engine.unit import UnitOptions
 
 UnitChoice = (
     Iterable[type[nn.Module]]
@@ -250,20 +247,3 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
 
     visit("", root)
     return chosen
-
-
-def warn_of_scattered(order: Sequence[Unit]) -> None:
-    """Warn of units of several modules that are not called in a row, and gathered again for each call.
-
-    ``order``: the units that a forward has called.
-    """
-    calls = Counter(order)
-    runs = Counter(unit for unit, _ in itertools.groupby(order))
-    for unit, count in runs.items():
-        if count > 1 and count * len(unit.modules) > calls[unit]:
-            warnings.warn(
-                f"{unit.title} is one unit of {len(unit.modules)} modules, which forward does not call in a "
-                f"row: it is gathered {count} times, all of it. Call shard(..., unit_bytes=0), or name units "
-                "that are called in a row",
-                stacklevel=2,
-            )

@@ -123,7 +123,7 @@ class Captured:
     def __call__(self, *inputs: Any) -> Any:
         engine = self._engine
         engine.require_idle("a captured step cannot be called")
-        engine.driver.require_reduced("a captured step")
+        engine.require_reduced("a captured step")
         self._rates.hold()
         if self._failed:
             return self._run(inputs, FAILED)
@@ -238,4 +238,4 @@ class Captured:
             )
         if change := fixed.change():
             raise ValueError(f"the step changes what a replay cannot: {change}; do so outside of the step")
-        self._engine.driver.require_reduced("the end of a captured step")
+        self._engine.require_reduced("the end of a captured step")

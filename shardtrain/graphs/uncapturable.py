@@ -39,7 +39,7 @@ def refusal(engine: Engine, optimizer: Optimizer, recorder: devices.Recorder | N
         return f"only steps on a CUDA device can be captured, and the model is on {engine.driver.device}"
     if channel.uploads:
         return "offload has the host wait for gradients in each step: shard without offload=True"
-    if engine.virtual is not None:
+    if engine.virtual_count:
         return "virtual ranks compute and compare on the host: shard without virtual_ranks"
     if recorder.only_capturable and not channel.transport.capturable:
         kind = type(channel.transport).__name__

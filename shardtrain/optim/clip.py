@@ -32,11 +32,10 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     engine = engine_of(module)
-    engine.driver.require_reduced("clip_grad_norm_()")
+    engine.require_reduced("clip_grad_norm_()")
     grads = [grad for param in module.parameters() if (grad := param.grad) is not None]
     widest = functools.reduce(torch.promote_types, [s.local.dtype for s in engine.segments], torch.float32)
-    virtual = engine.virtual.count if engine.virtual else 0
-    owners = Owners(weakref.ref(engine.channel), engine.driver.device, virtual=virtual)
+    owners = Owners(weakref.ref(engine.channel), engine.driver.device, virtual=engine.virtual_count)
     norm = total_norm(grads, norm_type, owners, widest)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")

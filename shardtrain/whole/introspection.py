@@ -1,6 +1,6 @@
 """Look into a sharded model. Code outside the engine looks through `introspect` alone.
 
-This is its own file because `api.py` makes and drives models.
+It is its own file because `sharding.py` makes models.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Introspection:
     @property
     def virtual_ranks(self) -> range:
         """The virtual ranks that this rank computes; empty without (see `virtual_rank`)."""
-        return self._engine.virtual.ranks if self._engine.virtual else range(0)
+        return self._engine.virtual_ranks
 
     @property
     def unit_of_parameter(self) -> dict[str, str]:
@@ -91,8 +91,17 @@ class Introspection:
     @property
     def computing(self) -> tuple[str, str]:
         """The phase of the step (``forward``, ``backward`` or ``rest``) and the unit that computes."""
-        phase, unit = self._engine.driver.computing
-        return phase, unit.title if unit is not None else "the root"
+        driver = self._engine.driver
+        schedule = driver.schedule
+        phase = "rest"
+        computing = None
+        if schedule.backward:
+            phase = "backward"
+            computing = next(reversed(schedule.backward.entered), None)
+        elif schedule.in_forward:
+            phase = "forward"
+            computing = next((unit for unit in reversed(driver.units) if unit in schedule.calls), None)
+        return phase, computing.title if computing is not None else "the root"
 
     @property
     def shard_bytes(self) -> int:

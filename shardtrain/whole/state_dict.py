@@ -22,6 +22,7 @@ from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.segment import Segment, ShardedParam, plain_name
 from shardtrain.engine.unit import Unit
 from shardtrain.pieces.piece import plain
+from shardtrain.whole.dcp import state_dicts_of
 
 
 class Spec(NamedTuple):
@@ -48,7 +49,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine = engine_of(module)
     engine.require_rest("unsharded() cannot be called")
     if grads:
-        engine.driver.require_reduced("unsharded(grads=True)")
+        engine.require_reduced("unsharded(grads=True)")
     gradients = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
@@ -199,7 +200,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
 def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's state by parameter names, in the format of ``get_optimizer_state_dict``.
 
-    Its tensors are the optimizer's own, as pieces (see ``pieces.py``): ``torch.distributed.checkpoint`` saves
+    Its tensors are the optimizer's own, as pieces (see ``dcp.py``): ``torch.distributed.checkpoint`` saves
     them as parts of the whole and loads into them. Pass the result to ``load_state_dict`` to set options such
     as learning rates. An optimizer without state first makes a step with a learning rate of 0.
 
@@ -214,7 +215,7 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
             "forward and backward: call it before forward, or after the first optimizer.step()"
         )
     engine.require_rest("optimizer_state_dict() cannot be called")
-    engine.optimizers.describe_state(optimizer)
+    state_dicts_of(engine).describe(optimizer)
     return dict(get_optimizer_state_dict(module, optimizer))
 
 

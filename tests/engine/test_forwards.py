@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, comm
+from shardtrain import sharding as api
 from shardtrain.config.errors import UserError
-from shardtrain.engine import api
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks, require_inductor
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema

@@ -28,10 +28,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.engine import initialize
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.schedule import UnitCall
 from shardtrain.engine.unit import Shown
+from shardtrain.guardrails import initialization as initialize
 
 from behaviours.calls import CALLS
 from behaviours.rows import Net, Outer, Unit, batch, squares

@@ -24,10 +24,10 @@ from torch.torch_version import TorchVersion
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.hooks import engine_of
 from shardtrain.pieces.part import Part
 from shardtrain.pieces.piece import Piece
+from shardtrain.whole.deferred import deferred
 
 from pool import Ranks, each_rank
 from small import (

@@ -65,3 +65,7 @@ class Unwrapped(Addition):
                 "doing so"
             )
         return super().named_modules(*args, **options)
+
+
+class Refusals(Unwrapped, Uncopied):
+    """What a module refuses whose calls gather a unit."""

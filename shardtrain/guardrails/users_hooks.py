@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from shardtrain import torch_private
+
 Hook = Callable[..., None]
 
 
 class Postponed:
-    """Stand in for a user's hook while autograd runs, and do nothing."""
+    """What stands in for a user's hook while autograd runs, and does nothing."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
@@ -36,7 +38,9 @@ def postpone(param: nn.Parameter) -> None:
 
 def call_postponed(params: Iterable[nn.Parameter]) -> None:
     """Call the postponed hooks of ``params``, each once."""
-    for param in dict.fromkeys([param for param in params if param._post_accumulate_grad_hooks]):
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+    with torch_private.DisableTorchFunctionSubclass():
+        hooked = dict.fromkeys([param for param in params if param._post_accumulate_grad_hooks])
+    for param in hooked:
+        for hook in [*(param._post_accumulate_grad_hooks or {}).values()]:
             if isinstance(hook, Postponed):
                 hook.hook(param)

@@ -10,33 +10,32 @@ of the parameter's shape. They compute the same, in Python, and refuse by name w
 What such a step makes, and keeps elsewhere than in its state, stays a piece for ever. So does an optimizer
 that has asked for a norm of all parameters, which ranks add up on pieces alone.
 
-Its own file, since only `Engine` calls it, and no step of the schedule needs it.
+It is apart from ``attachment.py``, which says when it is asked.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardtrain import torch_private
-from shardtrain.engine import pieces
-from shardtrain.engine.driver import Driver
-from shardtrain.engine.segment import Segment, ShardedParam
+from shardtrain.engine.hooks import Engine
+from shardtrain.engine.segment import ShardedParam
+from shardtrain.guardrails.known import is_known
+from shardtrain.guardrails.options import Steps
 from shardtrain.pieces.piece import OptimizerStep, Piece, plain, uncompiled
+from shardtrain.whole.dcp import require_own, state_dicts_of
 
 _LOOKS = 20
 _EVERY = 101  # a prime, so that what comes every so many steps is met sooner or later
 
-# Says whether an optimizer is known to be right on what ranks hold; the second is whether parameters are
-# whole. It raises ValueError for one that never is.
-Rule = Callable[[torch.optim.Optimizer, bool], bool]
 Plain = list[tuple[ShardedParam, Piece]]  # parameters whose gradient is plain
 
 
@@ -79,38 +78,35 @@ def _is_round(number: int) -> bool:
 class Optimizers:
     """Hold what is known of the optimizers that step a model. Written here only."""
 
-    def __init__(self, driver: Driver, segments: Sequence[Segment], members: Sequence[ShardedParam]) -> None:
-        self._driver = driver
-        self._segments = segments
-        self._members = members
+    def __init__(self, engine: Engine, steps: Steps) -> None:
+        self._engine = engine
+        self._driver = engine.driver
+        self._noted = steps
+        self._members = engine.members
+        self._hooked = engine.hooked
         self._steppers: weakref.WeakKeyDictionary[Any, Stepper] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[Any, StepHooks] = weakref.WeakKeyDictionary()
         # Optimizers whose own code runs now, on plain tensors or on pieces.
         self._stepping: weakref.WeakKeyDictionary[Any, Plain | OptimizerStep] = weakref.WeakKeyDictionary()
         # Those whose gradients are marked as pieces: none on a rank that has all.
-        self._marked = [member for member in members if member.marks]
+        self._marked = [member for member in engine.members if member.marks]
 
-    def before_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        hooked: Mapping[ShardedParam, tuple[nn.Parameter, Any]],
-        rule: Rule,
-    ) -> bool:
-        """Prepare a step of ``optimizer``, if it steps one of the parameters that are ``hooked``.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Prepare a step of ``optimizer``, if it steps one of the trainable parameters.
 
         Return whether it does so for the first time, or with other parameters than before.
 
-        Raises ValueError if it cannot be right on local shards, by ``rule``, or if gradients wait.
+        Raises ValueError if it cannot be right on local shards, or if gradients wait.
         """
         stepper = self._steppers.get(optimizer)
         if stepper is None:
             stepper = Stepper()
             self._steppers[optimizer] = stepper
         groups = optimizer.param_groups
-        sizes = len(groups), sum([len(group["params"]) for group in groups]), len(hooked)
+        sizes = len(groups), sum([len(group["params"]) for group in groups]), len(self._hooked)
         is_new = stepper.sizes != sizes
         if is_new:
-            params = {param for param, _ in hooked.values()}
+            params = {param for param, _ in self._hooked.values()}
             stepper.steps = not all(params.isdisjoint(group["params"]) for group in groups)
         if not stepper.steps:
             stepper.sizes = sizes
@@ -119,15 +115,17 @@ class Optimizers:
         stepper.number += not is_inside
         if is_new:
             stepper.first = stepper.number
-        stepper.known = rule(optimizer, self._segments[0].layout.whole)
+        stepper.known = is_known(optimizer, self._engine.segments[0].layout.whole)
         if is_new:
             self._adopt_state(optimizer)
             stepper.sizes = sizes
         self.end_step(optimizer)  # the last one may have raised
+        if optimizer not in self._hooks:
+            self._hooks[optimizer] = StepHooks(self, optimizer)
         self._hooks[optimizer].enclose(optimizer)
         driver = self._driver
         driver.reset_failed_backward()
-        driver.require_reduced("an optimizer's step()")
+        self._engine.require_reduced("an optimizer's step()")
         driver.show_shards()
         if driver.awaits_backward:
             self._check_before_backward()
@@ -135,15 +133,15 @@ class Optimizers:
             return False
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
-            driver.steps.note(optimizer)
+            self._noted.note(optimizer)
         return is_new
 
     def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut and describe the state that ``optimizer`` has from before this knew it."""
-        self.describe_state(optimizer)
+        state_dicts_of(self._engine).describe(optimizer)
         for member in self._members:
             state = optimizer.state.get(member.param, {})
-            pieces.require_own(member.part, state)
+            require_own(member.part, state)
             _cut_state(member, state)
 
     def _check_before_backward(self) -> None:
@@ -231,12 +229,6 @@ class Optimizers:
     def seen(self) -> list[torch.optim.Optimizer]:
         """The optimizers that have stepped, of this model or others."""
         return [*self._steppers]
-
-    def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the state dict of ``optimizer`` give local shards to torch.distributed.checkpoint."""
-        if optimizer not in self._hooks:
-            self._hooks[optimizer] = StepHooks(self, optimizer)
-            pieces.describe_state(optimizer, self._members)
 
 
 class StepHooks:

@@ -1,4 +1,4 @@
-"""Shard a model: check arguments, choose units, build the engine; `no_sync` and others around its use.
+"""Shard a model: check arguments, choose units, build the engine, attach the other rooms; `no_sync`.
 
 The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
 """
@@ -20,18 +20,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from shardtrain import comm, torch_private
+from shardtrain.bits.virtual import Virtual, check_sums, require_deterministic_kernels
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.transport import Transport
 from shardtrain.device import is_accelerator, return_freed_memory
-from shardtrain.engine.deferred_init import InitialValues, become
-from shardtrain.engine.extents import require_apart, require_dense_buffers
+from shardtrain.engine.attachment import Attachment
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.segment import ParamInfo, Segment
+from shardtrain.engine.segment import ParamInfo, Segment, become
 from shardtrain.engine.unit import Unit, UnitOptions
 from shardtrain.engine.units import Choice, UnitChoice, infos_by_unit, joined, most_bytes, unit_modules
-from shardtrain.engine.virtual import check_sums, require_deterministic_kernels
+from shardtrain.guardrails.attachment import Guardrails
+from shardtrain.guardrails.extents import require_apart, require_dense_buffers
 from shardtrain.layout import Cut, Policy, cut_of
+from shardtrain.whole.dcp import StateDicts
+from shardtrain.whole.deferred import InitialValues
 
 
 def shard(
@@ -124,7 +127,11 @@ def shard(
         Unit(choice.name, choice.modules, segments[choice.name], link, choice.options) for choice in choices
     ]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, sharded_units, virtual_ranks).attach()
+    engine = Engine(module, sharded_units, virtual_ranks)
+    attachments: list[Attachment] = [Guardrails(engine), StateDicts(engine)]
+    if virtual_ranks:
+        attachments.append(Virtual(engine))
+    engine.attach(attachments)
     return_freed_memory()  # freed by the unsharded parameters
     return module
 
@@ -158,7 +165,11 @@ def _segments_of(
         moves_as = precision.of_parameter(param, info.holder)
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(info)
-    return [Segment(group, channel, precision, cut, initial) for group in groups.values()]
+    segments = []
+    for group in groups.values():
+        device = initial.device(group[0].parameter)
+        segments.append(Segment(group, channel, precision, cut, device))
+    return segments
 
 
 @contextmanager
@@ -170,8 +181,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     step, clipping and other changes of it raise ValueError.
     """
     engine = engine_of(module)
-    if engine.virtual is not None:
-        with engine.virtual.waiting(), engine.driver.reducing(False):
+    virtual = engine.attached(Virtual)
+    if virtual is not None:
+        with virtual.waiting(), engine.driver.reducing(False):
             yield
         return
     with engine.driver.reducing(engine.channel.all_ranks.world == 1):  # a single rank communicates nothing

@@ -1,7 +1,4 @@
-"""The optimizers that are known to be right on what a rank holds of parameters, and users' word for others.
-
-The engine asks, and names no optimizer.
-"""
+"""The optimizers that are known to be right on what a rank holds of parameters, and users' word for others."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def trusted(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def steps_plain(optimizer: torch.optim.Optimizer, whole: bool) -> bool:
+def is_known(optimizer: torch.optim.Optimizer, whole: bool) -> bool:
     """Return whether ``optimizer`` is right on what a rank holds. ``whole``: whole parameters.
 
     Raises ValueError for an optimizer of ``torch.distributed``, which owns whole parameters itself.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardtrain.engine.attachment import Attachment
+from shardtrain.engine.hooks import Engine
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.pieces.part import Part
@@ -32,7 +35,46 @@ from shardtrain.pieces.piece import Piece, plain
 _PART = "shardtrain_part"  # the key in a pickled state that says of which part it is
 
 
-def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
+class StateDicts(Attachment):
+    """What gives state dicts of one model and of its optimizers their pieces."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._described: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def attach(self) -> None:
+        engine = self._engine
+        for unit in engine.units:
+            for member in unit.members:
+                for module, attribute in member.info.holders:
+                    for handle in _attach(module, attribute, unit, member):
+                        engine.keep(handle)
+        engine.keep(engine.module.register_state_dict_pre_hook(self._before))
+        after = partial(StateDicts._after, self)  # on which torch sets an attribute
+        engine.keep(engine.module.register_state_dict_post_hook(after))
+
+    def _before(self, *_: Any) -> None:
+        """Have a state dict show parameters as they are."""
+        self._engine.driver.work("state dict")
+
+    def _after(self, *_: Any) -> None:
+        self._engine.driver.rest("state dict")
+
+    def describe(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the state dict of ``optimizer`` give local shards to torch.distributed.checkpoint."""
+        if optimizer not in self._described:
+            self._described.add(optimizer)
+            _describe_state(optimizer, self._engine.members)
+
+
+def state_dicts_of(engine: Engine) -> StateDicts:
+    """Return what gives state dicts of ``engine`` their pieces, which `shard` attaches to every model."""
+    state_dicts = engine.attached(StateDicts)
+    assert state_dicts is not None
+    return state_dicts
+
+
+def _attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
     """Have ``module`` return a piece of its parameter ``attribute`` in ``state_dict()``, and load it."""
     own_part = member.part
 
@@ -91,7 +133,7 @@ class LocalState(dict[Any, Any]):
         return plain.__reduce_ex__(protocol)
 
 
-def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
+def _describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
     """Have torch's ``get_optimizer_state_dict`` return pieces of the optimizer's state, and load them."""
     members = WeakSet(members)  # so that the optimizer does not keep the model alive
 

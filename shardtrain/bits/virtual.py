@@ -29,13 +29,12 @@ from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.channel import Channel
-from shardtrain.engine.driver import Driver
+from shardtrain.engine.attachment import Attachment
+from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.segment import plain_name
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-MARK = "_shardtrain_virtual"  # a root's `Virtual`
 
 OUTSIDE = (
     "backward() outside of virtual_rank(), but each rank computes virtual ranks: run each of "
@@ -76,8 +75,8 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         ValueError: another virtual rank is to be computed now, a buffer or a backward would make results
             depend on the number of ranks, or `shard` was given no ``virtual_ranks``.
     """
-    virtual = module.__dict__.get(MARK)
-    if not isinstance(virtual, Virtual):
+    virtual = engine_of(module).attached(Virtual)
+    if virtual is None:
         raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
     driver = virtual.driver
     if driver.schedule.accumulates:
@@ -175,22 +174,20 @@ class Slot(NamedTuple):
 Slots = Mapping[str, Slot]  # by the buffer's name in the model
 
 
-class Virtual:
-    """Keep what virtual ranks change in a step.
+class Virtual(Attachment):
+    """What virtual ranks change in a step.
 
     ``count``: V. ``ranks``: the virtual ranks of this rank. ``following``: the one to run next. ``again``:
     the one that a replay computes now, which changes nothing here (see ``replay.py``). ``left``: the buffers
     that the latest micro-batch has changed, with the values that it left, which differ between virtual ranks.
     """
 
-    def __init__(self, module: nn.Module, driver: Driver, count: int) -> None:
-        self.count = count
-        self.driver = driver
-        self._module = module
-        all_ranks = driver.root.channel.all_ranks
-        self._all_ranks = all_ranks
-        share = count // all_ranks.world
-        self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
+    def __init__(self, engine: Engine) -> None:
+        self.count = engine.virtual_count
+        self.driver = engine.driver
+        self.ranks = engine.virtual_ranks
+        self._module = engine.module
+        self._all_ranks = engine.channel.all_ranks
         self.following = self.ranks.start
         self.again: int | None = None
         self.left: dict[str, Tensor] = {}
@@ -239,7 +236,7 @@ class Virtual:
             return 0, False
         return number - self.ranks.start, number + 1 == self.ranks.stop
 
-    def begin_backward(self) -> None:
+    def before_backward(self) -> None:
         """Note that a backward begins. It reduces the micro-batch's gradients, unless it is inside `waiting`.
 
         Raises ValueError outside of a virtual rank, or if an earlier backward has reduced them.

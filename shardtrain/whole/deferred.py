@@ -78,13 +78,3 @@ class InitialValues:
         """Return ``tensor`` on its `device`, with undefined values if this rank has none."""
         device = self.device(tensor)
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-
-
-def become(param: nn.Parameter, tensor: Tensor) -> None:
-    """Make ``param`` hold ``tensor``, also of another type of device, and stay the same object."""
-    if param.is_meta == tensor.is_meta:
-        param.data = tensor
-        return
-    fresh = nn.Parameter(tensor, param.requires_grad)
-    fresh.__dict__.update(param.__dict__)
-    torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]

@@ -1,0 +1,47 @@
+"""The moments of a step at which other rooms see or refuse something. A step computes the same without them.
+
+::
+
+    at rest       at_rest, before a step, a state dict or whatever reads parameters
+    forward       before_forward, after_show of each unit, before_hide of each unit, after_forward
+    backward      before_backward, after_backward
+
+``whole/`` attaches what gives state dicts their values, ``guardrails/`` what notices users' changes and
+``bits/`` what counts virtual ranks. A method may raise; then the step ends as after any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from shardtrain.engine.unit import Unit
+
+
+class Attachment:
+    """Something that attaches to a step, with one method for each moment; these do nothing."""
+
+    def attach(self) -> None:
+        """Hook and mark modules, by `Engine.keep`, `mark`, `extend` and `lend`. `Engine.detach` undoes it."""
+
+    def at_rest(self) -> None:
+        """See parameters between steps, where users may have changed them."""
+
+    def before_forward(self, units: Sequence[Unit]) -> None:
+        """See the local shards that ``units`` gather from now on, before any other rank reads them."""
+
+    def after_show(self, unit: Unit) -> None:
+        """See the full parameters of ``unit``, which forward computes with now."""
+
+    def before_hide(self, units: Iterable[Unit]) -> None:
+        """See the full parameters of ``units`` once more, before these show local shards."""
+
+    def after_forward(self) -> None:
+        """See the local shards as the root returns, while other ranks may still read them."""
+
+    def before_backward(self) -> None:
+        """See all parameters before the first gradient."""
+
+    def after_backward(self, params: Sequence[nn.Parameter], missing: Sequence[str]) -> None:
+        """See the parameters that got a gradient, and the names of those whose gradient autograd returned."""

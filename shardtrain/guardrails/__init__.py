@@ -1,0 +1,1 @@
+"""What keeps users' code and a sharded model apart: changes between steps, optimizers, copies, wrappers."""

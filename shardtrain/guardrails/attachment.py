@@ -1,0 +1,210 @@
+"""The moments of a step at which users' code is guarded, each with what notices or refuses there.
+
+at rest           what users have changed of parameters is adopted or refused; optimizers' failed steps end
+before forward    ranks compare which parameters are frozen, and which optimizers have stepped, with what
+in forward        whole values and shards may not change, nor a unit's modules be called far apart
+in backward       there is no double backward, none inside `unsharded`, and no `torch.autograd.grad`
+an optimizer      may step if it is right on shards, or is looked at: see ``optimizers.py``
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardtrain import torch_private
+from shardtrain.comm.trace import STEP, TRAIN
+from shardtrain.engine.attachment import Attachment
+from shardtrain.engine.hooks import Engine, engines, is_entrance
+from shardtrain.engine.unit import Shown, Unit
+from shardtrain.guardrails.changes import Changes, frozen, trained_in_words
+from shardtrain.guardrails.initialization import Initialization
+from shardtrain.guardrails.optimizers import Optimizers
+from shardtrain.guardrails.options import Steps
+from shardtrain.guardrails.refusals import UNCOPIED, Refusals
+from shardtrain.guardrails.users_hooks import call_postponed, postpone
+from shardtrain.pieces.piece import uncompiled
+from shardtrain.whole.dcp import refuse_pickled
+
+
+class Guardrails(Attachment):
+    """What guards a sharded model against changes, copies, wrappers and optimizers that would be wrong.
+
+    ``steps``: of optimizers and averages since the last forward.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._driver = engine.driver
+        self.steps = Steps()
+        self.changes = Changes(engine.module, engine.units)
+        self.optimizers = Optimizers(engine, self.steps)
+        self._frozen = frozen(engine.units)  # the names of parameters, which ranks agree in
+        # In the first forward.
+        self._looks_for_scattered = any(len(unit.modules) > 1 for unit in engine.units)
+
+    def attach(self) -> None:
+        engine = self._engine
+        check_optimizers()
+        initialization = Initialization(engine.units, engine.driver, engine.adopt_changes)
+        methods = {module: initialization.methods(module) for module in engine.module.modules()}
+        for unit in engine.units:
+            for module in unit.holders:
+                if not is_entrance(module):
+                    methods[module].update(UNCOPIED)
+                if isinstance(module, nn.RNNBase):
+                    methods[module]["flatten_parameters"] = self.changes.flattens(unit)
+        for module, lent in methods.items():  # none to modules without sharded parameters
+            if is_entrance(module):
+                engine.extend(module, Refusals)
+            engine.lend(module, lent)
+        engine.keep(engine.module.register_state_dict_pre_hook(self._before_state_dict))
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.before_hide(self._driver.schedule.unannounced)
+
+    # moments
+
+    def at_rest(self) -> None:
+        """Adopt what users have changed since the last step.
+
+        Raises ValueError if a piece no longer fits or is on the meta device, or a parameter was attached.
+        """
+        self.optimizers.end_steps()
+        with torch_private.DisableTorchFunctionSubclass():
+            if self.changes.adopt(self._engine.require_reduced):
+                self._engine.place()
+            self.changes.refuse_attached()
+            self.changes.refuse_meta()
+
+    def before_forward(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self.changes.note(unit)
+        self._agree_on_frozen()
+        if not self._driver.is_silent:
+            for line in self.steps.take():
+                self._engine.channel.fence(STEP, line)
+
+    def after_show(self, unit: Unit) -> None:
+        self.changes.note(unit)
+
+    def before_hide(self, units: Iterable[Unit]) -> None:
+        """Raise ValueError if a parameter of ``units`` was changed while it was whole."""
+        for unit in units:
+            self.changes.require_same_values(unit)
+
+    def after_forward(self) -> None:
+        """Raise ValueError if a local shard was changed that other ranks may still read."""
+        if self._looks_for_scattered:
+            self._looks_for_scattered = False
+            warn_of_scattered(self._driver.schedule.order)
+        for unit in self._engine.units:
+            self.changes.require_same_shards(unit)
+
+    def before_backward(self) -> None:
+        """Postpone users' hooks. Raises ValueError inside `unsharded`, and for double backward."""
+        if self._driver.root.shown is Shown.PRIVATE:
+            raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "double backward (create_graph=True) is not supported: the graph would need parameters that "
+                "are released when this backward ends; compute gradients of gradients on an unsharded model"
+            )
+        with torch_private.DisableTorchFunctionSubclass():
+            self.before_hide(self._driver.schedule.unannounced)
+            self._agree_on_frozen()
+            for member in self._engine.members:
+                postpone(member.param)
+
+    def after_backward(self, params: Sequence[nn.Parameter], missing: Sequence[str]) -> None:
+        """Call users' hooks. Raises ValueError for ``torch.autograd.grad``.
+
+        Autograd kept none of that backward's gradients: others are as they should be.
+        """
+        call_postponed(params)
+        if missing:
+            raise ValueError(
+                f"torch.autograd.grad over parameters of a sharded model ({', '.join(missing)}) would return "
+                "gradients of this rank's batch alone; call backward() and read .grad, which holds the mean "
+                "over ranks. make_graphed_callables calls it, too: graph an unsharded model"
+            )
+
+    def _agree_on_frozen(self) -> None:
+        """Enter into the path which parameters are frozen, if users have changed that."""
+        if self._driver.is_silent:
+            return
+        names = frozen(self._engine.units)
+        if names != self._frozen:
+            self._frozen = names
+            self._engine.channel.fence(TRAIN, trained_in_words(names))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare a step of ``optimizer``. Raises ValueError if it may not step local shards."""
+        if self.optimizers.before_step(optimizer) and self._engine.channel.all_ranks.world > 1:
+            _warn_of_unreduced(optimizer)
+
+
+def guardrails_of(engine: Engine) -> Guardrails:
+    """Return the guardrails of ``engine``, which `shard` attaches to every model."""
+    guardrails = engine.attached(Guardrails)
+    assert guardrails is not None
+    return guardrails
+
+
+@functools.cache
+def check_optimizers() -> None:
+    """Check every optimizer before it steps, once for all engines.
+
+    A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
+    """
+
+    @uncompiled
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for engine in engines():
+            guardrails_of(engine).before_step(optimizer)
+        refuse_pickled(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    """Warn (UserWarning) if ``optimizer`` of a sharded model has parameters that belong to none."""
+    known = set[nn.Parameter]()
+    for engine in engines():
+        known |= guardrails_of(engine).changes.known
+    shapes = list[tuple[int, ...]]()
+    for group in optimizer.param_groups:
+        shapes += [tuple(p.shape) for p in group["params"] if p.grad is not None and p not in known]
+    if shapes:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps sharded parameters, and {len(shapes)} that belong to no "
+            f"sharded model, the first of shape {shapes[0]}. Nothing here reduces their gradients, and ranks "
+            "drift apart: shard the root, too, which contains all (fully_shard(model) after its blocks, or "
+            "shard(model)), unless DistributedDataParallel or you reduce them",
+            stacklevel=5,
+        )
+
+
+def warn_of_scattered(order: Sequence[Unit]) -> None:
+    """Warn of units of several modules that are not called in a row, and gathered again for each call.
+
+    ``order``: the units that a forward has called.
+    """
+    calls = Counter(order)
+    runs = Counter(unit for unit, _ in itertools.groupby(order))
+    for unit, count in runs.items():
+        if count > 1 and count * len(unit.modules) > calls[unit]:
+            warnings.warn(
+                f"{unit.title} is one unit of {len(unit.modules)} modules, which forward does not call in a "
+                f"row: it is gathered {count} times, all of it. Call shard(..., unit_bytes=0), or name units "
+                "that are called in a row",
+                stacklevel=2,
+            )
