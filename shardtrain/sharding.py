@@ -1,4 +1,4 @@
-"""Shard a model: check arguments, choose units, build the engine, attach the other rooms; `no_sync`.
+"""`shard`: arguments are checked, units chosen, the engine built, the other rooms attached; and `no_sync`.
 
 The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
 """

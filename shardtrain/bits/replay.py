@@ -1,4 +1,4 @@
-"""Have a neighbour compute a micro-batch again, and compare bits: find machines that compute wrong.
+"""A micro-batch computed again by a neighbour, whose bits show a machine that computes wrong.
 
 With virtual ranks a micro-batch has the same bits on every rank. In a replayed step each rank also computes
 the first virtual rank of the rank after it. Four ranks, V = 8::
@@ -53,7 +53,7 @@ CAUSES = (
 
 @dataclass
 class Record:
-    """Hold what was kept of a computation in its order, each under a name and a number: ``fc.weight#0``.
+    """What was kept of a computation in its order, each under a name and a number: ``fc.weight#0``.
 
     ``outputs``: of units. ``gradients``: this rank's own, of parameters. ``unit_of``: see `introspect`.
     """

@@ -1,4 +1,4 @@
-"""Compute several virtual ranks on one rank, so that the number of ranks changes no bit of a run.
+"""Virtual ranks: several on one rank, so that the number of ranks changes no bit of a run.
 
 A step of V virtual ranks computes V micro-batches. On N ranks, N a divisor of V and both powers of two, rank
 r computes those of the virtual ranks r V/N, ..., (r+1) V/N - 1, one after the other. Nothing depends on N:
@@ -143,7 +143,7 @@ def require_deterministic_kernels(places: Iterable[torch.device]) -> None:
 
 
 class Slot(NamedTuple):
-    """Hold what was registered as a buffer ``name`` of ``module``, and a copy of its value.
+    """What was registered as a buffer ``name`` of ``module``, and a copy of its value.
 
     ``value``: None where there was no tensor, or one without values. ``is_statistic``: whether it is one of
     BatchNorm's. These are not compared: almost every forward changes them.

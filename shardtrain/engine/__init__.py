@@ -1,1 +1,1 @@
-"""Shard models: units, their schedule, and the hooks that drive it."""
+"""A step of a sharded model: units, their schedule, and the hooks that drive it."""

@@ -20,7 +20,7 @@ from shardtrain.engine.unit import Unit
 
 
 class Attachment:
-    """Something that attaches to a step, with one method for each moment; these do nothing."""
+    """What sees a step from another room: one method for each moment, which does nothing here."""
 
     def attach(self) -> None:
         """Hook and mark modules, by `Engine.keep`, `mark`, `extend` and `lend`. `Engine.detach` undoes it."""

@@ -1,6 +1,6 @@
-"""Cast inputs and outputs of units and of normalisation layers, by hooks.
+"""Hooks that cast inputs and outputs of units and of normalisation layers, as `Precision` says.
 
-Its own file, since without `Precision` it does nothing. Inside `unsharded` a unit computes in its own dtype.
+Inside `unsharded` a unit computes in its own dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carry out what the schedule decides, and tell it of calls, of autograd's progress, and of failures.
+"""The algorithm of a step: what calls and autograd's progress do to units, by the schedule's decisions.
 
 `Engine` calls the events here. Each passes on to `Schedule` what it needs to decide, and does around it what
 is no decision: fences between ranks that share memory, gradients that are put aside, and the moments at which

@@ -1,4 +1,4 @@
-"""Reduce full gradients to this rank's interval of the mean. No other file lays gradients out.
+"""The way from full gradients to this rank's interval of their mean. No other file lays gradients out.
 
 take      take a unit's new gradients: one launch copies them into the unit's flat gradient
 reduce    start the reduce-scatter: each owner gets the mean of its interval. The result is a pending mean
@@ -39,7 +39,7 @@ Mean = tuple[ShardedParam, torch.Tensor, bool]
 
 
 class Sum:
-    """Sum gradients of one segment, lay them out for a reduction, and read its result.
+    """The sum of gradients of one segment, laid out for a reduction, and its result.
 
     ``first``: the number of the first micro-batch that has added to it. ``full``: the flat gradient, in which
     they are laid out; None on a single rank, where the first ones are summed in place. ``grads``: the sum,
@@ -66,7 +66,7 @@ class Sum:
         self.unknown.clear()
 
     def allocate(self, first: int) -> Sum:
-        """Be a new sum, which begins with the micro-batch ``first``."""
+        """Return it as a new sum, which begins with the micro-batch ``first``."""
         assert self.full is not None
         self.full.untyped_storage().resize_(self.full.nbytes)
         self.first = first
@@ -147,7 +147,7 @@ class Sum:
 
 
 class Reduction:
-    """Collect the gradients of one unit, and start their reductions.
+    """The gradients of one unit until they are reduced.
 
     Micro-batches with one number (all, without virtual ranks) add to one sum. Others, numbered 0 to 3, are
     summed in the tree of ``comm/arithmetic.py``, so that the number of ranks changes no bit. Sums are joined

@@ -1,4 +1,4 @@
-"""Wrap the calls of a sharded module's units, and register the hooks that drive their schedule.
+"""The hooks of a sharded module, which drive its units' schedule, and the calls that they are around.
 
 - Each call of a unit's module gathers it before and releases it afterwards, users' hooks included. For the
   root, so does a call of each module that holds a root parameter, so that a child called by itself works.
@@ -40,7 +40,7 @@ A = TypeVar("A", bound=Attachment)
 
 
 class Engine:
-    """What connects a sharded root's modules with its units and their schedule, by hooks.
+    """The connection of a sharded root's modules with its units and their schedule, by hooks.
 
     ``hooked``: the trainable parameters, each with the handle of its hook. ``virtual_count``: the virtual
     ranks of a step, of which this rank computes ``virtual_ranks``; 0 and none without.

@@ -1,4 +1,4 @@
-"""Give methods to a module: to its class what Python looks up there, to itself all others.
+"""Methods added to a module: to its class what Python looks up there, to itself all others.
 
 A call looks ``__call__`` up in the class. So modules whose call gathers a unit get another class, as under
 FSDP2: a subclass of their own with its name, module and documentation, so that messages, ``repr`` and
@@ -22,14 +22,14 @@ _CLASSES: weakref.WeakValueDictionary[tuple[type, ...], type] = weakref.WeakValu
 
 
 class Addition(nn.Module):
-    """Be the base of classes whose methods are added to modules."""
+    """The base of classes whose methods are added to modules."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep a user's ``__init_subclass__`` from seeing classes that the user did not write."""
 
 
 class _OfGraph(Addition):
-    """Let torch.fx write a module's code into the class that it made, since its methods call one another."""
+    """A module made by torch.fx, which writes code into the class that it made."""
 
     def recompile(self) -> Any:
         with own_class(self):

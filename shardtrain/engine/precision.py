@@ -1,4 +1,4 @@
-"""Choose the dtypes in which a sharded model computes and reduces. Shards and optimizer state keep theirs.
+"""The dtypes in which a sharded model computes and reduces. Shards and optimizer state keep theirs.
 
 With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
 
@@ -29,7 +29,7 @@ NORMS: tuple[type[nn.Module], ...] = (torch_private.NormBase, nn.LayerNorm, nn.G
 
 @dataclass(frozen=True)
 class Precision:
-    """Hold the dtypes for `shard`, as FSDP2's ``MixedPrecisionPolicy`` does. ``None`` changes nothing.
+    """The dtypes for `shard`, as FSDP2's ``MixedPrecisionPolicy`` does. ``None`` changes nothing.
 
     ``param``: dtype of parameters while a unit computes and while they are gathered. ``reduce``: dtype of
     gradients while they are reduced (default: the dtype they are computed in). Sums are taken in fp32 or

@@ -1,4 +1,4 @@
-"""Decide when units are gathered, shown, released and reduced. No tensors: events in, calls of verbs out.
+"""When units are gathered, shown, released and reduced. No tensors: events come in, calls of verbs go out.
 
 One step over units ``A B C`` and the root ``R`` (the parameters of no other unit)::
 
@@ -64,7 +64,7 @@ U_contra = TypeVar("U_contra", bound=Facts, contravariant=True)
 
 
 class Actor(Protocol[U_contra]):
-    """Does what the schedule decides. Each verb is called only when it changes something."""
+    """What does as the schedule decides. Each verb is called only when it changes something."""
 
     def gather(self, unit: U_contra) -> None:
         """Start gathering the full vector."""
@@ -90,7 +90,7 @@ class Actor(Protocol[U_contra]):
 
 @dataclass(eq=False, slots=True)
 class UnitCall(Generic[U]):
-    """Record an outermost call of a unit.
+    """An outermost call of a unit.
 
     ``announced``: on some rank autograd may run a node that made one of the call's outputs. All ranks then
     gather the unit in backward.
@@ -104,7 +104,7 @@ class UnitCall(Generic[U]):
 
 
 class Edge(NamedTuple):
-    """Mark the end or the beginning of a call. No two edges have one moment."""
+    """The end or the beginning of a call. No two edges have one moment."""
 
     moment: int
     call: UnitCall[Any]
@@ -113,14 +113,14 @@ class Edge(NamedTuple):
 
 @dataclass(eq=False)
 class Forward(Generic[U]):
-    """Hold the announced calls of one forward of the root, in the order in which they ended."""
+    """The announced calls of one forward of the root, in the order in which they ended."""
 
     calls: list[UnitCall[U]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Backward(Generic[U]):
-    """Hold the progress of one backward.
+    """The progress of one backward.
 
     ``room``: see `Schedule.begin_backward`. ``accumulates``: units that it does not reduce. ``forward``: the
     one that it descends through. ``moment``: it is done with all that was computed later. ``edges``: ends and
@@ -141,7 +141,7 @@ class Backward(Generic[U]):
 
 
 class Schedule(Generic[U]):
-    """Decide for the ``units`` of one model, the root first; ``act`` does what is decided.
+    """The decisions for the ``units`` of one model, the root first; ``act`` does what is decided.
 
     ``trains``: units with a parameter that requires a gradient. ``keeps``: units that stay gathered after
     forward. ``accumulates``: units whose gradients the next backward does not reduce (`no_sync`).

@@ -1,4 +1,4 @@
-"""Hold one rank's shard of a unit's parameters, and switch what the parameters show.
+"""One rank's shard of a unit's parameters, and what these show.
 
 A unit's parameters fall into segments, each of one dtype and one ``requires_grad``: so frozen parameters
 never enter a reduction. A segment has two or three storages:
@@ -44,7 +44,7 @@ def plain_name(name: str) -> str:
 
 
 class ParamInfo(NamedTuple):
-    """Name one parameter of a unit, and every (module, attribute) that holds it, each with its own name."""
+    """A parameter's name, and every (module, attribute) that holds it, each with a name of its own."""
 
     name: str
     holders: tuple[tuple[nn.Module, str], ...]
@@ -79,7 +79,7 @@ class ParamInfo(NamedTuple):
 
 
 class ShardedParam:
-    """Switch one parameter of a segment between its local piece and its full value.
+    """One parameter of a segment, which shows its local piece or its full value.
 
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
@@ -187,7 +187,7 @@ class ShardedParam:
 
 
 class Segment:
-    """Hold the parameters of one unit that share dtype and ``requires_grad``, as one flat vector.
+    """The parameters of one unit that share dtype and ``requires_grad``, as one flat vector.
 
     The constructor is collective: all ranks get rank 0's values, on ``device``.
 

@@ -1,4 +1,4 @@
-"""Gather and release a unit: the segments that are gathered and reduced together, and their state."""
+"""A unit: the segments that are gathered and reduced together, and their state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardtrain.pieces.parameter import Shards
 
 
 class State(Enum):
-    """Say where the full vector is."""
+    """Where the full vector is."""
 
     SHARDED = "full is empty, nothing is moving"  # --gather--> GATHERING
     GATHERING = "a gather is filling full"  # --show--> GATHERED
@@ -27,7 +27,7 @@ class State(Enum):
 
 
 class Shown(Enum):
-    """Say what the parameters show."""
+    """What the parameters show."""
 
     SHARD = "local shards"  # --show--> FULL, --show_private--> PRIVATE
     FULL = "views of the full vector"  # --hide--> SHARD
@@ -36,7 +36,7 @@ class Shown(Enum):
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """Hold what `shard` takes for all units, for one of them.
+    """What `shard` takes for all units, for one of them.
 
     ``reduces``: False leaves the unit's gradients on each rank, as `no_sync` does for all units.
     ``divide_by``: what the sum of all ranks' gradients is divided by; None is their number.
@@ -49,7 +49,7 @@ class UnitOptions:
 
 
 class Gathered(NamedTuple):
-    """Count what is gathered of a model: units, the root included, and bytes of their full vectors.
+    """What is gathered of a model, counted: units, the root included, and bytes of their full vectors.
 
     Ranks that share memory hold these bytes once per host, whether gathered or not.
     """
@@ -59,7 +59,7 @@ class Gathered(NamedTuple):
 
 
 class Account:
-    """Count the units and bytes that are gathered ``now``, and the largest numbers of each, ``peak``."""
+    """The units and bytes that are gathered ``now``, and the largest numbers of each, ``peak``."""
 
     def __init__(self) -> None:
         self.now = [0, 0]
@@ -76,7 +76,7 @@ class Account:
 
 
 class Unit:
-    """Gather and release parameters that are gathered and reduced together.
+    """A unit's shards, and the memory that they are gathered into.
 
     ``modules``: by name; a call of any of them needs the parameters. ``title``: the unit's name in messages.
     ``state``, ``shown``: only this class writes them. ``account``, ``shards``: shared by all units of a

@@ -1,4 +1,4 @@
-"""Choose which modules become units, and assign parameters to them."""
+"""The choice of units: which modules become one, and which parameters each has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TINY = 2 << 20  # bytes of a model that is not worth several
 
 
 class Choice(NamedTuple):
-    """Describe a unit that is to be made: its modules by name, the first one's first, and its parameters."""
+    """A unit that is to be made: its modules by name, the first one's first, and its parameters."""
 
     modules: dict[str, nn.Module]
     infos: list[ParamInfo]

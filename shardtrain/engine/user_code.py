@@ -1,4 +1,4 @@
-"""Stay correct under users' compilers and transforms."""
+"""What keeps hooks right under users' compilers and transforms."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from shardtrain.whole.dcp import refuse_pickled
 
 
 class Guardrails(Attachment):
-    """What guards a sharded model against changes, copies, wrappers and optimizers that would be wrong.
+    """The guards of a sharded model against changes, copies, wrappers and optimizers that would be wrong.
 
     ``steps``: of optimizers and averages since the last forward.
     """

@@ -1,4 +1,4 @@
-"""Notice what users change of parameters, and adopt it or refuse it by name.
+"""Users' changes of parameters: noticed, and adopted or refused by name.
 
 Parameters change in ways of which no hook tells: in place, by ``.data =``, ``.to()``, ``requires_grad_()``,
 or by another object in a module's attribute. So what they show is noted, and compared at four moments:
@@ -34,7 +34,7 @@ _version = attrgetter("_version")
 
 
 class Noted(NamedTuple):
-    """Hold autograd's versions of a unit's parameters, and where they lie.
+    """Autograd's versions of a unit's parameters, and where they lie.
 
     Another dtype or device lies elsewhere, since the memory of what was noted is still held.
     """
@@ -44,7 +44,7 @@ class Noted(NamedTuple):
 
 
 class Changes:
-    """Compare what the parameters of ``root`` show with what was noted, which only this class writes."""
+    """What the parameters of ``root`` showed, to compare with what they show. Only this class writes it."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
         self._root = root

@@ -1,7 +1,4 @@
-"""Refuse memory that cannot be sharded: a tie by `.data`, of which PyTorch knows nothing; sparse buffers.
-
-Its own file, since only `shard` asks.
-"""
+"""Memory that cannot be sharded: a tie by `.data`, of which PyTorch knows nothing; sparse buffers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Show whole parameters to users' code that initializes them after `shard`.
+"""Whole parameters for users' code that initializes them after `shard`.
 
 ``model.apply(init)`` calls ``init`` for each module, and methods such as ``reset_parameters`` and
 ``init_weights`` set many. They compute fan-ins from shapes. Ranks with one seed would draw the same numbers
 for different elements. So they see whole parameters and draw all of them, and each rank keeps its part: with
 one seed on all ranks that of the model which one process draws. Nothing is communicated: elements of other
-ranks are NaN, which shows what depends on them. Its own file, since nothing here is needed for a step.
+ranks are NaN, which shows what depends on them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Initialization:
-    """Show whole parameters of one model while users initialize them. ``adopt``: adopts users' changes."""
+    """Whole parameters of one model while users initialize them. ``adopt``: adopts users' changes."""
 
     def __init__(self, units: Sequence[Unit], driver: Driver, adopt: Callable[[], None]) -> None:
         self._units = units

@@ -1,4 +1,4 @@
-"""The optimizers that are known to be right on what a rank holds of parameters, and users' word for others."""
+"""The optimizers that are known to be right on what a rank holds, and users' word for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check each optimizer before it steps a sharded model, and describe its state as local shards.
+"""The look at each optimizer before and while it steps a sharded model.
 
 An optimizer must give each element of a local shard the value that it gives it in the whole parameter. SGD
 and Adam treat every element by itself. One that looks at a parameter's shape (Muon, Shampoo) or norm (LARS,
@@ -9,8 +9,6 @@ each `_EVERY`-th one, and those of round numbers. These are made on pieces: para
 of the parameter's shape. They compute the same, in Python, and refuse by name what is not right on pieces.
 What such a step makes, and keeps elsewhere than in its state, stays a piece for ever. So does an optimizer
 that has asked for a norm of all parameters, which ranks add up on pieces alone.
-
-It is apart from ``attachment.py``, which says when it is asked.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def _is_round(number: int) -> bool:
 
 
 class Optimizers:
-    """Hold what is known of the optimizers that step a model. Written here only."""
+    """What is known of the optimizers that step a model. Written here only."""
 
     def __init__(self, engine: Engine, steps: Steps) -> None:
         self._engine = engine
@@ -232,7 +230,7 @@ class Optimizers:
 
 
 class StepHooks:
-    """Tell `Optimizers` when an optimizer's own code begins and ends, between all users' hooks.
+    """The hooks that tell when an optimizer's own code begins and ends, between all users' hooks.
 
     The optimizer holds the hooks. They hold `Optimizers` weakly, which holds a model.
     """

@@ -1,8 +1,8 @@
-"""Describe steps of optimizers and of averages, so that the guard compares class and options between ranks.
+"""Lines that describe steps of optimizers and averages, whose class and options ranks compare.
 
 Ranks whose learning rates differ would train one model by several rules. So each step posts what has changed
-since the step before, one line per option, and a digest of all. It is its own file, since the hook of
-optimizers notes steps, and the driver posts them at the next forward.
+since the step before, one line per option, and a digest of all. They are noted as
+an optimizer steps, and posted at the next forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN = 60  # characters of a line that the guard's errors show
 
 
 class Steps:
-    """Collect the steps of optimizers and averages since the last forward.
+    """The steps of optimizers and averages since the last forward.
 
     Numbers in options are compared bit by bit.
     """

@@ -1,7 +1,4 @@
-"""Refuse what would treat a rank's shards as whole parameters: copies, pickles, and other wrappers.
-
-Its own file, since nothing here is needed for a step.
-"""
+"""Refusals of what would treat a rank's shards as whole parameters: copies, pickles, other wrappers."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _CHECKPOINTING = "torch.distributed.algorithms._checkpoint."
 
 
 class Uncopied(Addition):
-    """Refuse copies and pickles of a module that holds shards, and of models that contain it."""
+    """A module that holds shards: it refuses copies and pickles, so do models that contain it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ValueError(
@@ -42,7 +39,7 @@ UNCOPIED = {name: getattr(Uncopied, name) for name in ("__deepcopy__", "__reduce
 
 
 class Unwrapped(Addition):
-    """Refuse to be inside of torch's data parallel wrappers."""
+    """A module that refuses to be inside of torch's data parallel wrappers."""
 
     def named_modules(self, *args: Any, **options: Any) -> Any:
         """Yield modules. Raises ValueError if torch's data parallel wrappers ask for them.
@@ -68,4 +65,4 @@ class Unwrapped(Addition):
 
 
 class Refusals(Unwrapped, Uncopied):
-    """What a module refuses whose calls gather a unit."""
+    """A module whose calls gather a unit."""

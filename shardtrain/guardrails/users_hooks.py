@@ -1,4 +1,4 @@
-"""Call users' hooks where what they see is what they mean. Its own file, since no step needs it.
+"""Users' hooks on gradients, called where what they see is what they mean.
 
 Hooks of parameters (post-accumulate) are called once gradients are reduced. Autograd would call such a hook
 with this rank's full gradient, before the reduction. So hooks are replaced when a backward begins, and each

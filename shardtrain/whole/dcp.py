@@ -1,4 +1,4 @@
-"""Return state dicts whose values know which part of the whole tensor they are.
+"""State dicts whose values know which part of the whole tensor they are.
 
 A rank holds an interval of a parameter's elements, in memory order. ``torch.distributed.checkpoint`` (DCP)
 knows boxes: offsets and sizes in each dimension. A 3×4 parameter of which rank 0 holds elements 0:6::
@@ -36,7 +36,7 @@ _PART = "shardtrain_part"  # the key in a pickled state that says of which part 
 
 
 class StateDicts(Attachment):
-    """What gives state dicts of one model and of its optimizers their pieces."""
+    """The state dicts of one model and of its optimizers, whose values are pieces."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -111,7 +111,7 @@ def _attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam)
 
 
 class LocalState(dict[Any, Any]):
-    """Hold an optimizer's state by parameter, whose tensors are pieces. Pickled, it is plain tensors.
+    """An optimizer's state by parameter, whose tensors are pieces. Pickled, it is plain tensors.
 
     So what ``optimizer.state_dict()`` returns can be saved per rank, as always. What torch's
     ``get_optimizer_state_dict`` makes of it, by parameter names, cannot. ``parts``: of parameters. Pickled, a

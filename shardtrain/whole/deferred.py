@@ -1,4 +1,4 @@
-"""Initialize a model on rank 0 alone, and distribute its values in `shard` (deferred initialization).
+"""Deferred initialization: a model is built on rank 0 alone, and `shard` distributes its values.
 
 ::
 
@@ -56,7 +56,7 @@ def _on_meta(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model | 
 
 
 class InitialValues:
-    """Decide on which device each tensor of a model is placed. Deferred tensors get rank 0's values.
+    """The device on which each tensor of a model is placed. Deferred tensors get rank 0's values.
 
     ``target``: the device for all; None keeps tensors where they are, and places deferred ones on the CPU.
     """

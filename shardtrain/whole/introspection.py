@@ -1,7 +1,4 @@
-"""Look into a sharded model. Code outside the engine looks through `introspect` alone.
-
-It is its own file because `sharding.py` makes models.
-"""
+"""What others may know of a sharded model. The program looks through `introspect` alone."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from shardtrain.engine.unit import Gathered
 
 
 class UnitInfo(NamedTuple):
-    """Describe one unit. ``parameters`` (elements) and ``bytes`` count the whole unit, ``local_bytes`` this
+    """One unit. ``parameters`` (elements) and ``bytes`` count the whole unit, ``local_bytes`` this
     rank's shard, padding included. ``modules``: names of those that it was made of, see `shard`'s
     ``unit_bytes``."""
 
@@ -27,7 +24,7 @@ class UnitInfo(NamedTuple):
 
 
 class Introspection:
-    """Show the present state of a sharded model.
+    """The present state of a sharded model.
 
     ``transport``: how shards move, and between which ranks. ``precision``: the root's.
     """

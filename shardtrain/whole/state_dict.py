@@ -1,4 +1,4 @@
-"""Give users full parameters, to read, edit, save and load; and make buffers equal on all ranks.
+"""Full parameters for users, to read, edit, save and load; and buffers made equal on all ranks.
 
 All public functions here but `optimizer_state_dict` are collective: every rank must call them.
 """
@@ -26,7 +26,7 @@ from shardtrain.whole.dcp import state_dicts_of
 
 
 class Spec(NamedTuple):
-    """Describe a full parameter or buffer without its values."""
+    """A full parameter or buffer without its values: dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
