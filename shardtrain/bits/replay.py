@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardtrain import comm, torch_private
 from shardtrain import device as devices
-from shardtrain.bits.virtual import Virtual, words
+from shardtrain.bits.virtual import Virtual, virtual_of, words
 from shardtrain.comm.guard import named
 from shardtrain.engine.hooks import Engine, engine_of, engines
 from shardtrain.errors import ReplayMismatch as ReplayMismatch
@@ -191,9 +191,7 @@ def replay(
             outside of this model has changed its buffers.
     """
     engine = engine_of(module)
-    virtual = engine.attached(Virtual)
-    if virtual is None:
-        raise ValueError("replay() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
+    virtual = virtual_of(module, "replay()")
     ranks = virtual.ranks
     with changes_elsewhere(module), recording(module, digest) as record:
         first = compute(ranks.start)

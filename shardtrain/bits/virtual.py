@@ -75,9 +75,7 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         ValueError: another virtual rank is to be computed now, a buffer or a backward would make results
             depend on the number of ranks, or `shard` was given no ``virtual_ranks``.
     """
-    virtual = engine_of(module).attached(Virtual)
-    if virtual is None:
-        raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
+    virtual = virtual_of(module, "virtual_rank()")
     driver = virtual.driver
     if driver.schedule.accumulates:
         raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
@@ -95,6 +93,14 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
         virtual.fail()
         driver.drop_backward()
         raise
+
+
+def virtual_of(module: nn.Module, function: str) -> Virtual:
+    """Return what `shard` has attached for virtual ranks. Raises ValueError, naming ``function``, without."""
+    virtual = engine_of(module).attached(Virtual)
+    if virtual is None:
+        raise ValueError(f"{function} of a model without virtual ranks: call shard(..., virtual_ranks=V)")
+    return virtual
 
 
 def check_sums(
