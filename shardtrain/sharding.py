@@ -181,9 +181,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     step, clipping and other changes of it raise ValueError.
     """
     engine = engine_of(module)
-    virtual = engine.attached(Virtual)
-    if virtual is not None:
-        with virtual.waiting(), engine.driver.reducing(False):
+    if engine.virtual_count:
+        with engine.attached(Virtual).waiting(), engine.driver.reducing(False):
             yield
         return
     with engine.driver.reducing(engine.channel.all_ranks.world == 1):  # a single rank communicates nothing

@@ -36,7 +36,7 @@ from shardtrain.bits.virtual import Virtual, virtual_of, words
 from shardtrain.comm.guard import named
 from shardtrain.engine.hooks import Engine, engine_of, engines
 from shardtrain.errors import ReplayMismatch as ReplayMismatch
-from shardtrain.guardrails.attachment import guardrails_of
+from shardtrain.guardrails.attachment import Guardrails
 from shardtrain.whole.introspection import introspect
 
 _BLOCK = 1 << 16
@@ -270,7 +270,7 @@ def _leaves_of(engine: Engine, loss: Tensor) -> list[Tensor]:
             "not detached, so that gradients of parameters outside of the model can be put aside"
         )
     leaves = dict.fromkeys(engine.module.parameters())
-    for optimizer in guardrails_of(engine).optimizers.seen:
+    for optimizer in engine.attached(Guardrails).optimizers.seen:
         for group in optimizer.param_groups:
             leaves.update(dict.fromkeys(group["params"]))
     seen = {loss.grad_fn}

@@ -97,10 +97,10 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
 
 def virtual_of(module: nn.Module, function: str) -> Virtual:
     """Return what `shard` has attached for virtual ranks. Raises ValueError, naming ``function``, without."""
-    virtual = engine_of(module).attached(Virtual)
-    if virtual is None:
+    engine = engine_of(module)
+    if not engine.virtual_count:
         raise ValueError(f"{function} of a model without virtual ranks: call shard(..., virtual_ranks=V)")
-    return virtual
+    return engine.attached(Virtual)
 
 
 def check_sums(

@@ -58,6 +58,7 @@ class Engine:
         share = virtual_count // all_ranks.world
         self.virtual_ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
         self.hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
+        self._attached: dict[type[Attachment], Any] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`
         self._marks: list[tuple[nn.Module, str]] = []  # attributes that `attach` has set
         self._handles: list[RemovableHandle] = []
@@ -77,15 +78,16 @@ class Engine:
         self._open_layers()
         self.driver.attachments = attachments
         for each in attachments:
+            self._attached[type(each)] = each
             each.attach()
         self.mark(self.module, _ENGINE, self)
         _ENGINES.add(self)
         for unit in self.units:
             unit.rest()
 
-    def attached(self, kind: type[A]) -> A | None:
-        """Return what of class ``kind`` is attached."""
-        return next((each for each in self.driver.attachments if isinstance(each, kind)), None)
+    def attached(self, kind: type[A]) -> A:
+        """Return the attachment of class ``kind``; there must be one."""
+        return self._attached[kind]  # type: ignore[no-any-return]
 
     def keep(self, handle: RemovableHandle) -> None:
         """Remove the hook of ``handle`` in `detach`."""

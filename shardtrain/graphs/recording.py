@@ -22,7 +22,7 @@ from shardtrain.comm import trace
 from shardtrain.comm.trace import GRAPH
 from shardtrain.engine.hooks import Engine
 from shardtrain.graphs.uncapturable import Operations, explained, refuse_drawn, tensors_of
-from shardtrain.guardrails.attachment import guardrails_of
+from shardtrain.guardrails.attachment import Guardrails
 
 _CPU = torch.device("cpu")
 _GRAD: Any = Tensor.grad
@@ -168,7 +168,7 @@ def _counted_apart(engine: Engine) -> Iterator[Counts]:
 def _recover(engine: Engine) -> None:
     """Let the model be as before a recording that failed, without gradients."""
     engine.driver.reset_failed_backward()
-    guardrails_of(engine).optimizers.end_steps()
+    engine.attached(Guardrails).optimizers.end_steps()
     for param in engine.module.parameters():
         param.grad = None
     engine.require_rest("a step cannot be captured")

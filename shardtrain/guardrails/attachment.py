@@ -152,13 +152,6 @@ class Guardrails(Attachment):
             _warn_of_unreduced(optimizer)
 
 
-def guardrails_of(engine: Engine) -> Guardrails:
-    """Return the guardrails of ``engine``, which `shard` attaches to every model."""
-    guardrails = engine.attached(Guardrails)
-    assert guardrails is not None
-    return guardrails
-
-
 @functools.cache
 def check_optimizers() -> None:
     """Check every optimizer before it steps, once for all engines.
@@ -169,7 +162,7 @@ def check_optimizers() -> None:
     @uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in engines():
-            guardrails_of(engine).before_step(optimizer)
+            engine.attached(Guardrails).before_step(optimizer)
         refuse_pickled(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
@@ -179,7 +172,7 @@ def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
     """Warn (UserWarning) if ``optimizer`` of a sharded model has parameters that belong to none."""
     known = set[nn.Parameter]()
     for engine in engines():
-        known |= guardrails_of(engine).changes.known
+        known |= engine.attached(Guardrails).changes.known
     shapes = list[tuple[int, ...]]()
     for group in optimizer.param_groups:
         shapes += [tuple(p.shape) for p in group["params"] if p.grad is not None and p not in known]

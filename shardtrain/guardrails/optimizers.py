@@ -29,7 +29,7 @@ from shardtrain.engine.segment import ShardedParam
 from shardtrain.guardrails.known import is_known
 from shardtrain.guardrails.options import Steps
 from shardtrain.pieces.piece import OptimizerStep, Piece, plain, uncompiled
-from shardtrain.whole.dcp import require_own, state_dicts_of
+from shardtrain.whole.dcp import StateDicts, require_own
 
 _LOOKS = 20
 _EVERY = 101  # a prime, so that what comes every so many steps is met sooner or later
@@ -136,7 +136,7 @@ class Optimizers:
 
     def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut and describe the state that ``optimizer`` has from before this knew it."""
-        state_dicts_of(self._engine).describe(optimizer)
+        self._engine.attached(StateDicts).describe(optimizer)
         for member in self._members:
             state = optimizer.state.get(member.param, {})
             require_own(member.part, state)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.engine.hooks import engine_of
-from shardtrain.guardrails.attachment import guardrails_of
+from shardtrain.guardrails.attachment import Guardrails
 from shardtrain.pieces.piece import plain
 
 
@@ -48,7 +48,7 @@ class Ema:
         """Average the weights after step number ``step``, counted from 1. Call it on every rank."""
         if step % self.every == 0:
             weight = 1.0 if step <= self.after else 1.0 - self.decay
-            guardrails_of(self._engine).steps.note_average(weight)
+            self._engine.attached(Guardrails).steps.note_average(weight)
             pairs = [(average, value) for average, value in self._pairs() if value.numel()]
             if pairs:  # with layout="whole" a rank may hold no element
                 torch._foreach_lerp_([average for average, _ in pairs], [value for _, value in pairs], weight)

@@ -67,13 +67,6 @@ class StateDicts(Attachment):
             _describe_state(optimizer, self._engine.members)
 
 
-def state_dicts_of(engine: Engine) -> StateDicts:
-    """Return what gives state dicts of ``engine`` their pieces, which `shard` attaches to every model."""
-    state_dicts = engine.attached(StateDicts)
-    assert state_dicts is not None
-    return state_dicts
-
-
 def _attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
     """Have ``module`` return a piece of its parameter ``attribute`` in ``state_dict()``, and load it."""
     own_part = member.part

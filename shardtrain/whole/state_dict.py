@@ -22,7 +22,7 @@ from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.segment import Segment, ShardedParam, plain_name
 from shardtrain.engine.unit import Unit
 from shardtrain.pieces.piece import plain
-from shardtrain.whole.dcp import state_dicts_of
+from shardtrain.whole.dcp import StateDicts
 
 
 class Spec(NamedTuple):
@@ -215,7 +215,7 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
             "forward and backward: call it before forward, or after the first optimizer.step()"
         )
     engine.require_rest("optimizer_state_dict() cannot be called")
-    state_dicts_of(engine).describe(optimizer)
+    engine.attached(StateDicts).describe(optimizer)
     return dict(get_optimizer_state_dict(module, optimizer))
 
 
