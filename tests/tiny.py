@@ -116,7 +116,7 @@ TEN_STEPS = (
 )
 QUIET = "monitor.writers=[]"
 # Groups of tags that no run repeats: a process's first step gathers more; a repeated epoch has two points.
-MEASURED = ("perf", "time", "memory", "comm")
+MEASURED = ("system",)
 
 
 def crash() -> None:

@@ -15,7 +15,7 @@ class WeightsAndBiases(Hook):
             self.run = wandb.init(project="shardtrain", config=dataclasses.asdict(trainer.config))
 
     def after_step(self, trainer, step, finite):
-        if trainer.rank == 0 and step % trainer.config.train.log_every == 0:
+        if trainer.rank == 0 and step % 10 == 0:
             self.run.log(trainer.monitor.scalars, step=step)
 
     def after_fit(self, trainer):

@@ -72,8 +72,8 @@ class Train:
     replay_every: int = key(0, at_least=0, mark=REPORTED)
     # launch each step as one CUDA graph, for steps that wait for Python; learning rates are rounded to fp32
     capture: bool = key(False, mark=Mark.CHANGES)
-    # optimizer steps
-    log_every: int = key(10, at_least=1, mark=REPORTED)
+    # optimizer steps; null: 10, or fewer, so that a short run has ten points
+    log_every: int | None = key(None, at_least=1, mark=REPORTED)
     # epochs; the end is always evaluated
     eval_every: int = key(1, at_least=1, mark=REPORTED)
     # the score that decides the best step, patience and the order of a sweep: loss/val, balanced/val, …

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardtrain import average_buffers, comm, introspect
-from shardtrain.data import Batch
+from shardtrain.data import Batch, EvalFeed
 from shardtrain.job import tags
 from shardtrain.job.losses import CrossEntropy, Loss, sum_and_weight
-from shardtrain.job.scores import Gathering, Results, Score, results_of
+from shardtrain.job.scores import Gathering, Results, Score, mistakes_of, results_of
 from shardtrain.optim.ema import Ema
 
 FEW_CLASSES = 10  # five guesses among them are right half of the time by chance
@@ -94,8 +94,10 @@ def evaluate(
         totals = table_of(_in_parts(sums, len(ranks)), ranks).sum(0).tolist()
         results = Results.nothing()
         if gathering is not None:
-            images = int(totals[-1])
-            results = results_of(functions, *gathering.in_order(images, len(ranks)), scoring.classes)
+            logits, labels = gathering.in_order(int(totals[-1]), len(ranks))
+            results = results_of(functions, logits, labels, scoring.classes)
+            if isinstance(feed, EvalFeed):
+                results.pictures.update(mistakes_of(logits, labels, feed.images, scoring.classes))
         return _scores_of(*totals), results
 
     if ema is None:

@@ -22,6 +22,7 @@ from shardtrain.config.errors import UserError, not_valid, reason_with_line
 from shardtrain.config.format import aligned
 from shardtrain.config.schema import typed
 from shardtrain.config.target import find_target, keywords_of
+from shardtrain.data.feed import Batches
 from shardtrain.job import pictures
 from shardtrain.job.pictures import Picture
 
@@ -32,8 +33,9 @@ Score = Callable[..., Any]
 
 PER_CLASS = "per_class"
 MOST_CLASSES = 50  # of which each one has its recall
-TAKEN = ("loss", "acc1", "acc5")  # names of what every evaluation has
+TAKEN = ("loss", "acc1", "acc5", "mistakes")  # names of what every evaluation has
 MOST_PRINTED = 10  # classes whose matrix fits a console
+MISTAKES = 16  # images in their picture
 
 
 class Results(NamedTuple):
@@ -118,6 +120,22 @@ def per_class(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[st
 
 
 per_class.higher_is_better = True  # type: ignore[attr-defined]
+
+
+def mistakes_of(
+    logits: Tensor, labels: Tensor, images: Batches, classes: Sequence[str]
+) -> dict[str, Picture]:
+    """Return a picture of the worst mistakes, if any: images, each above its label, and the answer.
+
+    They are those whose label got the least probability, the worst first.
+    """
+    names = [*classes, "other"]  # a model may have outputs for other classes
+    answers = logits.argmax(1).clamp(max=len(classes))
+    wrong = (answers != labels).nonzero()[:, 0]
+    order = logits.log_softmax(1)[wrong, labels[wrong]].argsort()
+    worst = wrong[order[:MISTAKES]].tolist()
+    captions = [f"{names[labels[image]]}\nas {names[answers[image]]}" for image in worst]
+    return {"mistakes": pictures.grid(images[worst][0], captions)} if worst else {}
 
 
 def confusion_table(counts: Tensor, names: Sequence[str]) -> str:
@@ -209,7 +227,7 @@ class Gathering:
         rank v had the images v, v + V, v + 2 V, ….
         """
         if not self._logits:
-            return torch.empty(0, 0), torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, 1), torch.empty(0, dtype=torch.int64)
         ordered = [_in_order(parts, virtual_ranks)[:images] for parts in (self._logits, self._labels)]
         return ordered[0], ordered[1]
 

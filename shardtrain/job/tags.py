@@ -28,23 +28,23 @@ BEST_BY = "best_by"  # the tag by which the best step is chosen; in result.json 
 BEST_IS_LOWEST = "best_is_lowest"  # whether the smallest value of that tag is the best; in result.json only
 BEST_STEP = "best/step"  # in result.json only
 
-IMG_PER_S = "perf/img_per_s"
-IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"
-STEP_S = "perf/step_s"
-EXPOSED_COMM_PCT = "perf/exposed_comm_pct"
-
-PARAMS_MIB = "memory/params_mib"
-GRADS_MIB = "memory/grads_mib"
-OPTIMIZER_MIB = "memory/optimizer_mib"
-GATHERED_PEAK_MIB = "memory/gathered_peak_mib"
-PEAK_MIB = "memory/peak_mib"
+# What machines do: one group, whose name comes after those of what people look at.
+IMG_PER_S = "system/img_per_s"
+IMG_PER_S_PER_RANK = "system/img_per_s_per_rank"
+STEP_S = "system/step_s"
+EXPOSED_COMM_PCT = "system/exposed_comm_pct"
+PARAMS_MIB = "system/params_mib"
+GRADS_MIB = "system/grads_mib"
+OPTIMIZER_MIB = "system/optimizer_mib"
+GATHERED_PEAK_MIB = "system/gathered_peak_mib"
+PEAK_MIB = "system/peak_mib"
 
 SAMPLES = "samples/as_trained"  # a picture
 
 # Tags with a parameter: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # by the optimizer's group
-phase_pct = "perf/{}_pct".format  # by phase (data, forward, …): its share of the time
-sent_mib = "comm/{}_mib_per_step".format  # by kind of collective (all_gather, …): sent per rank
+phase_pct = "system/{}_pct".format  # by phase (data, forward, …): its share of the time
+sent_mib = "system/{}_mib_per_step".format  # by kind of collective (all_gather, …): sent per rank
 
 
 def score(part: str, name: str) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from shardtrain.config.command import as_values, compose
 from shardtrain.config.config import Config
-from shardtrain.config.marks import MARKS
+from shardtrain.config.marks import MARKS, changed_keys
 from shardtrain.config.schema import Mark
 from shardtrain.job import tags
 from shardtrain.job.build import Job
@@ -178,8 +179,7 @@ class TensorBoard(Writer):
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary  # here, since it takes 1.5 s
 
-        name = f"{_number(directory) / 1e6:017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.path = directory / f"{EVENTS}{name}"
+        self.path = directory / f"{_after_others(directory)}.{socket.gethostname()}.{os.getpid()}"
         self._summary = summary
         self._event = Event
         self._records = RecordWriter
@@ -198,8 +198,8 @@ class TensorBoard(Writer):
             column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
         plugin.content = columns.SerializeToString()
         text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
-        classes = summary.text("classes", _class_table(facts.get("class_counts", {})))
-        for each in (experiment, session, text, classes, summary.custom_scalars(TOGETHER)):
+        changed = summary.text("changed", f"`` {facts['command']} ``\n\n{_changes(config)}")
+        for each in (experiment, session, changed, text, summary.custom_scalars(TOGETHER)):
             self._keep(first_step, summary=each)
 
     def _keep(self, step: int, **content: Any) -> None:
@@ -232,27 +232,24 @@ class TensorBoard(Writer):
         self._write()
 
 
-def _class_table(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a table of the images of each class, by part, in Markdown."""
-    rows = [["class", *counts], ["---"] * (1 + len(counts))]
-    for name in counts.get("train", ()):
-        rows.append([name, *(str(part.get(name, 0)) for part in counts.values())])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def _changes(config: Config) -> str:
+    """Return a table of the keys that differ from the defaults, of a command without words, in Markdown."""
+    usual = compose([])
+    assert usual is not None
+    lines = ["| key | value | default |", "| --- | --- | --- |"]
+    for change in changed_keys(as_values(usual.values), asdict(config)):
+        if Mark.HIDDEN not in change.mark:
+            lines.append(f"| `{change.key}` | {change.now} | {change.before} |")
+    return "\n".join(lines)
 
 
-def _number(directory: Path) -> int:
-    """Return the time in microseconds, or the number after those of all event files in ``directory``.
+def _after_others(directory: Path) -> str:
+    """Return the begin of a file's name, which sorts after the names of all event files in ``directory``.
 
     TensorBoard reads them in the order of their names, and a clock may have gone back since the last one.
     """
-    numbers = [time.time_ns() // 1000]
-    for path in directory.glob(f"{EVENTS}*"):
-        seconds, _, rest = path.name.removeprefix(EVENTS).partition(".")
-        if seconds.isdigit():
-            digits = rest.partition(".")[0]
-            micros = int(digits) if len(digits) == 6 and digits.isdigit() else 999_999
-            numbers.append(int(seconds) * 1_000_000 + micros + 1)
-    return max(numbers)
+    latest = max((path.name for path in directory.glob(f"{EVENTS}*")), default="")
+    return max(f"{EVENTS}{time.time():017.6f}", f"{latest}.0")
 
 
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:

@@ -18,8 +18,8 @@ class Samples(Hook):
             return
         feed = trainer.job.train
         captions = [pictures.caption(label, feed.classes) for label in batch.labels[:SAMPLES]]
-        grid = pictures.grid(batch.images[:SAMPLES], feed.prepare.mean, feed.prepare.std, captions)
-        trainer.monitor.picture(tags.SAMPLES, grid)
+        pixels = batch.images[:SAMPLES].float() * feed.prepare.std + feed.prepare.mean
+        trainer.monitor.picture(tags.SAMPLES, pictures.grid(pixels, captions))
 
 
 class Reports(Hook):
@@ -31,7 +31,8 @@ class Reports(Hook):
     def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
         trainer.monitor.step(step)
         report = None
-        if step % trainer.config.train.log_every == 0 or step == trainer.job.steps:
+        every = trainer.config.train.log_every or max(1, min(10, trainer.job.steps // 10))
+        if step % every == 0 or step == trainer.job.steps:
             report = trainer.metrics.report(step, trainer.norm, self._watch.requested())
             trainer.monitor.log(step, report.scalars)
         self._watch.step_done(step, report)

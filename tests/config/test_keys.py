@@ -67,8 +67,8 @@ def evidence(folder: Path, *words: str) -> dict[str, Any]:
         "average": of("loss/val_ema", "acc1/val_ema"),
         "steps": of("step"),
         "lr": of("lr/"),
-        "traffic": of("comm/"),
-        "held": of("memory/gathered"),
+        "traffic": of("system/all_", "system/reduce_"),
+        "held": of("system/gathered"),
         "said": said.getvalue().replace(str(folder), ""),
         "files": sorted(path.name.partition("events.")[0] for path in folder.rglob("*")),
     }

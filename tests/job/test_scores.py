@@ -119,14 +119,29 @@ def test_recall_of_known_logits() -> None:
     ]
 
 
+def test_the_worst_mistakes_are_those_whose_label_got_the_least_probability() -> None:
+    logits = torch.tensor([[0.0, 1.0], [0.0, 9.0], [9.0, 0.0], [5.0, 0.0]])
+    labels = torch.tensor([0, 0, 0, 1])
+    images = Arrays(torch.arange(20.0)[:, None, None, None], torch.zeros(20))
+    with patch.object(pictures, "grid") as grid:
+        assert [*scores.mistakes_of(logits, labels, images, ["cat", "dog"])] == ["mistakes"]
+        assert scores.mistakes_of(logits[2:3], labels[2:3], images, ["cat", "dog"]) == {}
+        scores.mistakes_of(-torch.eye(2)[[1] * 20], torch.ones(20, dtype=torch.int64), images, ["cat", "dog"])
+    pixels, captions = grid.call_args_list[0].args
+    assert pixels.flatten().tolist() == [1, 3, 0]
+    assert captions == ["cat\nas dog", "dog\nas cat", "cat\nas dog"]
+    assert [len(call.args[1]) for call in grid.call_args_list] == [3, 16]
+
+
 def test_a_confusion_matrix_is_readable() -> None:
     """Rows are labels: the darker a cell, the larger its part; names and numbers are drawn."""
     counts = torch.tensor([[9, 1], [0, 1000]])
     page = pictures.confusion(counts, ["cat", "a name that is far too long to be drawn as it is"])
-    assert (page.dtype, page.shape[2], page.shape[0]) == (np.uint8, 3, page.shape[1])
-    side = page.shape[0]
-    corner = [side - 8 - 56 * (2 - number) + 4 for number in range(2)]
-    cells = np.array([[page[row, column, 0] for column in corner] for row in corner])
+    assert (page.dtype, page.shape[1:]) == (np.uint8, (pictures.PAGE, 3))
+    cell = (page.shape[0] - 2 * pictures.LINE - pictures.GAP) // 2
+    rows = [2 * pictures.LINE + cell * number + 4 for number in range(2)]
+    columns = [pictures.PAGE - pictures.GAP - cell * number + 4 for number in (2, 1)]
+    cells = np.array([[page[row, column, 0] for column in columns] for row in rows])
     assert (cells == [[round(255 + part * (8 - 255)) for part in row] for row in ([0.9, 0.1], [0, 1])]).all()
     named = pictures.confusion(counts, ["cat", "dog"])
     other = pictures.confusion(counts, ["bat", "dog"])
