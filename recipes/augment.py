@@ -35,7 +35,7 @@ class Affine:
         self.shift = shift
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
-        """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 4]."""
+        """Change images, float32 [batch, channels, height, width]. uniform: float32 [batch, 4]."""
         angle, zoom, right, down = (2 * uniform - 1).unbind(1)
         cos = torch.cos(angle * self.rotate)
         sin = torch.sin(angle * self.rotate)
@@ -89,7 +89,7 @@ class Photo:
         """uint8 [channels, height, width] to the same, drawing from torch's random numbers; None: nothing."""
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
-        """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 8]."""
+        """Change images, float32 [batch, channels, height, width]. uniform: float32 [batch, 8]."""
         draws = uniform[:, :3]
         if self.flip == "none":
             draws = torch.cat([draws[:, :FLIP], torch.zeros_like(draws[:, FLIP:])], 1)

@@ -97,7 +97,7 @@ class Crops:
         self.pad = pad
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
-        """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 3]."""
+        """Crop images, float32 [batch, channels, height, width]. uniform: float32 [batch, 3]."""
         return crop_flip(images, uniform, self.pad, "reflect")
 
 

@@ -15,6 +15,7 @@ from shardtrain import collectives, comm
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtrain"
+TESTS = ROOT / "tests"
 PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it.
@@ -184,6 +185,49 @@ def test_one_statement_says_one_fact(rule: str) -> None:
     assert broken == set(DENSE[rule])
 
 
+# A class's docstring says what it is, so it begins with none of these; a function's with none of `OTHERS`.
+VERBS = """
+    Add Allocate Average Ask Be Build Call Carry Change Check Choose Clip Collect Compare Compile
+    Compute Connect Convert Copy Count Crop Cut Decide Define Describe Determine Distribute Do Draw
+    Drive End Exchange Export Gather Get Give Handle Have Hold Identify Ignore Initialize Keep Let List
+    Load Locate Look Make Map Mark Measure Mix Move Name Note Notice Number Open Pass Prepare Print
+    Profile Project Provide Put Raise Read Record Reduce Refuse Release Remember Represent Report Return
+    Reuse Rotate Run Save Say Scale Select Send Serve Set Show Simulate Stand Stay Store Sum Switch
+    Synchronise Take Tell Time Track Train Turn Update Use Verify Wait Watch Wrap Write Yield Does Has
+    Is Keeps Lets Looks Moves Notes Scales Takes
+    """
+OTHERS = "A An How The What Whether Which"
+
+
+def described() -> Iterator[tuple[Path, ast.ClassDef | ast.FunctionDef, str]]:
+    """Yield each class and function that has a docstring, with the docstring's first word."""
+    helpers = [file for file in TESTS.rglob("*.py") if not file.name.startswith("test_")]
+    for file in [*PACKAGE.rglob("*.py"), *ROOT.glob("recipes/*.py"), *ROOT.glob("docs/**/*.py"), *helpers]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
+            if text:
+                yield file.relative_to(ROOT), node, text.split()[0]
+
+
+def test_a_class_s_docstring_says_what_it_is() -> None:
+    wrong = [
+        f"{file}: {node.name} begins with {word}"
+        for file, node, word in described()
+        if isinstance(node, ast.ClassDef) and word in VERBS.split()
+    ]
+    assert wrong == []
+
+
+def test_a_function_s_docstring_says_what_it_does() -> None:
+    wrong = []
+    for file, node, word in described():
+        is_property = any("property" in ast.unparse(each) for each in node.decorator_list)
+        inside = str(file).startswith(("shardtrain", "recipes"))
+        if isinstance(node, ast.FunctionDef) and inside and not is_property and word in OTHERS.split():
+            wrong.append(f"{file}: {node.name} begins with {word}")
+    assert wrong == []
+
+
 @functools.cache
 def import_graph() -> dict[Path, set[Path]]:
     """The files of the package that each file imports."""
@@ -256,9 +300,6 @@ def test_recipes_and_package_meet_in_hydra_alone() -> None:
         assert set(rooms_imported(file)) <= known, file
     imports = r"(from|import) (shardtrain\.)?recipes"
     assert not places_of(imports)
-
-
-TESTS = ROOT / "tests"
 
 
 def test_no_test_module_imports_another() -> None:

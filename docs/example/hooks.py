@@ -6,7 +6,7 @@ from shardtrain.train import Hook
 
 
 class WeightsAndBiases(Hook):
-    """Send a run's scalars to wandb."""
+    """A hook that sends a run's scalars to wandb."""
 
     def before_fit(self, trainer):
         if trainer.rank == 0:
@@ -24,7 +24,7 @@ class WeightsAndBiases(Hook):
 
 
 class Mlflow(Hook):
-    """Send a run's scores to MLflow."""
+    """A hook that sends a run's scores to MLflow."""
 
     def after_evaluation(self, trainer, step, evaluation):
         if trainer.rank == 0:

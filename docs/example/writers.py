@@ -6,7 +6,7 @@ from shardtrain.monitor import Writer
 
 
 class Csv(Writer):
-    """Write scores.csv: a line per value, with step and tag."""
+    """A writer of scores.csv: a line per value, with step and tag."""
 
     def __init__(self, directory, config):
         self.path = directory / "scores.csv"
@@ -17,7 +17,7 @@ class Csv(Writer):
 
 
 class WeightsAndBiases(Writer):
-    """Send a run to wandb, under the name of its directory; a resumed run continues there."""
+    """A run in wandb, under the name of its directory; a resumed run continues there."""
 
     def __init__(self, directory, config):
         self.settings = {"name": directory.name, "id": directory.name, "resume": "allow", "config": config}

@@ -247,7 +247,7 @@ class Mix:
         return self.share.of(torch.from_numpy(np.column_stack((kept, boxed, centres))).float())
 
     def __call__(self, images: Tensor, labels: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """images: float32 [batch, channels, height, width]; labels: int64 [batch]; returns soft labels."""
+        """Return mixed images, float32 [batch, channels, height, width], and soft labels [batch, classes]."""
         here = draws.to(images.device, non_blocking=True)
         weight = kept_pixels(here, images.shape[2], images.shape[3])
         partner = (torch.arange(len(images), device=images.device) ^ 1).clamp(max=len(images) - 1)

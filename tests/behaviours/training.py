@@ -99,7 +99,7 @@ class Sam(torch.optim.Optimizer):
 
 
 class Lars(torch.optim.SGD):
-    """Scales each parameter's gradient by norms, from ``smallest`` × ``smallest`` upwards."""
+    """SGD in which norms scale each parameter's gradient, from ``smallest`` × ``smallest`` upwards."""
 
     smallest = 0
 

@@ -75,7 +75,7 @@ Step = Callable[..., list[Tensor]]
 
 
 class Model(NamedTuple):
-    """Describe a model and its images, [batch, 3, size, size]; ``make``: from the chance of a dropout."""
+    """A model and its images, [batch, 3, size, size]; ``make``: from the chance of a dropout."""
 
     make: Callable[[float], nn.Module]
     batch: int
@@ -120,7 +120,7 @@ CARD_ONLY = (DDP, FSDP2)
 
 
 class Scene(NamedTuple):
-    """Say what is trained by what, and what a step does besides forward, backward and update."""
+    """What is trained by what, and what a step does besides forward, backward and update."""
 
     model: str = SMALL
     wrapper: str = SHARDED
@@ -231,7 +231,7 @@ def by_hand(step: Step, recorder: devices.Recorder, warmup: int) -> Step:
 
 
 class Figures(NamedTuple):
-    """Hold what steps computed, and what they took."""
+    """What steps computed, and what they took."""
 
     losses: list[float]
     digest: str  # of parameters
