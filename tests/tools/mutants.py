@@ -44,7 +44,7 @@ def mutants() -> list[Mutant]:
             continue
         file, _, change = line.strip().partition(": ")
         before, _, after = change.partition(" => ")
-        path = file if file.startswith(("recipes/", "configs/", "tests/")) else f"shardtrain/{file}"
+        path = file if file.startswith(("recipes/", "configs/", "tests/", "docs/")) else f"shardtrain/{file}"
         mutant = Mutant(len(listed) + 1, tests, path, before, after)
         listed.append(mutant)
         times = (ROOT / path).read_text().count(before) if (ROOT / path).exists() else 0

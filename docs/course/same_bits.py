@@ -1,6 +1,6 @@
 """Train one model on several numbers of ranks, and draw the loss curves and their differences.
 
-    python -m shardtrain.recipes.same_bits [FOLDER]
+    python docs/course/same_bits.py [FOLDER]
 
 Every wrapper gets the same micro-batches in the same order, four per step: what it may change is the order in
 which gradients are summed. shardtrain's runs must be equal bit for bit, the killed one and that on two hosts
@@ -150,7 +150,7 @@ def main(folder: Path) -> None:
             print(f"{wrapper}, {run}", flush=True)
             for world in worlds:
                 launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-                worker = ["-m", "shardtrain.recipes.same_bits", "--work", wrapper, run, str(folder)]
+                worker = [__file__, "--work", wrapper, run, str(folder)]
                 subprocess.run([*launcher, *worker], check=True)
             result = json.loads((folder / f"{wrapper}, {run}.json").read_text())
             curves.setdefault(wrapper, {})[run] = result["losses"]

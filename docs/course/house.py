@@ -1,6 +1,6 @@
 """Draw the rooms of the package, and the way of a parameter and of a gradient through it.
 
-    python -m shardtrain.recipes.house docs/pictures
+    python docs/course/house.py docs/pictures
 
 It writes ``house.svg``. Rooms, what they do and what they import are read from the package itself. A test
 runs a step on two ranks, and requires that it makes the calls of `PARAMETER` and of `GRADIENT` in this order.
@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from why_shard import COLORS, DARK, LIGHT, box, document, text
+
 import shardtrain
-from shardtrain.recipes.why_shard import COLORS, DARK, LIGHT, box, document, text
 
 
 class FunctionCall(NamedTuple):

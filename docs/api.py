@@ -1,6 +1,6 @@
 """Print docs/api.md, the public names with their signatures and the first paragraph of their docstrings.
 
-python -m shardtrain.recipes.api > docs/api.md
+python docs/api.py > docs/api.md
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardtrain import fsdp, public
 
 HEAD = """# Public names
 
-Signatures, and the first paragraph of each docstring: `python -m shardtrain.recipes.api > docs/api.md`.
+Signatures, and the first paragraph of each docstring: `python docs/api.py > docs/api.md`.
 `help(shardtrain.shard)` has shapes, dtypes and errors, too. [sharding.md](sharding.md) explains the names,
 [training.md](training.md) the commands. `Averages`: a tensor per parameter, such as
 `optim.Ema(model, decay).averages`, of which every rank calls `update(step)`. Other names may change."""

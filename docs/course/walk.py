@@ -1,6 +1,6 @@
 """Run one sharded step, and print what every rank holds at each point.
 
-    torchrun --nproc-per-node 2 -m shardtrain.recipes.walk
+    torchrun --nproc-per-node 2 docs/course/walk.py
 
 The model is a hidden layer and an output layer without biases, all numbers small enough to check by hand.
 Nothing here is special: it is the loop of a script, with forward hooks that look at what parameters show.

@@ -7,10 +7,10 @@ from types import FrameType
 
 import pytest
 import torch
+from house import GRADIENT, PARAMETER, FunctionCall, house
 from torch import nn
 
 import shardtrain
-from shardtrain.recipes.house import GRADIENT, PARAMETER, FunctionCall, house
 
 from pool import each_rank
 from small import Block, OddNet, classify, sgd, shard
@@ -20,7 +20,7 @@ PACKAGE = Path(shardtrain.__file__).parent
 
 @pytest.mark.long
 def test_the_picture_is_the_one_that_is_drawn_now() -> None:
-    """Otherwise: python -m shardtrain.recipes.house docs/pictures."""
+    """Otherwise: python docs/course/house.py docs/pictures."""
     assert (Path(__file__).parents[2] / "docs/pictures/house.svg").read_text() == house()
 
 

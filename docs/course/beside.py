@@ -1,6 +1,6 @@
-"""Draw the memory and the messages of one step of `recipes/mini.py` beside the engine's, as one picture.
+"""Draw the memory and the messages of one step of `docs/course/mini.py` beside the engine's, as one picture.
 
-    torchrun --nproc-per-node 2 -m shardtrain.recipes.beside
+    torchrun --nproc-per-node 2 docs/course/beside.py
 
 Both train the same ResNet-18 in the same units over messages. `outputs/beside/beside.png` shows rank 0:
 memory by kind over the operations of one step, and when another step computes and sends.
@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mini
 import torch
 import torch.distributed as dist
 import torchvision
@@ -20,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardtrain
-from shardtrain.recipes import mini
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
 COLORS = ("#123c69", "tab:cyan", "tab:purple", "tab:orange", "tab:green", "0.7")

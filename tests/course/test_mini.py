@@ -1,4 +1,4 @@
-"""The small FSDP of `recipes/mini.py` trains to the same bits as the engine and as FSDP2."""
+"""The small FSDP of `docs/course/mini.py` trains to the same bits as the engine and as FSDP2."""
 
 import copy
 import inspect
@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ladder
+import mini
 import pytest
 import torch
 import torch.distributed as dist
+import walk
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchvision.models.resnet import BasicBlock, ResNet
-
-from shardtrain.recipes import ladder, mini, walk
 
 from behaviours.rows import outcome
 from behaviours.verdicts import ROWS
@@ -162,6 +163,6 @@ def test_mistakes_on_the_ladder_are_one_line(
 def test_the_ladder_without_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        ladder.module_of(["shardtrain.recipes.mini"])
-    command = "torchrun --nproc-per-node 2 -m shardtrain.recipes.ladder shardtrain.recipes.mini"
+        ladder.module_of(["mini"])
+    command = "torchrun --nproc-per-node 2 docs/course/ladder.py mini"
     assert capfd.readouterr().err == f"no ranks: {command}\n"

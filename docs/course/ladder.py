@@ -1,8 +1,8 @@
 """Check five exercises, from a right FSDP to a fast one: print on which rungs yours stands.
 
-    torchrun --nproc-per-node 2 -m shardtrain.recipes.ladder mine
+    torchrun --nproc-per-node 2 docs/course/ladder.py mine
 
-``mine.py`` has a function ``shard(model)`` as `recipes/mini.py` has, and calls collectives as ``dist.…``,
+``mine.py`` has a function ``shard(model)`` as `docs/course/mini.py` has, and calls collectives as ``dist.…``,
 where they are recorded. `docs/engine.md` has a hint for every rung.
 """
 
@@ -112,6 +112,7 @@ def module_of(words: list[str]) -> ModuleType:
     if len(words) != 1:
         refuse(f"expected the name of one module, such as mine; found {' '.join(words) or 'none'}")
     name = words[0]
+    sys.path.append(os.getcwd())
     if name.endswith(".py") or os.sep in name:
         refuse(f"{name}: expected the name of a module; say {Path(name).stem}, in the folder of the file")
     if not all(part.isidentifier() for part in name.split(".")) or not is_importable(name):
@@ -119,7 +120,7 @@ def module_of(words: list[str]) -> ModuleType:
             f"{name}: there is no module of this name; expected {name}.py in {os.getcwd()}, or a package's"
         )
     if "RANK" not in os.environ:
-        refuse(f"no ranks: torchrun --nproc-per-node 2 -m shardtrain.recipes.ladder {name}")
+        refuse(f"no ranks: torchrun --nproc-per-node 2 docs/course/ladder.py {name}")
     module = importlib.import_module(name)
     if not callable(getattr(module, "shard", None)):
         refuse(f"{name}: expected a function shard(model) in {module.__file__}")

@@ -1,6 +1,6 @@
 """Draw the two pictures of `docs/why-shard.md`: memory per rank, and the two collectives.
 
-    python -m shardtrain.recipes.why_shard FOLDER
+    python docs/course/why_shard.py FOLDER
 
 It writes ``memory.svg`` and ``collectives.svg``. All numbers are computed here: nothing is measured.
 """
