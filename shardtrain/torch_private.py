@@ -134,7 +134,7 @@ NAMES = {
     ),
     "torch.distributed.distributed_c10d:_coalescing_manager": Row(
         "to launch several calls of one collective as one",
-        "test_cuda.py::test_two_nccl_ranks_equal_ddp",
+        "test_cuda.py::test_every_way_equals_the_plain_model",
     ),
     "torch.distributed.distributed_c10d:_set_pg_timeout": Row(
         "to set the time-out of a group",
@@ -163,11 +163,11 @@ IN_PLACE = {
     ),
     "torch:Tensor._base": Row(
         "to find the node of a view's base",
-        "test_user_code.py::test_what_is_gathered_at_once",
+        "test_engine.py::test_a_view_whose_backward_reads_a_parameter_gathers_it",
     ),
     "torch:Tensor._post_accumulate_grad_hooks": Row(
         "to call users' hooks once gradients are reduced",
-        "test_user_code.py::test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece",
+        "test_user_code.py::test_users_post_accumulate_hooks_fire_once_at_rest_with_the_reduced_piece",
     ),
     "torch.optim:SGD([{'params': []}])._optimizer_step_pre_hooks": Row(
         "to begin a step after users' hooks",
@@ -205,7 +205,7 @@ IN_PLACE = {
     ),
     "torch.nn:MultiheadAttention._reset_parameters": Row(
         "overridden: fan-ins are those of whole parameters",
-        "test_user_code.py::test_reset_parameters_draws_what_it_draws_for_the_whole_model",
+        "test_user_code.py::test_initialization_draws_what_it_draws_for_the_whole_model",
     ),
     "torch.amp:GradScaler._unscale_grads_": Row(
         "overridden: an overflow on one rank counts on all",

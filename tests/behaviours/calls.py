@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,16 +138,13 @@ def freezes_before_backward(net: Any, number: int) -> None:
     net.blocks[1].requires_grad_(True)
 
 
-def momentum_encoder(replaced: bool, self: Any, x: Tensor) -> Any:
-    """Update a key encoder as MoCo does: inside forward, or replaced there."""
+def momentum_encoder(self: Any, x: Tensor) -> Any:
+    """Update a key encoder inside forward, as MoCo does."""
     query = self.blocks[0]
     key = self.blocks[1]
     with torch.no_grad():
         for ours, theirs in zip(key.parameters(), query.parameters(), strict=True):
-            if replaced:
-                ours.data = 0.9 * ours.data + 0.1 * theirs.data
-            else:
-                ours.mul_(0.9).add_(theirs, alpha=0.1)
+            ours.mul_(0.9).add_(theirs, alpha=0.1)
         x = self.stem(x)
         target = key(x)
     return self.head(query(x) - target)
@@ -168,15 +164,8 @@ def again_inside() -> nn.Module:
     return net
 
 
-def shared_between_units() -> nn.Module:
-    net = Net(root=lambda self, x: self.head(self.outer[1](self.blocks[2](self.outer[0](self.stem(x))))))
-    net.outer = nn.ModuleList([Outer(net.blocks[0]), Outer(net.blocks[0], net.blocks[1])])
-    return net
-
-
 CALLS: dict[str, Callable[[], nn.Module]] = {
     "a unit, and again inside another": again_inside,
-    "a unit inside two others": shared_between_units,
     "a detached use of a weight beside a normal one": lambda: Net(detached_beside),
     "autograd.grad inside forward": lambda: Net(root=guided),
 }
@@ -184,12 +173,6 @@ for name, make in CALLS.items():
     row(KIND, name, make=make)
 row(KIND, "An object of the root", root=distribution, step=entropy)
 row(KIND, "An object of the root, and another forward before backward", root=distribution, step=ratio)
-row(
-    KIND,
-    "Objects of two forwards",
-    make=lambda: Net(lambda self, x: SimpleNamespace(h=x @ self.inside.weight), take=lambda out: out.h),
-    step=two_forwards,
-)
 row(KIND, "A loss on an inner activation", unit=remembers, step=loss_on_an_attribute)
 row(KIND, "No inputs, empty parameters, mixed dtypes", make=constant, step=lambda net, _: net().backward())
 row(
@@ -228,15 +211,13 @@ PARTS: dict[str, dict[str, Any]] = {
     },
     "unit": {
         "A unit's parameter": lambda self, x: self.inside.weight[:4],
-        "A view of a unit's parameter": lambda self, x: self.inside.weight[:4] * 2.0,
         "A parameter used on one rank only": lambda self, x: self.norm(
             x if dist.get_rank() else self.inside(x)
         ),
         "A parameter used nowhere, in a unit that ran": lambda self, x: self.norm(x),
     },
     "root": {
-        "A momentum encoder updated inside forward": partial(momentum_encoder, False),
-        "A momentum encoder replaced inside forward": partial(momentum_encoder, True),
+        "A momentum encoder updated inside forward": momentum_encoder,
         "A unit called twice, another never": lambda self, x: self.head(self.through(x, 0, 0, 2)),
         "A unit whose output matters on one rank only": lambda self, x: [
             block(self.stem(x)) for block in self.blocks

@@ -1,4 +1,4 @@
-"""An honest wrapper, and twelve faults of it: as they happened in releases, where nothing raised."""
+"""An honest wrapper, and eight faults of it: as they happened in releases, where nothing raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Honest:
         self.params = list(model.parameters())
         self.reduces = True
         self.reducing = False
-        self.names = [param for _, param in model.named_parameters(remove_duplicate=False)]
         for tensor in [*self.params, *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
         for param in self.params:
@@ -96,12 +95,6 @@ def only_where_used(self: Honest, params: Sequence[Tensor]) -> None:
         param.grad = None
 
 
-def tied_tail(self: Honest, params: Sequence[Tensor]) -> None:
-    for param in params:
-        if sum(param is each for each in self.names) > 1 and param.grad is not None:
-            param.grad[len(param) // 2 :] = 0
-
-
 TRAINING = "Training equals a replica's"
 MICRO_BATCHES = "Two micro-batches, the first in `no_sync`"
 CLIPPING = "Clipping by the norm: the norms, and what follows"
@@ -112,21 +105,9 @@ FAULTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
         TRAINING,
         {"leave": lambda self, params: scale(params, dist.get_world_size())},
     ),
-    "DeepSpeed#4879: the last bucket is never reduced": (
-        TRAINING,
-        {"reduce": lambda self, params: average(params[:-2])},
-    ),
-    "DeepSpeed#7718: a part of the gradients is lost": (
-        TRAINING,
-        {"leave": lambda self, params: scale(params[1::2], 0)},
-    ),
     "Megatron-LM#6660: each micro-batch doubles what was there": (
         MICRO_BATCHES,
         {"enter": lambda self, params: scale(params, 2)},
-    ),
-    "open-instruct#1498: only the last micro-batch counts": (
-        MICRO_BATCHES,
-        {"enter": lambda self, params: scale(params, 0)},
     ),
     "Megatron-LM#5974: the step that makes state counts": ("AdamW", {"prepare": counted_step}),
     "pytorch#170862: clips by the norm of what this rank holds": (CLIPPING, {"clip_grad_norm_": local_norm}),
@@ -137,10 +118,6 @@ FAULTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     "pytorch#148334: no gradient on ranks that did not use a parameter": (
         "A parameter used on one rank only",
         {"reduce": only_where_used},
-    ),
-    "pytorch#176076: a part of tied weights is never updated": (
-        "Weights tied across units",
-        {"leave": tied_tail},
     ),
     "pytorch#117421: a state dict is loaded without effect": (
         "A full state dict, loaded",

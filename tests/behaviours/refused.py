@@ -8,7 +8,6 @@ REFUSED = {
     "Adafactor": f"Adafactor {CANNOT}",
     "Muon": f"Muon {CANNOT}",
     "LARS in a warm-up that begins with a learning rate of 0": f"Lars {CANNOT}",
-    "One that looks at whole matrices from 32 × 32 upwards, as timm's Adafactor does": f"From32 {CANNOT}",
     "Torch's `GradScaler`, where one rank's gradients overflow": "use shardtrain.GradScaler",
     "Pruning after wrapping": "topk of head.weight, a parameter at rest, would see",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
@@ -16,7 +15,6 @@ REFUSED = {
     "The parent reads a unit's weight": r"blocks.0.inside.weight was used \(linear\) in forward outside .*: "
     "call the module, or choose units=",
     "A momentum encoder updated inside forward": CLOSED.format("mul_"),
-    "A momentum encoder replaced inside forward": CLOSED.format("data"),
     "A penalty on parameters in the same backward": " of blocks.0.inside.weight, a parameter at rest, would ",
     "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
     "`jvp`": "a sharded model cannot run inside grad, vjp, jacrev, jvp or jacfwd of torch.func",

@@ -99,20 +99,13 @@ class Sam(torch.optim.Optimizer):
 
 
 class Lars(torch.optim.SGD):
-    """SGD in which norms scale each parameter's gradient, from ``smallest`` × ``smallest`` upwards."""
-
-    smallest = 0
+    """SGD in which norms scale each parameter's gradient."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if min(param.shape) >= self.smallest:
-                param.grad.mul_(param.norm() / (param.grad.norm() + 1e-8))
+            param.grad.mul_(param.norm() / (param.grad.norm() + 1e-8))
         return super().step(closure)
-
-
-class From32(Lars):
-    smallest = 32
 
 
 def warming_up(net: nn.Module) -> Any:
@@ -125,13 +118,6 @@ def warming_up(net: nn.Module) -> Any:
 by_sam = lambda net: Sam(net.parameters(), torch.optim.SGD)  # noqa: E731
 row("Optimizers", "SAM: moves by the norm of all gradients", "Sam", optimizer=by_sam)
 row("Optimizers", "LARS in a warm-up that begins with a learning rate of 0", "Lars", optimizer=warming_up)
-row(
-    "Optimizers",
-    "One that looks at whole matrices from 32 × 32 upwards, as timm's Adafactor does",
-    "From32",
-    make=lambda: nn.Sequential(nn.Linear(5, 33, bias=False), nn.Linear(33, 33, bias=False)),
-    optimizer=lambda net: From32(net.parameters(), 0.01),
-)
 
 
 @scene("Optimizers")
@@ -187,14 +173,6 @@ def optimizer_before(api: Wrapper) -> None:
     early = sgd(model)
     model = api.shard(model)
     advance(api, model, replica, optimizer=lambda net: early if net is model else sgd(net))
-
-
-@scene("Optimizers")
-def optimizer_after_a_forward(api: Wrapper) -> None:
-    """Built after a forward"""
-    model, replica = pair(api)
-    model(batch(9))
-    advance(api, model, replica)
 
 
 @scene("Optimizers")

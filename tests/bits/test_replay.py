@@ -164,9 +164,8 @@ def not_found_alone(faults: range) -> int:
     return number
 
 
-@pytest.mark.parametrize("faults", [range(5), pytest.param(range(100), marks=pytest.mark.release)])
-def test_a_rank_that_replays_itself_finds_no_lasting_fault(on_ranks: Any, faults: range) -> None:
-    assert on_ranks(1, not_found_alone, faults) == [0]
+def test_a_rank_that_replays_itself_finds_no_lasting_fault(on_ranks: Any) -> None:
+    assert on_ranks(1, not_found_alone, range(5)) == [0]
 
 
 def passing(at: int) -> str:
@@ -510,31 +509,6 @@ def test_a_run_with_replays_has_the_same_bits(on_ranks: Any, tmp_path: Path) -> 
     assert final(tmp_path / "with") == final(tmp_path / "without")
     a, b = (result_of(tmp_path / name) for name in ("with", "without"))
     assert (a["loss/train"], a["acc1/train"]) == (b["loss/train"], b["acc1/train"])
-
-
-def counts(folder: str, *given: str) -> str:
-    """Train a model that counts its calls in Python."""
-    calls = 0
-
-    def count(module: nn.Module, _: Any, found: Any) -> Any:
-        nonlocal calls
-        calls += module.training
-        return found * (1 + calls) if isinstance(module, nn.Linear) and module.training else found
-
-    handle = nn.modules.module.register_module_forward_hook(count)
-    try:
-        return run_to_end(folder, *given)
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("given", [(), ("train.replay_every=1",)])
-def test_a_run_with_state_outside_of_buffers_stops_in_its_first_step(
-    on_ranks: Any, tmp_path: Path, given: tuple[str, ...]
-) -> None:
-    for ending in on_ranks(2, counts, str(tmp_path), "parallel.virtual_ranks=4", QUIET, *given):
-        assert ending.startswith("ReplayMismatch step 1: virtual rank 0 ha")
-        assert "usual causes are state that forward keeps outside of buffers (a counter in Python," in ending
 
 
 def wears_out() -> None:

@@ -1,23 +1,16 @@
-"""Virtual ranks and replays: all kinds of buffers, and the product of what they are combined with."""
+"""Virtual ranks: buffers of all kinds are right, or refused by name."""
 
-import hashlib
 from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardtrain
-from shardtrain import Precision, ReplayMismatch
-from shardtrain.optim import Ema
-from shardtrain.recipes.muon import Muon
 
-from small import Block, images, mesh, shard
+from small import Block, images, shard
 
 V = 4
 Update = Callable[[nn.Module, Tensor], None]
@@ -74,20 +67,8 @@ def in_place(keeps: nn.Module, found: Tensor) -> None:
     keeps.mean.mul_(0.9).add_(0.1 * found)
 
 
-def register(keeps: nn.Module, found: Tensor) -> None:
-    keeps._buffers["mean"] = 0.9 * keeps.mean + 0.1 * found
-
-
-def register_again(keeps: nn.Module, found: Tensor) -> None:
-    keeps.register_buffer("mean", 0.9 * keeps.mean + 0.1 * found)
-
-
 def data(keeps: nn.Module, found: Tensor) -> None:
     keeps.mean.data = 0.9 * keeps.mean + 0.1 * found
-
-
-def data_in_place(keeps: nn.Module, found: Tensor) -> None:
-    keeps.mean.data.mul_(0.9).add_(0.1 * found)
 
 
 def by_numpy(keeps: nn.Module, found: Tensor) -> None:
@@ -118,20 +99,15 @@ def keeps(update: Update, mean: Tensor) -> Callable[[], nn.Module]:
 ZEROS = torch.zeros(WIDTH)
 # What makes a module with each kind of buffer. All are right.
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "none": nn.Identity,
     "BatchNorm": lambda: nn.BatchNorm2d(WIDTH),
     "BatchNorm, train() in forward": TrainsAgain,
     "own BatchNorm": OwnNorm,
     "replaced": keeps(replace, ZEROS),
     "in place": keeps(in_place, ZEROS),
-    "_buffers": keeps(register, ZEROS),
-    "register_buffer": keeps(register_again, ZEROS),
     ".data": keeps(data, ZEROS),
-    ".data in place": keeps(data_in_place, ZEROS),
     "NumPy": keeps(by_numpy, ZEROS),
     "rarely": keeps(rarely, ZEROS),
     "complex": keeps(in_place, ZEROS.to(torch.complex64)),
-    "complex, replaced": keeps(replace, ZEROS.to(torch.complex64)),
     "int64": keeps(count_by_two, torch.full((WIDTH,), LARGE)),
     "-0.0": keeps(negate, ZEROS),
     "bool": keeps(exceeds, ZEROS.bool()),
@@ -340,176 +316,3 @@ def test_what_would_depend_on_the_number_of_ranks_is_refused_between_virtual_ran
         with pytest.raises(ValueError, match="or another virtual_rank"):
             compute(3)
         model(x).sum().backward()
-
-
-# The product of what a step is made of.
-
-
-class Case(NamedTuple):
-    kind: str  # of buffer
-    layout: str
-    optimizer: str
-    bf16: bool
-    accumulate: int  # steps of virtual ranks per update
-    ema: bool
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
-    "own": lambda model: torch.optim.RAdam(model.parameters(), lr=0.05),
-    "muon": lambda model: Muon(Muon.groups(model), lr=0.05),
-}
-CASES = [
-    Case(*each)
-    for each in product(KINDS, ("even", "whole"), OPTIMIZERS, (False, True), (1, 2), (False, True))
-    if each[2] != "muon"
-]
-EACH = len(CASES) // len(KINDS)
-# One of each kind. The other values occur in all pairs but a few.
-SAMPLE = [CASES[EACH * number + 13 * number % EACH] for number in range(len(KINDS))]
-MUON = [case._replace(layout="whole", optimizer="muon") for case in SAMPLE[::5]]
-# Ranks, transport, replicas.
-PLACES = [
-    (1, "auto", 0),
-    *((world, transport, 0) for world, transport in product((2, 4), ("process_group", "shared_memory"))),
-    *((4, transport, 2) for transport in ("process_group", "shared_memory")),
-]
-
-
-def made(case: Case, transport: str, replicas: int) -> nn.Module:
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"layout": case.layout, "transport": transport, "virtual_ranks": V}
-    if case.bf16:
-        options["precision"] = Precision(param=torch.bfloat16)
-    if replicas:
-        options["mesh"] = mesh(replicas, dist.get_world_size() // replicas)
-    return shard(Net(case.kind), units=[Block], **options)
-
-
-def computing(model: nn.Module, step: int) -> Callable[[int], Tensor]:
-    def compute(number: int) -> Tensor:
-        with shardtrain.virtual_rank(model, number, seed=5, step=step):
-            x, y = images(step, number)
-            loss = F.cross_entropy(model(x).float(), y)
-            loss.backward()
-        return loss
-
-    return compute
-
-
-def results(cases: list[Case], transport: str, replicas: int, replays: bool) -> list[str]:
-    """A digest of each case: gradients, weights, buffers and averages of two updates."""
-    found = []
-    for case in cases:
-        model = made(case, transport, replicas)
-        optimizer = OPTIMIZERS[case.optimizer](model)
-        ema = Ema(model, 0.5) if case.ema else None
-        state = hashlib.sha256()
-        for step in range(2 * case.accumulate):
-            if replays:
-                shardtrain.replay(model, computing(model, step), neighbour=step > 0)
-            else:
-                for number in shardtrain.introspect(model).virtual_ranks:
-                    computing(model, step)(number)
-            if step % case.accumulate < case.accumulate - 1:
-                continue
-            with shardtrain.unsharded(model, grads=True, writeback=False):
-                state.update(bits(param.grad.as_subclass(Tensor) for param in model.parameters()))
-            shardtrain.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if ema is not None:
-                ema.update(step + 1)
-        with nullcontext() if ema is None else ema.swapped():
-            state.update(bits(shardtrain.full_state_dict(model).values()))
-        state.update(bits([*shardtrain.full_state_dict(model).values(), *model.buffers()]))
-        found.append(state.hexdigest()[:12])
-    return found
-
-
-def check_product(on_ranks: Any, cases: list[Case], steps: tuple[int, ...]) -> None:
-    """Compare with a single rank's results. Each place computes each case, or one of seven per step."""
-    [alone] = on_ranks(1, results, cases, "auto", 0, False)
-    different = []
-    for number, (world, *place) in enumerate(PLACES):
-        chosen = [at for at in range(len(cases)) if (at - number) % len(PLACES) in steps]
-        given = [cases[at] for at in chosen]
-        for found in on_ranks(world, results, given, *place, replays=number % 2 == 0):
-            pairs = zip(chosen, found, strict=True)
-            different += [(world, place, cases[at]) for at, digest in pairs if digest != alone[at]]
-    assert not different
-
-
-@pytest.mark.release
-def test_a_sample_of_the_product_has_the_same_bits_with_and_without_replays(on_ranks: Any) -> None:
-    check_product(on_ranks, SAMPLE, (0,))
-
-
-@pytest.mark.release
-def test_muon_has_the_same_bits(on_ranks: Any) -> None:
-    check_product(on_ranks, MUON, (0, 3))
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("first", range(0, len(CASES), 64))
-def test_an_eighth_of_the_product_has_the_same_bits_with_and_without_replays(
-    on_ranks: Any, first: int
-) -> None:
-    check_product(on_ranks, CASES[first : first + 8], tuple(range(len(PLACES))))
-
-
-FAULTS = ("forward", "backward", "buffer")
-
-
-def lie(model: nn.Module, fault: str) -> None:
-    """Have this rank compute another output, gradient or buffer from now on."""
-
-    def forward(_: nn.Module, __: Any, found: Tensor) -> Tensor:
-        return found * 1.5
-
-    def backward(_: nn.Module, __: Any, found: Tensor) -> None:
-        if found.requires_grad:
-            found.register_hook(lambda grad: grad * 1.5)
-
-    def buffer(keeps: nn.Module, _: Any, __: Any) -> None:
-        next(keeps.buffers()).data.view(torch.uint8)[0] ^= 1
-
-    if fault == "buffer" and [*model.keeps.buffers()]:
-        model.keeps.register_forward_hook(buffer)
-    else:
-        model.block.conv.register_forward_hook(backward if fault == "backward" else forward)
-
-
-def told_of_lies(cases: list[Case], transport: str, replicas: int) -> list[str]:
-    told = []
-    for number, case in enumerate(cases):
-        model = made(case, transport, replicas)
-        shardtrain.replay(model, computing(model, 0), step=0)
-        model.zero_grad()
-        if dist.get_rank() == number % 4:
-            lie(model, FAULTS[number % 3])
-        with pytest.raises(ReplayMismatch) as error:
-            shardtrain.replay(model, computing(model, 1), step=1)
-        told.append(str(error.value))
-    return told
-
-
-def check_lies(on_ranks: Any, cases: list[Case], place: tuple[str, int]) -> None:
-    texts = on_ranks(4, told_of_lies, cases, *place)
-    assert all(each == texts[0] for each in texts)
-    for number, (case, text) in enumerate(zip(cases, texts[0], strict=True)):
-        assert f": rank {number % 4} computes wrong. First differs" in text, (case, text)
-        if FAULTS[number % 3] == "buffer" and case.kind != "none":
-            assert "First differs buffer keeps." in text, (case, text)
-
-
-def test_a_lie_is_found_in_a_sample_of_the_product(on_ranks: Any) -> None:
-    check_lies(on_ranks, SAMPLE[::2], ("shared_memory", 2))
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("place", [place for world, *place in PLACES if world == 4])
-@pytest.mark.parametrize("first", range(0, len(CASES), 256))
-def test_a_lie_is_found_over_the_product(on_ranks: Any, first: int, place: tuple[str, int]) -> None:
-    check_lies(on_ranks, CASES[first : first + 8], place)

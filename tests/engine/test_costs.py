@@ -87,49 +87,28 @@ def lines_of_steps(*models: nn.Module) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
-    ("forward", "frozen"), [(units, False), (recomputed, False), (root_layers, False), (root_layers, True)]
+    ("forward", "frozen", "options"),
+    [
+        (units, False, {}),
+        (recomputed, False, {}),
+        (root_layers, False, {}),
+        (root_layers, True, {}),
+        (units, False, {"unit_bytes": 1 << 20}),
+    ],
 )
-def test_a_step_costs_as_much_per_unit_or_layer_in_a_larger_model(
-    forward: Forward, frozen: bool, in_place: bool
+def test_a_step_costs_as_much_per_unit_layer_or_module_in_a_larger_model(
+    forward: Forward, frozen: bool, options: dict[str, Any]
 ) -> None:
     """On a simulated rank, which waits for nobody, so that each step runs the same lines."""
     models = [
         shardtrain.shard(
-            stack(forward, count, frozen),
-            units=[Layer],
-            transport=Simulated(0, 2, in_place=in_place),
+            stack(forward, count, frozen), units=[Layer], transport=Simulated(0, 2, in_place=True), **options
         )
         for count in (30, 120)
     ]
     few, many = lines_of_steps(*models)
     assert many <= 4.1 * few
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("forward", [units, recomputed])
-def test_a_step_costs_as_much_per_module_in_a_larger_unit(forward: Forward) -> None:
-    models = [
-        shardtrain.shard(
-            stack(forward, count),
-            units=[Layer],
-            unit_bytes=1 << 20,
-            transport=Simulated(0, 2, in_place=False),
-        )
-        for count in (30, 120)
-    ]
-    assert [len(shardtrain.introspect(model).units) for model in models] == [2, 2]
-    few, many = lines_of_steps(*models)
-    assert many <= 4.1 * few
-
-
-@pytest.mark.long
-@each_rank(2)
-def test_a_transport_costs_as_much_per_unit_in_a_larger_model() -> None:
-    """The bound is wide: waits take lines, and a gradient that others still read takes another search."""
-    few, many = lines_of_steps(*(shard(stack(units, count), units=[Layer]) for count in (30, 120)))
-    assert many <= 6 * few
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What runs inside units: compiled, computed again, both; and options together, as people use them."""
+"""What runs inside units: compiled, computed again, or both."""
 
 import contextlib
 import copy
@@ -7,13 +7,11 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -21,13 +19,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
-from shardtrain import Precision, comm
-from shardtrain import sharding as api
+from shardtrain import Precision
 from shardtrain.config.errors import UserError
 from shardtrain.job.blocks import checkpoint_blocks, compile_blocks, require_inductor
-from shardtrain.job.step import Step
-from shardtrain.optim import Ema
-from shardtrain.plan.memory import memory_of_step
 
 from pool import each_rank
 from small import (
@@ -35,13 +29,10 @@ from small import (
     OddNet,
     Parts,
     Vit,
-    assert_at_rest,
     assert_same_parameters,
-    average_gradients,
     classify,
     images,
     like_a_replica,
-    mesh,
     sgd,
     shard,
     sharded_and_replica,
@@ -80,10 +71,6 @@ def compiled(model: nn.Module) -> None:
 def both(model: nn.Module) -> None:
     compiled(model)
     checkpoint_blocks(model)
-
-
-def nothing(model: nn.Module) -> None:
-    pass
 
 
 @contextlib.contextmanager
@@ -140,56 +127,6 @@ def test_blocks_compute_what_others_do(
     assert_same_parameters(model, replica, rounding)
 
 
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_compiled_blocks_that_are_one_unit_compute_what_the_plain_model_does() -> None:
-    """Neighbours are gathered once, at the first one's call, and each runs its own graph."""
-    torch.manual_seed(0)
-    plain = OddNet(blocks=3)
-    model = copy.deepcopy(plain)
-    with fresh_compiler() as stats:
-        compiled(model)
-        shard(model, units=[Block], unit_bytes=1 << 20)
-        assert [unit.name for unit in shardtrain.introspect(model).units[1:]] == ["blocks.0 to 2"]
-        for net in (plain, model):
-            optimizer = sgd(net)
-            for number in range(3):
-                classify(net, number).backward()
-                if net is plain:
-                    average_gradients(net)
-                optimizer.step()
-                optimizer.zero_grad()
-        assert stats["unique_graphs"]
-    assert_same_parameters(model, plain)  # compiled code may add up in another order
-
-
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_compiled_blocks_evaluate() -> None:
-    """Evaluation at several sizes, whole parameters, then training again: few graphs, right results."""
-    plain, _ = sharded_and_replica(OddNet, precision=BF16, units="blocks")
-    with fresh_compiler() as stats:
-        model = sharded(compiled, precision=BF16)
-        # Compiled code may add up in another order, and rounds to bf16.
-        assert train_in_micro_batches(model) == pytest.approx(train_in_micro_batches(plain), rel=5e-2)
-        assert stats["unique_graphs"] == 3  # for two equal blocks, the stem and the head
-
-        @torch.no_grad()
-        def outputs(net: nn.Module) -> list[torch.Tensor]:
-            net.eval()
-            results = [net(images(9, n=n)[0]) for n in (6, 4, 3)]
-            with shardtrain.unsharded(net):
-                results.append(net(images(9)[0]))
-            net.train()
-            return results
-
-        for _ in range(2):
-            torch.testing.assert_close(outputs(model), outputs(plain), rtol=5e-2, atol=5e-2)
-        graphs = stats["unique_graphs"]
-        assert train_in_micro_batches(model) == pytest.approx(train_in_micro_batches(plain), rel=5e-2)
-        assert stats["unique_graphs"] == graphs
-
-
 def test_more_kinds_of_blocks_are_compiled_than_torch_does_by_itself() -> None:
     layers = [nn.Sequential(nn.Linear(8 + i, 9 + i), nn.Tanh()) for i in range(10)]
     model = Parts(lambda self, x: self.layers(x), layers=nn.Sequential(*map(Called, layers)))
@@ -230,29 +167,6 @@ def test_inductor_needs_triton_on_a_gpu() -> None:
     """`test_train.py` has the CPU, where it needs a compiler."""
     with pytest.raises(UserError, match=r"^parallel\.compile=true for cuda needs Triton"):
         require_inductor(torch.device("cuda"))
-
-
-@pytest.mark.long
-@each_rank(3, transport="auto")
-def test_checkpointed_blocks_hold_less_and_move_the_same() -> None:
-    """What a step moves, without and with."""
-    moved = []
-    activations = []
-    batch = images(0, n=32)
-    for inside in (nothing, checkpoint_blocks):
-        model = sharded(inside, lambda: OddNet(blocks=6))
-        train_in_micro_batches(model)
-        with comm.meter() as meter:
-            train_in_micro_batches(model)
-        moved.append(dict(meter.calls) | dict(meter.bytes))
-        step = Step(model, F.cross_entropy, sgd(model), None)
-        step([batch])
-        activations.append(memory_of_step(step, [batch]).most("activations"))
-        assert_at_rest(model)
-    inputs = 32 * 7 * 3 * 3 * 4  # bytes of a block's
-    # Each of six blocks keeps two such tensors without; with, one, and both of one block at a time.
-    assert activations[0] - activations[1] >= 4 * inputs
-    assert moved[0] == moved[1]
 
 
 def test_what_changes_before_it_is_computed_again_is_refused() -> None:
@@ -306,60 +220,6 @@ def test_torch_s_own_checkpointing_and_compilation_before_shard() -> None:
     assert all(map(torch.equal, shardtrain.full_state_dict(model).values(), whole[1].values()))
 
 
-# options together
-
-
-LOW = {"precision": Precision(torch.bfloat16, reduce=torch.float32, output=torch.float32)}
-LOW_GRADIENTS = {"precision": Precision(reduce=torch.bfloat16)}
-KEPT = {"reshard_after_forward": False}
-WHOLE = {"layout": "whole"}
-OFFLOAD = {"offload": True}
-DEFERRED = {"deferred": True}
-
-# Replicas and ranks of a shard group, what runs inside units, how far from DDP, options.
-CASES: dict[str, tuple[tuple[int, int], Inside, float, dict[str, Any]]] = {
-    "bf16 gradients, whole, kept": ((1, 3), nothing, 5e-2, LOW_GRADIENTS | WHOLE | KEPT),
-    "all": ((2, 2), both, 5e-2, WHOLE | OFFLOAD | LOW | DEFERRED),
-    "replicas, recomputed, kept": ((2, 2), checkpoint_blocks, 1e-5, KEPT),
-}
-
-
-def trains_like_ddp(name: str) -> None:
-    """Over shared memory where the options allow it, else over messages."""
-    (replicate, group), inside, rounding, options = CASES[name]
-    _, replica = sharded_and_replica()
-    torch.manual_seed(0)
-    model = shardtrain.deferred(OddNet) if "deferred" in options else OddNet()
-    inside(model)
-    by_messages = "offload" in options
-    chosen = {key: value for key, value in options.items() if key != "deferred"}
-    chosen["transport"] = "process_group" if by_messages else "shared_memory"
-    if replicate > 1:
-        chosen["mesh"] = mesh(replicate, group)
-    # The CPU stands in for a device that computes while shards are in host memory.
-    with mock.patch.object(api, "is_accelerator", return_value="offload" in options):
-        model = shardtrain.shard(model, units="blocks", unit_bytes=0, **chosen)
-    with fresh_compiler():
-        losses = train_in_micro_batches(model)
-    assert losses == pytest.approx(train_in_micro_batches(replica), rel=rounding)
-    assert_same_parameters(model, replica, rounding)
-    if replicate > 1:
-        shards = [param.as_subclass(torch.Tensor).detach() for param in model.parameters()]
-        of_ranks = [shards] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, shards)
-        of_other_replica = of_ranks[dist.get_rank() - group]
-        assert all(map(torch.equal, shards, of_other_replica))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "all" else ()) for name in CASES]
-)
-def test_options_together_train_like_ddp(on_ranks: Callable[..., list[Any]], name: str) -> None:
-    replicate, group = CASES[name][0]
-    on_ranks(replicate * group, trains_like_ddp, name)
-
-
 def tangents(net: nn.Module, number: int) -> None:
     """A step with the output and its derivative along a direction."""
     x, _ = images(number, n=2)
@@ -403,31 +263,6 @@ def train_in_micro_batches(model: nn.Module, after: Callable[[int], None] = lamb
         optimizer.zero_grad()
         after(step)
     return losses
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16, torch.float32, torch.float32)])
-@each_rank(1, 3, transport="auto")
-def test_offloading_changes_no_bit(tmp_path: Path, precision: Precision | None) -> None:
-    """Micro-batches of which all or only the last are reduced, and clipping; averages, and a checkpoint."""
-    plain = OddNet()
-    options = {"units": [Block], "precision": precision}
-    resident = shardtrain.shard(copy.deepcopy(plain), transport="process_group", **options)
-    model = shardtrain.shard(plain, transport=comm.Offloaded(comm.open_transport(), CPU), **options)
-    assert train_in_micro_batches(model) == train_in_micro_batches(resident)
-    assert_at_rest(model)
-    shardtrain.checkpoint.save(tmp_path / "saved", model)
-    torch._foreach_zero_([param.data for param in resident.parameters()])
-    shardtrain.checkpoint.load(tmp_path / "saved", resident)
-    states = [shardtrain.full_state_dict(each) for each in (model, resident)]
-    torch.testing.assert_close(*states, rtol=0, atol=0)
-    with Ema(model, 0.5).swapped():
-        model(images(0)[0])
-    for each in (model, resident):
-        for number in range(2):
-            classify(each, number).backward()
-    for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
-        assert torch.equal(ours.grad.as_subclass(torch.Tensor), theirs.grad.as_subclass(torch.Tensor))
 
 
 class ShapedBlock(nn.Module):

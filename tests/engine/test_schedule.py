@@ -21,22 +21,16 @@ P9  when a node runs, each unit all of whose calls began after it has been reduc
 
 P2 holds within one forward of the root, or one call from outside of it. It does not hold for frozen units:
 where their outputs have a node on some ranks only, ranks gather different units, which the guard refuses.
-
-    python tests/engine/test_schedule.py 6     all for all programs of up to six calls, with counts and times
 """
 
 import itertools
-import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardtrain.engine.schedule import Forward, Schedule
 
@@ -1059,63 +1053,14 @@ def test_a_backward_inside_a_forward_that_has_gathered_in_advance() -> None:
     backward_inside(NESTED)
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("check", [check for check in PROPERTIES if check not in OF_FOUR])
-def test_other_programs_of_four_calls(check: Callable[[Program], None]) -> None:
-    for program in programs(4):
-        check(program)
-
-
-@pytest.mark.release
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("check", [check for check in PROPERTIES if check not in OF_SUBSETS])
-def test_programs_of_five_calls(check: Callable[[Program], None]) -> None:
-    for program in programs(5):
-        check(program)
+LARGER = [(4, check) for check in PROPERTIES if check not in OF_FOUR]
+LARGER += [(5, check) for check in PROPERTIES if check not in OF_SUBSETS]
+LARGER += [(6, steps)]
 
 
 @pytest.mark.release
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("check", [steps])
-def test_programs_of_six_calls(check: Callable[[Program], None]) -> None:
-    for program in programs(6):
+@pytest.mark.parametrize(("calls", "check"), LARGER)
+def test_programs_of_more_calls(calls: int, check: Callable[[Program], None]) -> None:
+    for program in programs(calls):
         check(program)
-
-
-@st.composite
-def larger_programs(draw: st.DrawFn) -> Program:
-    """Programs of seven to thirty calls over up to four units."""
-    calls = draw(st.integers(7, 30))
-    labels = draw(st.lists(st.integers(0, 3), min_size=calls, max_size=calls))
-    dice = random.Random(draw(st.integers(0, 1 << 30)))
-
-    def forest(nodes: int) -> tuple[Any, ...]:
-        if nodes == 0:
-            return ()
-        inside = dice.randrange(nodes)
-        return (forest(inside), *forest(nodes - 1 - inside))
-
-    return program_of(forest(calls), labels)
-
-
-@pytest.mark.release
-@settings(max_examples=10, deadline=None)
-@given(larger_programs())
-def test_larger_programs(program: Program) -> None:
-    for check in PROPERTIES:
-        check(program)
-
-
-def main(most: int) -> None:
-    for check in PROPERTIES:
-        start = time.perf_counter()
-        count = 0
-        for calls in range(1, most + 1):
-            for program in programs(calls):
-                check(program)
-                count += 1
-        print(f"{check.__name__}: {count:,} programs in {time.perf_counter() - start:.1f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

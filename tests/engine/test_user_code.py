@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import datetime
 import functools
 import gc
 import os
@@ -10,7 +9,6 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -30,12 +27,8 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.schedule import UnitCall
-from shardtrain.engine.unit import Shown
-from shardtrain.guardrails import initialization as initialize
 
-from behaviours.calls import CALLS
 from behaviours.rows import Net, Outer, Unit, batch, squares
-from behaviours.training import two_forwards
 from pool import each_rank
 from small import (
     Block,
@@ -61,26 +54,6 @@ def sharded(**options: Any) -> Any:
 
 def is_unit(_: str, module: nn.Module) -> bool:
     return isinstance(module, Unit | Outer | Block)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CALLS)
-@each_rank(3, transport="auto")
-def test_what_is_gathered_at_once(name: str) -> None:
-    """The rows of the same names compare what it computes."""
-    model = shard(CALLS[name](), units=is_unit)
-    for number in range(3):
-        squares(model, number)
-    peak = shardtrain.introspect(model).take_gathered_peak()
-    assert peak.units <= (5 if "again" in name or "two others" in name else 3)  # with the root
-
-
-@pytest.mark.long
-@each_rank(2)  # of more, gloo adds up gradients of the replica in an order of its own
-def test_several_forwards_of_one_backward_are_reduced_once_and_bit_equal() -> None:
-    with comm.meter() as meter:
-        model = like_a_replica(Net, two_forwards, units=is_unit, tolerance=0)
-    assert meter.calls["reduce_scatter"] == 3 * len(shardtrain.introspect(model).units)
 
 
 @each_rank(2)
@@ -133,22 +106,6 @@ def test_a_refused_autograd_grad_leaves_gradients_of_earlier_backwards(waits: bo
     assert_same_parameters(model, replica)
 
 
-@each_rank(2, transport="auto")
-def test_a_graph_from_before_a_backward_that_failed_is_reduced() -> None:
-    model, replica = sharded_and_replica(Net, units=[Unit])
-    older = model(batch(0)).square().mean()
-    newer = model(batch(1)).square().mean()
-    handle = model.head.weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        newer.backward()
-    handle.remove()
-    older.backward()
-    replica(batch(0)).square().mean().backward()
-    for net in (model, replica):
-        sgd(net).step()
-    assert_same_parameters(model, replica)
-
-
 def twice(self: Any, x: torch.Tensor) -> Any:
     if x.shape[1] == 5:
         return self(self.blocks[0](self.stem(x))) + self.head(self.blocks[1](torch.ones(1, 7)))
@@ -179,6 +136,29 @@ def refused(message: str) -> Iterator[None]:
     with pytest.raises(ValueError, match=message):
         yield
     dist.barrier()  # each rank is refused by itself, and the other may still be on its way there
+
+
+def linears(place: Callable[[nn.Linear, nn.Linear], object]) -> nn.Sequential:
+    """Return two layers, of which ``place`` has decided in which memory their parameters and buffers lie."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    place(model[0], model[1])
+    return model
+
+
+def lie_apart(a: nn.Linear, b: nn.Linear) -> None:
+    """Let parameters and buffers share a storage, and no element."""
+    memory = torch.randn(60)
+    a.weight.data = memory[:25].view(5, 5)
+    b.weight.data = memory[25:50].view(5, 5)
+    for layer in (a, b):
+        layer.register_buffer("both", memory[50:])
+
+
+def test_parameters_that_share_a_storage_or_are_tied_are_sharded() -> None:
+    shardtrain.shard(linears(lie_apart))
+    shardtrain.shard(linears(lambda a, b: setattr(b, "weight", a.weight)))
+    shared = linears(lambda a, b: setattr(b.weight, "data", a.weight.data))
+    shardtrain.shard(shared, ignored=[shared[0], shared[1]])
 
 
 @each_rank(2)
@@ -216,6 +196,22 @@ def test_calls_are_refused() -> None:
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: comm.open_transport("pigeon")),
         ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
+        (
+            "^0.weight and 1.weight share memory, and sharding would give each its own: tie",
+            lambda: shard(linears(lambda a, b: setattr(b.weight, "data", a.weight.data))),
+        ),
+        (
+            "^0.weight and 0.own share memory, and sharding",
+            lambda: shard(linears(lambda a, _: a.register_buffer("own", a.weight.detach()))),
+        ),
+        (
+            "^buffer 0.own is sparse, and ranks exchange .*: make it a plain attr",
+            lambda: shard(linears(lambda a, _: a.register_buffer("own", torch.eye(3).to_sparse()))),
+        ),
+        (
+            r"^buffer 0.own is expanded: .*\. Register 0.own.contiguous\(\), or",
+            lambda: shard(linears(lambda a, _: a.register_buffer("own", torch.ones(4, 1).expand(4, 4)))),
+        ),
         ("^parameters without a shape yet: 0.weight, 0.bias", lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
         (r"^load_state_dict\(\) was given the whole ", lambda: model.load_state_dict(Net().state_dict())),
         ("^Net is not sharded: pass the module that shardtrain.shard", lambda: shardtrain.introspect(Net())),
@@ -400,22 +396,6 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 6))
 
 
-# By name: what the refusal says, and a use.
-OUTSIDE: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "a head's weight": ("linear", lambda model: F.linear(model[0](torch.ones(2, 8)), model[1].weight)),
-    "a product": ("matmul", lambda model: model[1].weight @ torch.ones(16)),
-    "a penalty": ("sum", lambda model: model[1].weight.square().sum()),
-}
-
-
-@each_rank(2, transport="auto")
-def test_what_uses_a_whole_parameter_outside_of_forward_is_refused() -> None:
-    model = shard(two_layers(), units=[nn.Linear])
-    for says, use in OUTSIDE.values():
-        with refused(f"^{says} of 1.weight, a parameter at rest, would see this rank's piece alone"):
-            use(model)
-
-
 def resized(model: Any, resize: Callable[[Any], object]) -> None:
     resize(model[1].weight)
     model(torch.ones(2, 8))
@@ -543,28 +523,6 @@ def test_edits_of_whole_parameters_between_forward_and_backward_are_refused() ->
     assert all(torch.equal(after[name], 2 * value) for name, value in before.items())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("replaced", [False, True])
-@each_rank(2)
-def test_edits_inside_forward_are_refused(replaced: bool) -> None:
-    """A momentum encoder that is updated after it has run; a row of tests/behaviours has one before."""
-
-    def run_then_update(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        with torch.no_grad():
-            target = self.blocks[2](x)
-            for param, other in zip(self.blocks[2].parameters(), self.blocks[1].parameters(), strict=True):
-                if replaced:
-                    param.data = 0.9 * param.data + 0.1 * other.data
-                else:
-                    param.mul_(0.9).add_(other, alpha=0.1)
-        return self.head(self.blocks[0](x) + target)
-
-    use = "data" if replaced else "mul_"
-    with refused(rf"^blocks\.2\.\S+ was used \({use}\) in forward outside of .* change it, between steps"):
-        shard(Net(root=run_then_update), units=[Unit])(batch(0))
-
-
 @pytest.mark.parametrize("after", [False, True])
 @each_rank(2)
 def test_edits_of_shards_through_views_inside_forward_are_refused(after: bool) -> None:
@@ -580,80 +538,6 @@ def test_edits_of_shards_through_views_inside_forward_are_refused(after: bool) -
     model.views = [param.detach() for param in model.blocks[1].parameters()]
     with refused(r"^forward changed blocks\.1\..* of blocks\.1, .* change or move parameters between"):
         model(batch(0))
-
-
-class Buffered(nn.LSTM):
-    """Moves its weights into one buffer, as cuDNN's do on a GPU: other addresses, the same versions."""
-
-    def flatten_parameters(self) -> None:
-        weights = [*self.parameters()]
-        buffer = torch.cat([weight.data.flatten() for weight in weights])
-        sizes = [shape.numel() for shape in map(torch.Tensor.size, weights)]
-        for weight, part, shape in zip(weights, buffer.split(sizes), self.shapes, strict=True):
-            weight.data = part.view(shape)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Those of whole weights, as the compiled function computes them."""
-        gates = 4 * self.hidden_size
-        return [(gates, self.input_size), (gates, self.hidden_size), (gates,), (gates,)]
-
-
-def flatten_inside(net: Any, x: torch.Tensor) -> torch.Tensor:
-    net.lstm.flatten_parameters()
-    return net.head(net.lstm(x)[0])
-
-
-def copy_inside(net: Any, x: torch.Tensor) -> torch.Tensor:
-    for param in net.lstm.parameters():
-        param.data = param.data.clone()
-    return net.head(net.lstm(x)[0])
-
-
-def reorder_inside(net: Any, x: torch.Tensor) -> torch.Tensor:
-    net.conv.to(memory_format=torch.channels_last)
-    return net.head(net.lstm(net.conv(x[None, None])[0, 0])[0])
-
-
-def recurrent(forward: Callable[..., Any]) -> nn.Module:
-    conv = nn.Conv2d(1, 4, 3, padding=1)
-    return Parts(forward, lstm=Buffered(5, 7), head=nn.Linear(7, 3), conv=conv)
-
-
-def on_sequences(net: nn.Module, number: int) -> None:
-    net(batch(number)).square().mean().backward()
-
-
-@pytest.mark.parametrize("units", [[], [nn.LSTM], [nn.LSTM, nn.Conv2d]], ids=["root", "lstm", "both"])
-@pytest.mark.parametrize("forward", [flatten_inside, copy_inside, reorder_inside])
-@each_rank(1, 2)
-def test_weights_that_move_inside_forward_are_unchanged(units: Any, forward: Any) -> None:
-    """Those of a unit that a parent moves are local shards: only flatten_parameters() leaves them alone."""
-    closed = nn.Conv2d in units if forward is reorder_inside else bool(units)
-    if closed and forward is not flatten_inside:
-        with refused(r"\((data|to)\) in forward outside of a call of (lstm|conv), .* it, between steps"):
-            on_sequences(shard(recurrent(forward), units=units), 0)
-        return
-    model = like_a_replica(lambda: recurrent(forward), on_sequences, units=units)
-    model.lstm.flatten_parameters()
-    model.lstm.double().float()  # which flattens, too
-    on_sequences(model, 0)
-
-
-@pytest.mark.parametrize("moves", [False, True])
-@each_rank(2)
-def test_weights_that_move_and_change_inside_forward_are_refused(moves: bool) -> None:
-    def flatten_and_change(net: Any, x: torch.Tensor) -> torch.Tensor:
-        if moves:
-            net.lstm.flatten_parameters()
-        net.lstm.bias_hh_l0.data = net.lstm.bias_hh_l0.data * 2
-        net.lstm.flatten_parameters()
-        return net.head(net.lstm(x)[0])
-
-    with refused(
-        "^lstm.bias_hh_l0 changed while the root was whole, .* between steps, inside shardtrain.uns"
-    ):
-        on_sequences(shard(recurrent(flatten_and_change), units=[]), 0)
 
 
 def tied_pair() -> Any:
@@ -693,40 +577,6 @@ def test_a_tie_that_is_undone_is_refused(name: str) -> None:
         assert model[0].weight.grad is not None
 
 
-@pytest.mark.long
-@each_rank(2)
-def test_reset_parameters_draws_what_it_draws_for_the_whole_model() -> None:
-    def make() -> nn.Module:
-        layers = nn.Conv2d(4, 6, 3), nn.MultiheadAttention(6, 2), nn.Embedding(9, 5, padding_idx=1)
-        return nn.Sequential(nn.Linear(70, 30), *layers, nn.BatchNorm2d(5), nn.LSTM(5, 4))
-
-    def reset(net: nn.Module) -> None:
-        torch.manual_seed(3)
-        for module in net.modules():
-            again = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-            if again is not None:
-                again()
-
-    with torch.device("meta"):
-        model = shard(make(), units=[nn.Linear])
-    plain = make()
-    reset(model.to_empty(device="cpu"))
-    reset(plain)
-    torch.testing.assert_close(shardtrain.full_state_dict(model), plain.state_dict(), rtol=0, atol=0)
-    with torch.no_grad():
-        model[0].weight.zero_()
-    reset(model)
-    torch.testing.assert_close(shardtrain.full_state_dict(model), plain.state_dict(), rtol=0, atol=0)
-
-
-def test_an_initialization_without_memory_leaves_local_shards() -> None:
-    model = shardtrain.shard(Initialized(), units=[nn.Sequential])
-    parts = [*map(initialize._with_unknown, engine_of(model).members[:-1]), MemoryError]
-    with mock.patch.object(initialize, "_with_unknown", side_effect=parts), pytest.raises(MemoryError):
-        model.init_weights()
-    assert all(unit.shown is Shown.SHARD for unit in engine_of(model).units)
-
-
 class Initialized(nn.Module):
     """Has units, parameters of the root, and methods that initialize, as users write them."""
 
@@ -735,6 +585,7 @@ class Initialized(nn.Module):
         self.tokens = nn.Embedding(33, 24)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 70), nn.Linear(70, 24)) for _ in range(2))
         self.mixed = nn.Conv2d(6, 10, 3)
+        self.attention = nn.MultiheadAttention(6, 2)
         self.scale = nn.Parameter(torch.ones(7))
         self.head = nn.Linear(24, 33, bias=False)
         if tied:
@@ -770,6 +621,8 @@ INITS: dict[str, Callable[[Any], object]] = {
     "apply": lambda net: net.apply(by_type),
     "apply of parts": lambda net: [part.apply(by_type) for part in net.children()],
     "init_weights": lambda net: net.init_weights(),
+    "reset_parameters": lambda net: [part.reset_parameters() for part in (net.tokens, net.mixed)],
+    "_reset_parameters": lambda net: net.attention._reset_parameters(),
 }
 
 
@@ -922,190 +775,6 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     train_alike(model, replica)
 
 
-@pytest.mark.long
-@each_rank(1, 3)
-def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece() -> None:
-    plain = OddNet()
-    seen: dict[str, list[tuple[str, torch.Size, bool]]] = {}
-
-    def note(param: torch.Tensor, name: str, when: str) -> None:
-        at_rest = shardtrain.introspect(plain).gathered.units == 0
-        seen.setdefault(name, []).append((when, param.grad.shape, at_rest))
-
-    for name, param in plain.named_parameters():
-        param.register_post_accumulate_grad_hook(functools.partial(note, name=name, when="before"))
-    model = shard(plain, units=[Block])
-    handles = [
-        p.register_post_accumulate_grad_hook(functools.partial(note, name=n, when="after"))
-        for n, p in model.named_parameters()
-    ]
-    pieces = {n: p.shape for n, p in model.named_parameters()}
-    with shardtrain.no_sync(model):
-        classify(model, 0).backward()
-    assert not seen or dist.get_world_size() == 1
-    seen.clear()
-    classify(model, 0).backward()
-    assert seen == {n: [("before", s, True), ("after", s, True)] for n, s in pieces.items()}
-    for handle in handles:
-        handle.remove()
-    seen.clear()
-    classify(model, 0).backward()
-    assert [w for w, *_ in seen["fc.weight"]] == ["before"]
-
-
-@pytest.mark.long
-@each_rank(1, 3)
-def test_a_copy_from_before_shard_is_sharded_too() -> None:
-    plain = OddNet()
-    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    averages = [
-        AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-        for net in (plain, replica.module)
-    ]
-    model = shard(plain, units=[Block])
-    shard(averages[0].module, units=[Block])
-    nets = (model, replica)
-    optimizers = [sgd(net) for net in nets]
-    for step in range(3):
-        for net, optimizer, average in zip(nets, optimizers, averages, strict=True):
-            train(net, optimizer, 1, start=step)
-            average.update_parameters(getattr(net, "module", net))
-    ours, theirs = (average.module for average in averages)
-    assert_same_parameters(ours, theirs)
-    assert isinstance(ours, OddNet)
-    assert type(ours).__name__ == "OddNet"
-    train(ours, sgd(ours), 2)  # trains by itself,
-    assert_same_parameters(model, replica)  # and leaves the other alone
-    for net, optimizer in zip(nets, optimizers, strict=True):
-        train(net, optimizer, 1)
-    assert_same_parameters(model, replica)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *((name, {}) for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam")),
-        *((name, {}) for name in ("RMSprop", "Rprop")),
-        ("Adagrad", {"lr_decay": 0.1}),
-        ("Adam", {"foreach": True}),
-        ("AdamW", {"fused": True}),
-    ],
-)
-@each_rank(3, transport="auto")
-def test_element_wise_optimizers_equal_ddp_s(name: str, options: dict[str, Any]) -> None:
-    """Those with options are built before sharding. AdamW is a row."""
-
-    def make(net: nn.Module) -> torch.optim.Optimizer:
-        return getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
-
-    like_a_replica(optimizer=make, early=bool(options), tolerance=1e-4)
-
-
-@pytest.mark.long
-@each_rank(1, 3)
-def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> None:
-    model, replica = sharded_and_replica()
-    for net in (model, replica):
-        params = list(net.parameters())
-        first = torch.optim.AdamW(
-            [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params[:3])] + [{"params": []}]
-        )
-        second = torch.optim.SGD(params[4:], lr=0.05, momentum=0.9)
-        schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (first, second)]
-        for step in range(3):
-            classify(net, step).backward()
-            with comm.meter() as meter:
-                for optimizer, schedule in zip((first, second), schedules, strict=True):
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad(set_to_none=step == 1)
-                list(net.named_parameters())
-            assert not meter.calls
-            if step == 0:
-                first.add_param_group({"params": params[3], "lr": 0.04})
-    assert_same_parameters(model, replica)
-
-
-def linears(place: Callable[[nn.Linear, nn.Linear], object]) -> nn.Sequential:
-    """Return two layers, of which ``place`` has decided in which memory their parameters lie."""
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    place(model[0], model[1])
-    return model
-
-
-def lie_apart(a: nn.Linear, b: nn.Linear) -> None:
-    memory = torch.randn(60)
-    a.weight.data = memory[:25].view(5, 5)
-    b.weight.data = memory[25:50].view(5, 5)
-    for layer in (a, b):
-        layer.register_buffer("both", memory[50:])
-
-
-@pytest.mark.parametrize(
-    ("place", "pair"),
-    [
-        (lambda a, b: setattr(b.weight, "data", a.weight.data), "0.weight and 1.weight"),
-        (lambda a, b: a.register_buffer("own", a.weight.detach()), "0.weight and 0.own"),
-    ],
-)
-def test_parameters_that_share_memory_are_refused(place: Any, pair: str) -> None:
-    """Each would get memory of its own, and no longer be what the other is."""
-    with pytest.raises(ValueError, match=f"^{pair} share memory, and sharding would give each its own: tie"):
-        shardtrain.shard(linears(place))
-    model = linears(place)
-    shardtrain.shard(model, ignored=[model[0], model[1]])
-    shardtrain.shard(linears(lie_apart))
-    shardtrain.shard(linears(lambda a, b: setattr(b, "weight", a.weight)))
-
-
-@each_rank(2, transport="auto")
-def test_a_sparse_buffer_is_named() -> None:
-    model = linears(lambda a, _: a.register_buffer("own", torch.eye(3).to_sparse()))
-    with pytest.raises(
-        ValueError, match=r"^buffer 0.own is sparse, and ranks exchange .*: make it a plain attr"
-    ):
-        shard(model)
-
-
-@pytest.mark.parametrize("options", [{}, {"virtual_ranks": 4}])
-@each_rank(1, 2)
-def test_an_expanded_buffer_is_named(options: Any) -> None:
-    model = linears(lambda a, _: a.register_buffer("own", torch.ones(4, 1).expand(4, 4)))
-    if dist.get_world_size() == 1 and not options:  # nothing is written to it
-        shard(model, **options)
-        return
-    with pytest.raises(
-        ValueError, match=r"^buffer 0.own is expanded: .*\. Register 0.own.contiguous\(\), or"
-    ):
-        shard(model, **options)
-
-
-def experts(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.head(self.blocks[dist.get_rank()](self.stem(x)))
-
-
-def longer_texts(model: nn.Module) -> None:
-    with torch.no_grad():
-        for _ in range(2 + dist.get_rank()):
-            model(batch(0))
-    model(batch(0)).sum().backward()
-
-
-@each_rank(2)
-def test_units_and_forwards_of_some_ranks_alone_hear_of_the_ways_out() -> None:
-    ways = r"only some ranks call .* conditional=\[module\].*generate\(\) .* shardtrain\.unsharded\(model\)"
-    model = shard(Net(root=experts), units=[Unit])
-    assert re.search(ways, raised_soon(comm.Diverged, lambda: squares(model, 0)))
-
-
-@each_rank(2)
-def test_forwards_of_some_ranks_alone_hear_of_unsharded() -> None:
-    model = sharded()
-    text = raised_soon(comm.Diverged, lambda: longer_texts(model))
-    assert "(generate() to other lengths) belong into shardtrain.unsharded(model)" in text
-
-
 @pytest.mark.parametrize("odd", range(3))
 @each_rank(3)
 def test_a_rank_that_wraps_its_model_in_torch_s_wrapper_is_named_at_once(odd: int) -> None:
@@ -1117,80 +786,6 @@ def test_a_rank_that_wraps_its_model_in_torch_s_wrapper_is_named_at_once(odd: in
     assert text.startswith(
         f"rank {odd} does not call shard(): it has sent 14, as DistributedDataParallel of "
     )
-
-
-@pytest.mark.long
-@each_rank(2)
-def test_a_rank_that_does_not_call_shard_is_suspected_at_the_time_out() -> None:
-    comm.set_time_out(datetime.timedelta(seconds=2))
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError):  # torch's own
-            dist.barrier()
-        return
-    text = raised_soon(comm.PeerLost, lambda: shard(OddNet()))
-    assert text.startswith("shard() has waited in vain for other ranks: every rank must call it")
-    assert "a rank that wraps its model in DistributedDataParallel" in text
-
-
-@each_rank(2)
-def test_a_rank_that_skips_its_update_is_told_to_agree() -> None:
-    model = sharded()
-
-    def steps() -> None:
-        for number in range(2):
-            squares(model, number)
-            if dist.get_rank() == 0:
-                sgd(model).step()
-
-    text = raised_soon(comm.Diverged, steps)
-    assert "skip an update on all ranks or on none, by a number that they have all-reduced" in text
-
-
-@each_rank(3)
-def test_models_that_differ_between_ranks_are_refused_on_all() -> None:
-    """Those of other shapes are a row."""
-    odd = dist.get_world_size() - 1
-    last = dist.get_rank() == odd
-    frozen = OddNet()
-    frozen.fc.requires_grad_(not last)
-    start = f"the model to shard differs between ranks: rank {odd} has "
-    text = raised_soon(ValueError, lambda: shard(frozen))
-    assert f"{start}fc.weight (5, 7) torch.float32 strides (7, 1) frozen in fc where" in text
-    chosen = [Block] if last else [nn.Linear]
-    assert raised_soon(ValueError, lambda: shard(OddNet(), units=chosen)).startswith(f"{start}fc.weight")
-
-
-@each_rank(2, transport="auto")
-def test_options_that_differ_between_ranks_are_refused() -> None:
-    transport = ("shared_memory", "process_group")[dist.get_rank()]
-    message = "transport= differs between ranks: rank 1 has 'process_group' where rank 0 has 'shared_memory'"
-    with pytest.raises(ValueError, match=message):
-        shardtrain.shard(Net(), transport=transport)
-
-
-def _linear_and_stage(name: str, module: nn.Module) -> bool:
-    return name == "0" or isinstance(module, nn.Linear)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("units", "home", "layout"),
-    [([nn.Linear], "the root", "even"), ([nn.Linear], "the root", "whole"), (_linear_and_stage, "0", "even")],
-)
-@each_rank(3)
-def test_tied_weights_belong_to_the_common_ancestor(units: Any, home: str, layout: str) -> None:
-    """And a module reachable by two names is one unit."""
-
-    def make() -> nn.Module:
-        stage = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-        stage[1].weight = stage[0].weight
-        again = nn.Linear(5, 5)
-        return nn.Sequential(stage, again, nn.Linear(5, 5), again)
-
-    model = like_a_replica(make, squares, units=units, layout=layout)
-    unit_of = shardtrain.introspect(model).unit_of_parameter
-    assert unit_of["0.0.weight"] == home
-    assert unit_of["1.weight"] == "1"
 
 
 @pytest.mark.long
@@ -1206,21 +801,117 @@ def test_a_users_own_group_is_the_one_used() -> None:
     train_alike(model, replica)
 
 
+def on_rank_1(these: Any, others: Any) -> Any:
+    return these if dist.get_rank() == 1 else others
+
+
+def frozen_on_one_rank() -> None:
+    model = OddNet()
+    model.fc.requires_grad_(dist.get_rank() != 1)
+    shard(model)
+
+
+def another_unit() -> None:
+    squares(
+        shard(Net(root=lambda self, x: self.head(self.blocks[dist.get_rank()](self.stem(x)))), units=[Unit]),
+        0,
+    )
+
+
+def longer_texts() -> None:
+    model = sharded()
+    with torch.no_grad():
+        for _ in range(2 + dist.get_rank()):
+            model(batch(0))
+    squares(model, 0)
+
+
+def skipped_updates() -> None:
+    model = sharded()
+    for number in range(2):
+        squares(model, number)
+        if dist.get_rank() == 0:
+            sgd(model).step()
+
+
+# What ranks do differently, and what all of them are told.
+APART: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    "frozen": (
+        ValueError,
+        r"^the model to shard differs between ranks: rank 1 has fc.weight \(5, 7\) .* frozen in fc",
+        frozen_on_one_rank,
+    ),
+    "units": (
+        ValueError,
+        "^the model to shard differs between ranks: rank 1 has ",
+        lambda: shard(OddNet(), units=on_rank_1([Block], [nn.Linear])),
+    ),
+    "transport": (
+        ValueError,
+        "transport= differs between ranks: rank 1 has 'process_group' where rank 0 has 'shared_memory'",
+        lambda: shard(Net(), transport=on_rank_1("process_group", "shared_memory")),
+    ),
+    "unit": (
+        comm.Diverged,
+        r"only some ranks call .* conditional=\[module\].*generate\(\) .* shardtrain\.unsharded\(model\)",
+        another_unit,
+    ),
+    "forwards": (
+        comm.Diverged,
+        r"\(generate\(\) to other lengths\) belong into shardtrain.unsharded\(model\)",
+        longer_texts,
+    ),
+    "update": (
+        comm.Diverged,
+        "skip an update on all ranks or on none, by a number that they have all-reduced",
+        skipped_updates,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@each_rank(2)
+def test_what_ranks_do_apart_is_named_on_all(name: str) -> None:
+    error, message, call = APART[name]
+    text = raised_soon(error, call)
+    assert re.search(message, text), text
+
+
+@each_rank(2)
+def test_users_post_accumulate_hooks_fire_once_at_rest_with_the_reduced_piece() -> None:
+    """Whether they were registered before `shard` or after it; under no_sync they do not."""
+    model = OddNet()
+    seen = list[tuple[str, torch.Size, int]]()
+
+    def note(param: torch.Tensor, name: str) -> None:
+        seen.append((name, param.grad.shape, shardtrain.introspect(model).gathered.units))
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(functools.partial(note, name=name))
+    shard(model, units=[Block])
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(functools.partial(note, name=name))
+    with shardtrain.no_sync(model):
+        classify(model, 0).backward()
+    assert not seen
+    classify(model, 0).backward()
+    assert sorted(seen) == sorted([(name, param.shape, 0) for name, param in model.named_parameters()] * 2)
+
+
 @pytest.mark.long
-@each_rank(2, 3)
-def test_an_account_of_what_is_gathered() -> None:
-    """One unit at first, when nothing is known of the order; then two, the next one on its way."""
-    world = dist.get_world_size()
-    size = world * 64 * -(-(96 + 16) * 4 // (world * 64))  # bytes of 81 and 9 fp32 elements, padded
-    for reshard, units in ((True, 2), (False, 7)):
-        layers = nn.Sequential(*(nn.Linear(9, 9) for _ in range(7)))
-        model = shard(layers, units=[nn.Linear], reshard_after_forward=reshard)
-        inside = shardtrain.introspect(model)
-        peaks = []
-        for _ in range(3):
-            out = model(torch.ones(2, 9)).sum()
-            peaks.append(inside.take_gathered_peak())
-            out.backward()
-            peaks.append(inside.take_gathered_peak())
-            assert inside.gathered == (0, 0)
-        assert peaks[2:] == [(units, units * size)] * 4
+@each_rank(3)
+def test_a_copy_from_before_shard_is_sharded_too() -> None:
+    """An average of weights, as failures.md says."""
+    _, replica = sharded_and_replica()
+    plain = OddNet()
+    plain.load_state_dict(replica.module.state_dict())
+    averages = [AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for net in (plain, replica.module)]
+    shard(plain, units=[Block])
+    shard(averages[0].module, units=[Block])
+    for net, average in zip((plain, replica), averages, strict=True):
+        optimizer = sgd(net)
+        for step in range(3):
+            train(net, optimizer, 1, start=step)
+            average.update_parameters(getattr(net, "module", net))
+    assert_same_parameters(averages[0].module, averages[1].module)
+    assert_same_parameters(plain, replica)

@@ -3,7 +3,6 @@
 They need ``pip install -e ".[wild]"``. Models come from configurations: nothing is downloaded.
 """
 
-import copy
 import os
 import tempfile
 import warnings
@@ -25,9 +24,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import shardtrain
 
-from behaviours.training import Sam
 from pool import each_rank
-from small import Parts, average_gradients, shard
+from small import average_gradients, shard
 
 WILD = ["transformers", "accelerate", "timm", "peft", "torchmetrics"]
 MISSING = [name for name in WILD if find_spec(name) is None]
@@ -116,13 +114,6 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1], layers[-1][0])
 
 
-def follow(target: nn.Module, source: nn.Module, momentum: float = 0.9) -> None:
-    """Move a momentum encoder towards its source, as MoCo, BYOL and diffusion do."""
-    with torch.no_grad():
-        for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
-            ours.mul_(momentum).add_(theirs, alpha=1 - momentum)
-
-
 def photos(n: int = 3, size: int = 32) -> torch.Tensor:
     return torch.randn(n, 3, size, size)
 
@@ -147,82 +138,6 @@ def dcgan(wrap: Wrap, sync: Sync) -> list[Any]:
         update(for_critic, loss, sync, critic)
         update(for_generator, F.softplus(-critic(made)).mean(), sync, generator)
     return [generator, critic]
-
-
-def moco(wrap: Wrap, sync: Sync) -> list[Any]:
-    query = mlp(13, 31, 31, 7)
-    key = wrap(copy.deepcopy(query).requires_grad_(False))
-    query = wrap(query)
-    queue = F.normalize(torch.randn(7, 19), dim=0)
-
-    def loss() -> torch.Tensor:
-        nonlocal queue
-        x = torch.randn(4, 13)
-        q = F.normalize(query(x), dim=1)
-        follow(key, query)
-        with torch.no_grad():
-            k = F.normalize(key(x + 0.1), dim=1)
-        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue], 1) / 0.07
-        queue = torch.cat([k.T, queue], dim=1)[:, :19]
-        return F.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
-
-    return [*train(query, loss, sync), key]
-
-
-def clip(wrap: Wrap, sync: Sync) -> list[Any]:
-    """Compare with the features of all ranks, gathered with gradients; clamp the scale after each step."""
-    from torch.distributed.nn.functional import all_gather
-
-    def forward(self: Any, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
-
-    text = nn.Sequential(nn.Embedding(53, 11), nn.Flatten(), mlp(55, 31, 7))
-    model = wrap(Parts(forward, image=mlp(13, 31, 7), text=text, logit_scale=nn.Parameter(torch.tensor(2.6))))
-
-    def loss() -> torch.Tensor:
-        image, text = model(torch.randn(4, 13), torch.randint(53, (4, 5)))
-        logits = model.logit_scale.exp() * image @ torch.cat(all_gather(text)).T
-        return F.cross_entropy(logits, torch.arange(4) + 4 * dist.get_rank())
-
-    return train(model, loss, sync, after=lambda: model.logit_scale.data.clamp_(0, 4.6))
-
-
-def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
-    """The root is called 400 times before one backward."""
-    model = wrap(nn.LSTMCell(3, 11))
-
-    def loss() -> torch.Tensor:
-        state = (torch.zeros(2, 11),) * 2
-        for x in torch.randn(400, 2, 3):
-            state = model(x, state)
-        return state[0].square().mean()
-
-    return train(model, loss, sync, steps=2)
-
-
-def diffusion(wrap: Wrap, sync: Sync) -> list[Any]:
-    """Train a denoiser; sample from it, guided by a classifier."""
-    parts = {"time": mlp(1, 17, 13), "label": nn.Embedding(5, 13), "body": mlp(13, 31, 31, 13)}
-    denoiser = Parts(lambda self, x, t, y: self.body(x + self.time(t) + self.label(y)), **parts)
-    model = wrap(denoiser)
-    classifier = wrap(mlp(13, 31, 5))
-    optimizer = adamw(model)
-    for_classifier = adamw(classifier)
-    for step in STEPS:
-        seed(step)
-        x = torch.randn(4, 13)
-        t = torch.rand(4, 1)
-        y = torch.randint(5, (4,))
-        noise = torch.randn(4, 13)
-        update(optimizer, F.mse_loss(model(x * (1 - t) + noise * t, t, y), noise), sync, model)
-        update(for_classifier, F.cross_entropy(classifier(x), y), sync, classifier)
-    for t in (0.9, 0.5, 0.1):
-        at = x.detach().requires_grad_()
-        chosen = classifier(at).log_softmax(1)[torch.arange(4), y].sum()
-        (slope,) = torch.autograd.grad(chosen, at)
-        with torch.no_grad():
-            x = x - 0.1 * model(x, torch.full((4, 1), t), y) + 0.1 * slope
-    return [model, classifier, x]
 
 
 def gpt2() -> nn.Module:
@@ -325,26 +240,10 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(model, loss, sync, optimizer=optimizer, after=after), accuracy.compute()]
 
 
-def sam(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(mlp(13, 31, 31, 7))
-    optimizer = Sam(model.parameters(), torch.optim.SGD)
-    x = torch.randn(4, 13)
-
-    def closure() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        sync(model)
-
-    for _ in STEPS:
-        closure()
-        optimizer.step(closure)
-    return [model]
-
-
-LOOPS = [dcgan, moco, clip, recurrent, diffusion, lora, generation, timm_recipe, trainer, sam]
+LOOPS = [dcgan, lora, generation, timm_recipe, trainer]
 # Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
-# Norms of SAM and of the Trainer's clipping are added up piece by piece; without clipping its bits are equal.
-ROUNDED = (dcgan, sam, trainer)
+# Norms of the Trainer's clipping are added up piece by piece; without clipping its bits are equal.
+ROUNDED = (dcgan, trainer)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -373,10 +272,6 @@ def speech() -> dict[str, torch.Tensor]:
     return {"input_features": torch.randn(2, 9, 40), "labels": tokens()["labels"]}
 
 
-def sound() -> dict[str, torch.Tensor]:
-    return {"input_values": torch.randn(2, 999), "labels": torch.randint(2, (2,))}
-
-
 def text(**more: Any) -> dict[str, Any]:
     """Return a language model's sizes, which no world size divides; heads are even where positions rotate."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 30, "intermediate_size": 37, "num_hidden_layers": 3}
@@ -388,12 +283,6 @@ def grouped(**more: Any) -> dict[str, Any]:
     return text(num_key_value_heads=1, head_dim=6, **more)
 
 
-def sounds(**more: Any) -> dict[str, Any]:
-    convolutions = {"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "mask_time_prob": 0.0}
-    positions = {"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 3}
-    return text(**convolutions, **positions, num_feat_extract_layers=2, classifier_proj_size=7, **more)
-
-
 def translator(**more: Any) -> dict[str, Any]:
     heads = {"encoder_attention_heads": 5, "decoder_attention_heads": 5, "encoder_layers": 2}
     return text(**heads, decoder_layers=2, encoder_ffn_dim=37, decoder_ffn_dim=37, **more)
@@ -403,28 +292,20 @@ def picture(**more: Any) -> dict[str, Any]:
     return text(**{"image_size": 32, "patch_size": 8, **more})
 
 
-# class: its configuration and its batch
+# class: its configuration and its batch, one row per way to build a model
 TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "GPT2LMHeadModel": (text(n_embd=28, n_layer=3, n_head=4), tokens),
     "LlamaForCausalLM": (grouped(tie_word_embeddings=True), tokens),
-    "Gemma2ForCausalLM": (grouped(), tokens),
     # grouped products want rows of a multiple of 16 bytes
     "MixtralForCausalLM": (grouped(hidden_size=28, intermediate_size=36, num_local_experts=3), tokens),
-    "GPTNeoXForCausalLM": (text(), tokens),
-    "OPTForCausalLM": (text(ffn_dim=37, word_embed_proj_dim=30), tokens),
-    "BloomForCausalLM": (text(n_layer=2, n_head=5), tokens),
     "MambaForCausalLM": (text(state_size=5), tokens),
-    "BertForMaskedLM": (text(), tokens),
     "AlbertForMaskedLM": (text(embedding_size=7), tokens),
     "DebertaV2ForMaskedLM": (text(relative_attention=True, pos_att_type=["p2c", "c2p"]), tokens),
     "T5ForConditionalGeneration": (text(d_kv=7, d_ff=37, num_heads=4), tokens),
-    "BartForConditionalGeneration": (translator(), tokens),
     "WhisperForConditionalGeneration": (
         translator(num_mel_bins=9, max_source_positions=20, max_target_positions=31),
         speech,
     ),
-    "Wav2Vec2ForSequenceClassification": (sounds(layerdrop=0.0), sound),
-    "ViTForImageClassification": (picture(), labelled),
     "ViTMAEForPreTraining": (
         picture(decoder_hidden_size=28, decoder_num_hidden_layers=2, decoder_num_attention_heads=4),
         lambda: {"pixel_values": photos()},
@@ -433,19 +314,12 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         {"image_size": 32, "embed_dim": 15, "depths": [2, 2], "num_heads": [3, 3], "window_size": 4},
         labelled,
     ),
-    "ConvNextForImageClassification": ({"hidden_sizes": [7, 9, 11, 13], "depths": [1, 1, 2, 1]}, labelled),
-    "SegformerForImageClassification": (
-        {"hidden_sizes": [7, 10, 14, 21], "num_attention_heads": [1, 2, 2, 3], "depths": [1, 1, 1, 1]},
-        labelled,
-    ),
     "CLIPModel": ({"text_config": text(), "vision_config": picture(), "projection_dim": 15}, pairs),
 }
 
 # names in timm.models, and arguments of some
-TIMM = ["test_resnet", "test_vit", "test_efficientnet", "test_convnext", "test_nfnet", "test_byobnet"]
-TIMM += ["test_mambaout", "mobilenetv3_small_050", "regnetx_002", "ghostnet_050", "mobilevit_xxs"]
+TIMM = ["test_vit", "test_nfnet", "test_mambaout", "ghostnet_050", "mobilevit_xxs"]
 TIMM_SIZES: dict[str, dict[str, Any]] = {
-    "MlpMixer": {"img_size": 32, "patch_size": 8, "embed_dim": 27, "num_blocks": 3},
     "MetaFormer": {"dims": (7, 9, 11, 13), "depths": (1, 1, 2, 1)},
 }
 
