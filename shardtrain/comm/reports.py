@@ -404,25 +404,25 @@ class Reports(Guard):
         if self._asked_s < wait.since or now_s - self._asked_s > limit_s / 8:
             self._asked_s = now_s
             self._links.send(ASKS)
-        awaited = self._missing(wait.position) or self._links.peers
-        wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in awaited))
-        if (left := self._left.intersection(awaited)) and self._diverged_at is None:
+        missing = self._missing(wait.position) or self._links.peers
+        wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in missing))
+        if (left := self._left.intersection(missing)) and self._diverged_at is None:
             self._lose(sorted(left), ENDED, wait.position)
         elif now_s - wait.at_work > limit_s or wait.seconds > MOST * limit_s:
-            self._give_up(wait, awaited, limit_s)
+            self._give_up(wait, missing, limit_s)
         elif wait.seconds > limit_s and now_s - wait.at_work < limit_s / 2 and not wait.is_logged:
             wait.is_logged = True
             where = self.paths.where(wait.position)
             text = "rank %d has waited %.0f s at %s for %s"
-            facts = self.paths.rank, wait.seconds, where, named(awaited)
+            facts = self.paths.rank, wait.seconds, where, named(missing)
             logging.getLogger("shardtrain").warning(f"{text}, still at work: it keeps waiting", *facts)
 
-    def _give_up(self, wait: GuardedWait, awaited: Sequence[int], limit_s: float) -> None:
+    def _give_up(self, wait: GuardedWait, missing: Sequence[int], limit_s: float) -> None:
         """Fail because of the ranks that do not answer, that do nothing, or that have worked for too long."""
         now_s = time.monotonic()
         recent = now_s - limit_s / 2
         silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < recent]
-        others = [rank for rank in awaited if rank not in self._waiters]
+        others = [rank for rank in missing if rank not in self._waiters]
         idle = [rank for rank in others if self._at_work[rank] < recent]
         if silent:
             self._lose(silent, SILENT, wait.position)
@@ -431,8 +431,8 @@ class Reports(Guard):
         elif others and wait.seconds > MOST * limit_s:
             self._lose(others, LATE, wait.position)
         else:
-            elsewhere = [rank for rank in awaited if rank in self._waiters]
-            self._lose(elsewhere or awaited, ELSEWHERE, wait.position)
+            elsewhere = [rank for rank in missing if rank in self._waiters]
+            self._lose(elsewhere or missing, ELSEWHERE, wait.position)
 
     def receive(self, peer: int, report: bytes) -> None:
         """Take in a peer's report, and answer it. An empty one means that the connection is closed."""

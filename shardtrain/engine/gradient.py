@@ -104,10 +104,10 @@ class Sum:
         copy = torch.empty(own.shape, dtype=local.dtype, device=local.device, pin_memory=downloads)
         return member.part.shown(copy.copy_(own, non_blocking=downloads))
 
-    def gradient(self, awaited: Set[ShardedParam]) -> Vector:
+    def gradient(self, required: Set[ShardedParam]) -> Vector:
         """Return the flat gradient to be reduced, with -0.0 where this rank has no gradient.
 
-        ``awaited``: parameters of which any rank may have one.
+        ``required``: parameters of which any rank may have one.
         """
         assert self.full is not None
         segment = self.segment
@@ -116,7 +116,7 @@ class Sum:
         for member in segment.members:
             if member not in self.grads:
                 self._views[member].fill_(-0.0)
-                if member in awaited and not segment.channel.silent:
+                if member in required and not segment.channel.silent:
                     self.unknown.add(member)
         layout = segment.layout
         own_interval = self.full[layout.interval(segment.channel.rank)]
@@ -160,8 +160,8 @@ class Reduction:
     ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
     which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
     segments that get a gradient in this backward, or still hold one from an earlier one.
-    ``_awaited``: parameters that required a gradient in a backward since the last reduction. ``_shown``: what
-    ``.grad`` shows under `no_sync`, with its version, and whether `show_waiting` put it there.
+    ``_required``: parameters that required a gradient in a backward since the last reduction.
+    ``_shown``: what ``.grad`` shows under `no_sync`, with its version, and whether `show_waiting` put it there.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -173,7 +173,7 @@ class Reduction:
         self._moves = self._virtual or unit.channel.all_ranks.world > 1 or unit.channel.uploads
         self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}
         self._expected: list[Segment] = []
-        self._awaited: set[ShardedParam] = set()
+        self._required: set[ShardedParam] = set()
         self._freed: dict[Segment, Sum] = {}
         self._keeps_views = unit.channel.returns_memory and not self._virtual
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
@@ -185,9 +185,9 @@ class Reduction:
         """
         self.arrived.clear()
         # What was frozen while its gradient waits is reduced with it.
-        awaited = self._awaited
+        required = self._required
         segments = self.unit.segments
-        self._expected = [s for s in segments if s.trains or not awaited.isdisjoint(s.members)]
+        self._expected = [s for s in segments if s.trains or not required.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
             if isinstance(grad, Piece):
@@ -220,7 +220,7 @@ class Reduction:
             grads: dict[ShardedParam, torch.Tensor] = {}
             for member in segment.members:
                 if member.param.requires_grad:
-                    self._awaited.add(member)
+                    self._required.add(member)
                 grad = member.take_grad()
                 if grad is not None:
                     if grad.layout is not torch.strided:
@@ -284,10 +284,12 @@ class Reduction:
         """Start reducing what has been collected. The result is the mean of each parameter's gradient."""
         sums = [self._complete(segment) for segment in self._expected]
         if not (sums and self._moves):
-            self._awaited.clear()
+            self._required.clear()
             return Pending.done([*chain.from_iterable([total.own_means() for total in sums])])
-        pending = self.unit.channel.reduce(self.unit.title, [total.gradient(self._awaited) for total in sums])
-        self._awaited.clear()
+        pending = self.unit.channel.reduce(
+            self.unit.title, [total.gradient(self._required) for total in sums]
+        )
+        self._required.clear()
         # Gradients stay alive until the reduction has ended: a stream may still read them.
         return pending.then(partial(self._means, sums))
 
@@ -313,7 +315,7 @@ class Reduction:
         for member in self.unit.members:
             member.take_grad()
         self._shown.clear()
-        self._awaited.clear()
+        self._required.clear()
         for segment, sums in self._sums.items():
             if sums and sums[0].full is not None:
                 segment.channel.discard(sums[0].full)

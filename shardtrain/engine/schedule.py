@@ -172,7 +172,7 @@ class Schedule(Generic[U]):
         self._alike = False  # whether this forward is like the last one until now
         self._ends: list[U] = []  # units of this forward's announced calls, in the order in which they ended
         self._expected_ends: list[U] = []  # `_ends` of the last forward that announced any
-        self._awaiting: dict[U, int] = {}  # when a unit's first call began whose backward has not come
+        self._unreached: dict[U, int] = {}  # when a unit's first call began whose backward has not come
 
     @property
     def order(self) -> Sequence[U]:
@@ -295,7 +295,7 @@ class Schedule(Generic[U]):
 
     def _record(self, call: UnitCall[U]) -> None:
         """Note the end of ``call``: backward will descend through it."""
-        self._awaiting.setdefault(call.unit, call.began)
+        self._unreached.setdefault(call.unit, call.began)
         self.recording.calls.append(call)
         if self.in_forward and call.unit is not self.root:
             self._compare(self._ends, self._expected_ends, call.unit)
@@ -321,7 +321,7 @@ class Schedule(Generic[U]):
             self.calls.clear()
             self._order = self._expected  # the next forward is compared with the last complete one
             self._ends = self._expected_ends
-            self._awaiting = {}  # no backward of what it has recorded comes
+            self._unreached = {}  # no backward of what it has recorded comes
         for unit in self.units:
             if unit in self.unannounced and not failed:  # of an earlier forward
                 self._show(unit)
@@ -332,7 +332,7 @@ class Schedule(Generic[U]):
         """Gather and show ``unit``, until the next backward ends: code outside of its calls uses it."""
         self.unannounced[unit] = None
         self._show(unit)
-        self._awaiting.setdefault(unit, self.moment)
+        self._unreached.setdefault(unit, self.moment)
 
     def hide_unannounced(self) -> None:
         """Let the parameters of units that stay gathered until backward show local shards."""
@@ -386,7 +386,7 @@ class Schedule(Generic[U]):
         self._descend(backward, -1)
         for unit in reversed(self.units):
             if unit in self.opened:
-                self._complete(backward, unit, awaits=False)
+                self._complete(backward, unit, has_earlier=False)
         self.unreduced |= self.trains & backward.entered.keys()
         ready = [u for u in reversed(self.units) if u in self.unreduced and u not in backward.accumulates]
         for unit in ready:
@@ -407,7 +407,7 @@ class Schedule(Generic[U]):
         self.backward = None
         if not self.in_forward:
             self.unannounced.clear()
-            self._awaiting.clear()
+            self._unreached.clear()
             self.forward = Forward()
             if not self.calls:
                 self.recording = self.forward
@@ -438,7 +438,7 @@ class Schedule(Generic[U]):
                 self._open(backward, unit)
             elif unit in self.opened:
                 if edge.moment == backward.first[unit]:
-                    self._complete(backward, unit, self._awaiting.get(unit, edge.moment) < edge.moment)
+                    self._complete(backward, unit, self._unreached.get(unit, edge.moment) < edge.moment)
                 elif next(_ended(edges)) is not unit:
                     self._close(unit)
         backward.moment = moment
@@ -455,17 +455,17 @@ class Schedule(Generic[U]):
         if unit not in self.calls and unit not in self.unannounced and unit not in self.keeps:
             self.reshard(unit)
 
-    def _complete(self, backward: Backward[U], unit: U, awaits: bool) -> None:
+    def _complete(self, backward: Backward[U], unit: U, has_earlier: bool) -> None:
         """Take the gradients of ``unit``, release it, and start to reduce them.
 
-        ``awaits``: it awaits the backward of an earlier call, of another forward; it is reduced after that.
+        ``has_earlier``: an earlier call, of another forward, is not reached yet; it is reduced after that.
         """
         self.opened.discard(unit)
-        reduces = unit in self.trains and unit not in backward.accumulates and not awaits
+        reduces = unit in self.trains and unit not in backward.accumulates and not has_earlier
         if reduces:
             self._make_room(backward, unit)  # before `take` allocates another full gradient
         self.act.take(unit)
-        if unit not in self.calls and not (awaits and unit in self.unannounced):
+        if unit not in self.calls and not (has_earlier and unit in self.unannounced):
             self.reshard(unit)
         if reduces:
             self._reduce(backward, unit)

@@ -108,7 +108,7 @@ class Recorder:
         self.marks = marks
         self.full: dict[Facts, str] = {}  # units whose full vector exists: gathering, gathered or shown
         self.reducing: list[Facts] = []
-        self.awaited: list[tuple[Facts, int]] = []  # since the last reduction began, with bytes under way
+        self.waited_for: list[tuple[Facts, int]] = []  # since the last reduction began, with bytes under way
         self.started: list[Started] = []  # gathers and reductions
         self.log: list[Started] = []  # gathers, shows and releases
         self.most = 0
@@ -161,22 +161,22 @@ class Recorder:
         self.untaken.discard(unit)
         late = [n for n in self.to_run if n.unit is unit and n.forward is backward.forward]
         assert not late, f"P7: {unit.name} is taken before {late}"
-        awaits = self.began.get(unit, 0) < backward.first.get(unit, 0)
-        if unit in self.trains - backward.accumulates and not awaits:
+        has_earlier = self.began.get(unit, 0) < backward.first.get(unit, 0)
+        if unit in self.trains - backward.accumulates and not has_earlier:
             assert not self.reducing or self._bytes_under_way() + unit.gradient_bytes <= ROOM, "P5"
 
     def reduce(self, unit: Facts) -> None:
         assert unit not in self.reducing
         assert unit not in self.untaken
-        for other, size in self.awaited:  # P5
+        for other, size in self.waited_for:  # P5
             assert other is unit or size + unit.gradient_bytes > ROOM, "P5"
-        self.awaited.clear()
+        self.waited_for.clear()
         self.reducing.append(unit)
         self._note("reduce", unit)
         assert len(self.reducing) == 1 or self._bytes_under_way() <= ROOM
 
     def finish(self, unit: Facts) -> None:
-        self.awaited.append((unit, self._bytes_under_way()))
+        self.waited_for.append((unit, self._bytes_under_way()))
         assert self.reducing.pop(0) is unit
 
     def _bytes_under_way(self) -> int:
@@ -396,7 +396,7 @@ class Recorder:
         # Calls under way go on with what they have computed.
         self.nodes = [node for node in self.nodes if node.frame in self.stack and not node.marked]
         self.again.clear()
-        self.awaited.clear()
+        self.waited_for.clear()
         if not self.stack:
             self.began.clear()
         if began and not self.stack:
