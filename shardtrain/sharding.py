@@ -56,7 +56,7 @@ def shard(
     """Shard the parameters of ``module`` over the ranks, in place, and return ``module``.
 
     Every rank then holds 1/N of each unit's parameters, gradients and optimizer state. Parameters stay the
-    same objects under the same names. At rest each holds its local piece, with as many dimensions as the
+    same objects under the same names. At rest each holds its local shard, with as many dimensions as the
     parameter: n elements of a filter are (n, 1, 1, 1). A rank that has all of a parameter, as a single one
     does, shows it in its own shape. A unit's parameters are gathered while it computes. Gradients are the
     mean over ranks. Every rank gets rank 0's initial parameters and buffers. With no
@@ -64,7 +64,7 @@ def shard(
 
     Args:
         module: the root. It may come from `deferred`. It may also be on the meta device without values:
-            `to_empty` then materialises the local pieces.
+            `to_empty` then materialises the local shards.
         units: the modules whose parameters are gathered together: an iterable of module classes, a callable
             ``(fully_qualified_name, module) -> bool``, or a dict ``{module: UnitOptions}``, whose options
             replace ``precision`` and ``reshard_after_forward``. ``"blocks"`` finds residual and encoder

@@ -93,7 +93,7 @@ def misfits(shards: Sequence[LocalShard], averages: Averages) -> list[str]:
         if average is None:
             problems.append(f"averages lacks {part.name}")
         elif average.shape != param.shape:
-            wanted = f"{tuple(param.shape)}, as the parameter's local piece"
+            wanted = f"{tuple(param.shape)}, as the parameter's local shard"
             problems.append(f"averages has {part.name} of shape {tuple(average.shape)}, expected {wanted}")
     return problems
 
@@ -254,7 +254,7 @@ def _state_of(shard: LocalShard, optimizer: torch.optim.Optimizer | None) -> tup
         else:
             raise ValueError(
                 f"the optimizer's {key} of {shard.name} has shape {tuple(value.shape)}, which cannot be cut "
-                f"like the parameter's local piece of {tuple(shard.param.shape)}; only element-wise "
+                f"like the parameter's local shard of {tuple(shard.param.shape)}; only element-wise "
                 "optimizers can be saved"
             )
     return named, values

@@ -147,14 +147,14 @@ def load_into(
     problem = ""
     try:
         for shard in shards:
-            shard.param.data.copy_(reader.piece(f"parameters/{shard.name}", shard.part, shard.param))
+            shard.param.data.copy_(reader.read(f"parameters/{shard.name}", shard.part, shard.param))
         if optimizer is not None:
             _fill_optimizer(reader, shards, optimizer)
         for name, buffer in buffers:
             buffer.copy_(reader.buffer(name, buffer))
         if averages is not None:
             for shard in shards:
-                averages[shard.param].copy_(reader.piece(f"ema/{shard.name}", shard.part, shard.param))
+                averages[shard.param].copy_(reader.read(f"ema/{shard.name}", shard.part, shard.param))
     except (OSError, SafetensorError) as error:
         problem = str(error)
     partly_loaded = f"{opened.path} became unreadable; the model is partly loaded, and must not be used"
@@ -242,7 +242,7 @@ class _Reader:
     def state(self, shard: LocalShard) -> Iterator[tuple[str, Any]]:
         """Yield the optimizer state of a parameter, as keys and values."""
         for key in self._state_keys.get(shard.name, []):
-            yield key, self.piece(f"optimizer/{key}/{shard.name}", shard.part, shard.param)
+            yield key, self.read(f"optimizer/{key}/{shard.name}", shard.part, shard.param)
         assert self.manifest.optimizer is not None, "compared"
         for key, node in self.manifest.optimizer["values"].get(shard.name, {}).items():
             if "dtype" in node:
@@ -255,7 +255,7 @@ class _Reader:
         if self._same_ranks:
             tensor: torch.Tensor = self._handle(self.own_file).get_tensor(f"buffers/{name}")
             return tensor
-        return self.piece(f"averaged/{name}", whole_part(name, like), like)
+        return self.read(f"averaged/{name}", whole_part(name, like), like)
 
     def extra(self) -> Any:
         """Read this rank's extra, or rank 0's if another number of ranks saved."""
@@ -268,7 +268,7 @@ class _Reader:
             self._handles[file] = safe_open(self.path / file, framework="pt", device="cpu")
         return self._handles[file]
 
-    def piece(self, name: str, part: Part, like: torch.Tensor) -> torch.Tensor:
+    def read(self, name: str, part: Part, like: torch.Tensor) -> torch.Tensor:
         """Read this rank's ``part`` of a tensor, in the shape of ``like``."""
         spec, stride, slices = self.manifest.tensors[name]
         is_alike = stride == part.stride

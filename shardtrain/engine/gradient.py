@@ -129,7 +129,7 @@ class Sum:
             is_certain = member in self.grads
             if is_certain or member in self.unknown:
                 # An empty piece lies nowhere: it needs no view per step.
-                value = member.piece_of(interval) if member.part.numel else member.local_view
+                value = member.part_of(interval) if member.part.numel else member.local_view
                 means.append((member, value, is_certain))
         return means
 
@@ -141,7 +141,7 @@ class Sum:
         if values and values[0].dtype != local.dtype:  # one launch casts all
             interval = local.new_empty(len(local))
             narrow = values
-            values = [member.piece_of(interval) for member in members]
+            values = [member.part_of(interval) for member in members]
             torch._foreach_copy_(values, narrow)
         return [(member, value, True) for member, value in zip(members, values, strict=True)]
 
@@ -161,7 +161,7 @@ class Reduction:
     which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
     segments that get a gradient in this backward, or still hold one from an earlier one.
     ``_required``: parameters that required a gradient in a backward since the last reduction.
-    ``_shown``: what ``.grad`` shows under `no_sync`, with its version, and whether `show_waiting` put it there.
+    ``_shown``: what ``.grad`` shows under `no_sync`, its version, and whether `show_waiting` put it there.
     """
 
     def __init__(self, unit: Unit) -> None:

@@ -9,7 +9,7 @@ never enter a reduction. A segment has two or three storages:
 
 With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device.
 
-At rest each parameter shows its piece of ``local``, with the piece's gradient. While its unit computes it
+At rest each parameter shows its part of ``local``, with that part's gradient. While its unit computes it
 shows its shaped view of ``full``. Its ``.grad`` is None in forward, and while autograd accumulates into it.
 Parameter objects stay the same: only ``.data`` and ``.grad`` change, and autograd's version counters do not.
 
@@ -79,7 +79,7 @@ class ParamInfo(NamedTuple):
 
 
 class ShardedParam:
-    """One parameter of a segment, which shows its local piece or its full value.
+    """One parameter of a segment, which shows its local shard or its full value.
 
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
@@ -113,8 +113,8 @@ class ShardedParam:
         return self.class_at_rest
 
     def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners, marks: bool) -> None:
-        """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
-        self.local_view = self.piece_of(local)
+        """Set the views to show: the part of this rank's interval ``local`` at rest, and ``full_view``."""
+        self.local_view = self.part_of(local)
         self.full_view = full_view
         self.owners = owners
         self.marks = marks
@@ -122,14 +122,14 @@ class ShardedParam:
         self.address = address_of(self.local_view)
         if not self.part.numel:
             with torch.no_grad():  # as views of reduced gradients are made
-                empty = self.piece_of(local)
+                empty = self.part_of(local)
             self._empty_grad = Piece.on(empty, owners) if marks else empty
 
-    def piece_of(self, interval: torch.Tensor) -> torch.Tensor:
-        """Return a view of this parameter's piece of ``interval``, the rank's, in the shape at rest."""
+    def part_of(self, interval: torch.Tensor) -> torch.Tensor:
+        """Return a view of this parameter's part of ``interval``, the rank's, in the shape at rest."""
         return self.part.at_rest(interval, self.offset)
 
-    def piece_of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+    def part_of_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of ``whole``, in its shape at rest. Raises ValueError for another shape."""
         if whole.shape != self.part.shape:
             raise ValueError(
@@ -154,13 +154,13 @@ class ShardedParam:
             grad = Piece.on(grad, self.owners)
         self._write_grad(grad)
 
-    def give_grad(self, piece: torch.Tensor) -> None:
-        """Add ``piece``, a new view of this rank's part in the shape at rest, to the gradient."""
+    def give_grad(self, value: torch.Tensor) -> None:
+        """Add ``value``, a new view of this rank's part in the shape at rest, to the gradient."""
         grad = self.param.grad
         if grad is not None:
-            grad.add_(piece)
+            grad.add_(value)
             return
-        self.set_grad(piece if self.part.numel else self._empty_grad)
+        self.set_grad(value if self.part.numel else self._empty_grad)
 
     def unmark_grad(self) -> Piece | None:
         """Let ``.grad`` be plain until `mark_grad`; return the piece that it was, if it was one."""

@@ -116,7 +116,7 @@ class Changes:
                     names += [member.name for member in segment.members]
         if names:
             raise ValueError(
-                f"parameters still on the meta device: {', '.join(names)}; materialise the local pieces "
+                f"parameters still on the meta device: {', '.join(names)}; materialise the local shards "
                 "with module.to_empty(device=...) and load or initialise their values first"
             )
 
@@ -243,7 +243,7 @@ def shown_local(segment: Segment) -> torch.Tensor:
     local = first.param.new_zeros(segment.layout.length(segment.channel.rank))
     for member in segment.members:
         _check_like(member, first)
-        member.part.shown(member.piece_of(local)).copy_(member.param.data)
+        member.part.shown(member.part_of(local)).copy_(member.param.data)
     return local
 
 
@@ -258,7 +258,7 @@ def _check_like(member: ShardedParam, first: ShardedParam) -> None:
         )
     if param.shape != member.part.local_shape:
         raise ValueError(
-            f"parameter {member.name} now has shape {tuple(param.shape)} on this rank, but its local piece "
+            f"parameter {member.name} now has shape {tuple(param.shape)} on this rank, but its local shard "
             f"has {member.part.local_shape}; change whole parameters inside shardtrain.unsharded(model)"
         )
     if (param.dtype, param.device) != (expected.dtype, expected.device):

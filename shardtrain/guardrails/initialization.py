@@ -140,10 +140,10 @@ def _with_unknown(member: ShardedParam) -> torch.Tensor:
 
 def _keep(member: ShardedParam) -> None:
     """Keep this rank's part of the whole value that ``member`` shows. Raises ValueError for new NaNs."""
-    piece = member.piece_of_whole(member.param.data)
-    if _has_nan(piece) and not _has_nan(member.local_view):
+    part = member.part_of_whole(member.param.data)
+    if _has_nan(part) and not _has_nan(member.local_view):
         raise ValueError(
             f"{member.name} was given NaN, perhaps computed from elements that other ranks hold: initialize "
             f"it {_INSIDE}"
         )
-    member.local_view.copy_(piece)
+    member.local_view.copy_(part)

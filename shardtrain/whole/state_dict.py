@@ -60,7 +60,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         finally:
             if writeback:
                 for member in engine.members:
-                    member.local_view.copy_(member.piece_of_whole(member.param.data))
+                    member.local_view.copy_(member.part_of_whole(member.param.data))
                     if grads:
                         gradients[member] = _kept_grad(member)
     finally:
@@ -77,7 +77,7 @@ def _kept_grad(member: ShardedParam) -> Tensor | None:
     grad = member.param.grad
     if grad is None:
         return None
-    return member.piece_of_whole(grad).to(member.local_view.device, copy=True)
+    return member.part_of_whole(grad).to(member.local_view.device, copy=True)
 
 
 def _show_copies(unit: Unit, grads: bool) -> None:
@@ -114,7 +114,7 @@ def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     local = torch.zeros_like(segment.local)
     for member in segment.members:
         if member.param.grad is not None:
-            member.piece_of(local).copy_(plain(member.param.grad))
+            member.part_of(local).copy_(plain(member.param.grad))
     wholes = _whole(unit, segment, local) if present.any() else [None] * len(here)
     return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
 
@@ -189,7 +189,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
             interval = segment.from_rank_0(of_members, segment.local)
             for member in segment.members:
                 if member.name not in missing:
-                    member.piece_of(segment.local).copy_(member.piece_of(interval))
+                    member.part_of(segment.local).copy_(member.part_of(interval))
     for name, tensor in uncut(engine):
         if name not in missing:
             if name in values:

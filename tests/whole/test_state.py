@@ -583,7 +583,7 @@ def test_optimizer_state_of_another_rank_is_refused(steps_first: bool, layout: A
         ):
             other.load_state_dict(state)
     for member in engine_of(model).members:
-        assert torch.equal(member.piece_of_whole(before[member.name]), member.local_view)
+        assert torch.equal(member.part_of_whole(before[member.name]), member.local_view)
 
 
 @each_rank(2)
