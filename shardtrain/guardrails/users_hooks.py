@@ -39,8 +39,8 @@ def postpone(param: nn.Parameter) -> None:
 def call_postponed(params: Iterable[nn.Parameter]) -> None:
     """Call the postponed hooks of ``params``, each once."""
     with torch_private.DisableTorchFunctionSubclass():
-        hooked = dict.fromkeys([param for param in params if param._post_accumulate_grad_hooks])
-    for param in hooked:
+        with_hooks = dict.fromkeys([param for param in params if param._post_accumulate_grad_hooks])
+    for param in with_hooks:
         for hook in [*(param._post_accumulate_grad_hooks or {}).values()]:
             if isinstance(hook, Postponed):
                 hook.hook(param)
