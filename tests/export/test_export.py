@@ -1,8 +1,6 @@
 """Whole weights out of a run, and in."""
 
-import contextlib
 import faulthandler
-import io
 import json
 import os
 import shutil
@@ -153,29 +151,11 @@ def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None
     assert not torch.equal(tuned["classifier.3.weight"], fresh)
 
 
-def told(folder: Path, *arguments: str) -> str:
-    """How a run ended on this rank, and what it said."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        ending = run(folder, *arguments)
-    return f"{ending}\n{said.getvalue()}"
-
-
 def scored(*words: str) -> list[Evaluation]:
     """Score by `shardtrain.evaluate` on the ranks of this group."""
     command = read_evaluation(words)
     assert command is not None
     return score(command, context("nowhere").rank_info, CPU)
-
-
-@pytest.mark.long
-def test_an_evaluation_scores_test_images_too(tmp_path: Path, capsys: Any) -> None:
-    assert run(tmp_path / "run", "data.validation=12") == "finished"
-    capsys.readouterr()
-    scored(f"run={tmp_path}/run")
-    said = capsys.readouterr().out
-    result = result_of(tmp_path / "run")
-    for name in ("val", "test"):
-        assert f"\n{name:<9}loss {result[f'loss/{name}']:.4f}" in said
 
 
 @pytest.mark.long
@@ -250,20 +230,6 @@ def test_mistakes_are_named(
     assert export(*[each.format(**places) for each in arguments]) == 2
     assert text in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file.pth"]
-
-
-@pytest.mark.long
-def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, export: Any) -> None:
-    """Keys that an export has no use for may be missing or unknown."""
-
-    def of_another_version(manifest: dict[str, Any]) -> None:
-        facts = manifest["facts"]
-        del facts["config"]["train"]
-        facts["config"]["later"] = {"key": 1}
-
-    run_dir = shutil.copytree(trained, tmp_path / "run")
-    rewrite(run_dir / "checkpoints/step-00000005", of_another_version)
-    assert export(f"run={run_dir}", f"out={tmp_path}/x.safetensors") == 0
 
 
 def test_weights_never_run_code(tmp_path: Path) -> None:

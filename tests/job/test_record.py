@@ -183,30 +183,10 @@ def test_what_follows_a_run_agrees_with_it_for_every_key(part: int, tmp_path: Pa
     assert not wrong, "\n".join(wrong)
 
 
-# What only several ranks divide, copy or send.
-OF_RANKS = (
-    *(
-        "parallel.replicate=2",
-        "parallel.virtual_ranks=2 train.replay_every=1",
-    ),
-    *("train.accumulate=2 train.class_weights=balanced", "parallel.reduce=bf16 ema.decay=0.5"),
-    *("parallel.layout=whole parallel.reshard_after_forward=false", "data.validation=0.25 train.mixup=1"),
-)
-
-
 @pytest.mark.long
 @each_rank(2, transport="auto")
 def test_what_follows_a_run_of_two_ranks_agrees_with_it(tmp_path: Path) -> None:
-    for number, words in enumerate(OF_RANKS[:1]):
-        require_agreement(tmp_path / str(number), words.split())
-
-
-@pytest.mark.release
-@pytest.mark.timeout(600)
-@each_rank(2, transport="auto")
-def test_what_follows_a_run_of_two_ranks_agrees_with_it_for_every_key(tmp_path: Path) -> None:
-    for number, words in enumerate(OF_RANKS[1:]):
-        require_agreement(tmp_path / str(number), words.split())
+    require_agreement(tmp_path, ["parallel.replicate=2"])
 
 
 def photo_run(folder: Path, *words: str) -> Path:

@@ -1,9 +1,6 @@
 """Plans against what real ranks measure; worlds that nobody has; the planner's command line."""
 
-import cProfile
-import gc
 import itertools
-import pstats
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +28,7 @@ from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.transport import Simulated
 
-from small import Block, OddNet, Parts, sgd
+from small import OddNet, Parts
 from tiny import ALONE, CPU, VIT, composed, over_transport
 
 MIB = 2**20
@@ -201,20 +197,6 @@ def test_the_batch_is_a_whole_one() -> None:
     assert settings("micro_batch=5", "world_size=64").question.micro_batch == 5
 
 
-@pytest.mark.long
-def test_the_command_prints_one_rank_s_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    plan(settings(*VIT, "world_size=4"), ALONE, CPU)
-    said = capsys.readouterr().out
-    for expected in (
-        "vit, 6,362 parameters",
-        "4 ranks × 1 micro-batch × 4 images of 3×32×32 = 16 images per step",
-        "\na rank holds ",
-        "\nThe peak of ",
-        "\nA step has ",
-    ):
-        assert expected in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -312,73 +294,6 @@ def simulated_group(world: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         close_process_group()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "flat"), [("resnet50", 1.0084), ("vit_h_14", 1.0009)], ids=str)
-def test_what_1024_ranks_hold_beyond_an_even_share(name: str, flat: float) -> None:
-    """Within 1.01 of the ideal, with a unit per block: joined blocks hold less."""
-    with torch.device("meta"):
-        model = torchvision.models.get_model(name)
-    whole = sum(param.nbytes for param in model.parameters())
-    with simulated_group(1024):
-        infos = shardtrain.introspect(shardtrain.shard(model, unit_bytes=0)).units
-    held = sum(info.local_bytes for info in infos)
-    assert held * 1024 / whole == pytest.approx(flat, abs=1e-4)
-
-
-def calls_of(work: Any) -> int:
-    """Python and C functions that ``work()`` calls, without those of the garbage collector's finalizers."""
-    profile = cProfile.Profile()
-    gc.collect()
-    gc.disable()
-    try:
-        profile.runcall(work)
-    finally:
-        gc.enable()
-    return int(pstats.Stats(profile).total_calls)
-
-
-class Layers(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
-
-
-@pytest.mark.long
-def test_the_host_does_as_much_for_1024_ranks_as_for_8() -> None:
-    """Counted in functions called: in a step, which depends on the units alone, and in wrapping."""
-    batch = torch.randn(2, 4)
-    found = {}
-    for world in (8, 1024):
-        with simulated_group(world):
-            plain = nn.Sequential(*(Layers() for _ in range(6)))
-            wrapping = calls_of(lambda plain=plain: shardtrain.shard(plain, units=[Layers]))
-            for _ in range(3):
-                step = calls_of(lambda model=plain: model(batch).sum().backward())
-                plain.zero_grad()
-            found[world] = step, wrapping
-    assert found[1024][0] == found[8][0]
-    assert found[1024][1] < 1.1 * found[8][1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("groups", "options"), [(1, {}), (1, {"layout": "whole"}), (2, {})])
-def test_a_step_runs_in_a_simulated_world(groups: int, options: dict[str, Any]) -> None:
-    """Whole parameters have uneven intervals, most of them empty, and move by other collectives."""
-    with simulated_group(1024, 1023):
-        mesh = init_device_mesh("cpu", (groups, 1024 // groups)) if groups > 1 else None
-        model = shardtrain.shard(OddNet(), units=[Block], mesh=mesh, **options)
-        optimizer = sgd(model)
-        for _ in range(2):  # in the second step the order of the units is known
-            with comm.meter() as meter:
-                model(torch.randn(2, 3, 5, 5)).sum().backward()
-            shardtrain.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        expected = {"all_gather": 5, "reduce_scatter": 4} | ({"all_reduce": 4} if groups > 1 else {})
-        assert meter.calls == expected
-        assert list(shardtrain.full_state_dict(model)) == list(OddNet().state_dict())
-        shardtrain.load_full_state_dict(model, OddNet().state_dict())
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -17,7 +17,7 @@ import pytest
 import shardtrain
 
 from pool import ended
-from tiny import TINY, VIT, result_of, write_folders
+from tiny import TINY, result_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ["-m", "shardtrain.train"]
@@ -83,34 +83,6 @@ def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
     assert "exitcode  : 2" in root_cause
     assert f'File "{Path(shardtrain.__file__).parent}' not in done.stderr  # no traceback of ours
     assert not (tmp_path / "outputs").exists()
-
-
-IMPATIENT = """
-from shardtrain.launch import launcher
-from shardtrain.train.loop import train
-
-launcher.PATIENCE = 0.1
-launcher.run(train)
-"""
-
-
-@pytest.mark.long
-def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
-    """One rank finds an image that is a pipe. The other says nothing of its collective, which fails then."""
-    write_folders(tmp_path / "photos", 8)
-    (tmp_path / "photos/train/class1/0.png").unlink()
-    os.mkfifo(tmp_path / "photos/train/class1/0.png")
-    (tmp_path / "main.py").write_text(IMPATIENT)
-    data = ("data=imagefolder", "data.root=photos", "data.image_size=8", "data.resize=8", "data.workers=0")
-    run = ("+recipe=resnet", *VIT, *data, "train.batch_size=4", "run.name=here", "augment=none")
-    done = ended(2, "main.py", *run, folder=tmp_path)
-    pipe = "photos/train/class1/0.png"
-    assert done.errors == (
-        f"error: cannot read the image {pipe}: {pipe} is not a regular file; "
-        "python -m shardtrain.plan … check=true lists all images that cannot be read\n"
-    )
-    assert done.codes == [2, 2]
-    assert result_of(tmp_path / "outputs/here")["status"] == "failed"
 
 
 def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:

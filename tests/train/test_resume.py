@@ -95,17 +95,6 @@ def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undistu
     assert final(folder) == final(undisturbed)
 
 
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_a_signal_to_one_rank_stops_all_after_one_step(tmp_path: Path, undisturbed: Path) -> None:
-    """`test_cli.py` has Ctrl-C."""
-    events = [{3: lambda: on_rank_1(signal.SIGUSR1)}]
-    endings = interrupted(str(tmp_path), events, QUIET, "checkpoint.every_steps=100")
-    assert endings == ["Stopped stopped by SIGUSR1", "finished"]
-    assert "stopped by SIGUSR1 after step 4; step 4 is saved" in (tmp_path / "log.txt").read_text()
-    assert final(tmp_path) == final(undisturbed)
-
-
 @contextlib.contextmanager
 def signal_in_an_evaluation() -> Iterator[None]:
     """The last rank is told to leave while it answers the second batch of the first evaluation."""
