@@ -1,31 +1,21 @@
 """Measure what a training step costs the host: the time of Python and of launches, by phase and by contender.
 
     python tests/bench/host.py
-    python tests/bench/host.py device=cuda
+    python tests/bench/host.py --device cuda
 
 On the CPU it is processor time of one thread beyond that of the model that is not sharded, for rank 2 of 8
 of torch's fake process group, whose collectives move nothing. (DDP needs a real group: one rank of gloo.)
 Models of 4 and 24 units with 1 and 8 parameters each tell microseconds per unit, per parameter and per
 step. On a GPU it is one rank over NCCL: milliseconds until all work of a step is launched, beside those of
 the step. Where both are equal the device waits for the host.
-
-cases          a list of grid (the four models), vit, vit48, small (48 units of one parameter); on a GPU of
-               vit_s, wide (24 blocks of width 1024), vit48; by default all
-contenders     a list of ddp, fsdp2, shardtrain, alone (one rank without a process group), besides plain
-optimizer      fused, foreach or loop: AdamW's ways (fused)
-precision      fp32, bf16, in which normalisation layers stay fp32, but for FSDP2's (fp32; on a GPU bf16)
-unit_bytes     of shardtrain's units: `shard` joins neighbours up to it (0: none)
-rounds         timed; each steps every contender once (60; on a GPU 20)
-device         cpu or an accelerator's type (cpu)
-out            a JSON file (none)
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +35,6 @@ from torchvision.models.vision_transformer import EncoderBlock, VisionTransforme
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.config.errors import UserError, not_valid
 from shardtrain.device import is_accelerator, synchronize
 
 PHASES = ("forward", "backward", "optimizer")
@@ -57,11 +46,6 @@ TITLES = {
     "alone": "shardtrain, alone",
 }
 GRID = [(4, 1), (4, 8), (24, 1), (24, 8)]  # units, and parameters of each
-CHOICES = {
-    "contenders": [*TITLES][1:],
-    "optimizer": ["fused", "foreach", "loop"],
-    "precision": ["fp32", "bf16"],
-}
 SETTLED = 5  # steps before the first timed one
 
 
@@ -112,61 +96,27 @@ ON_CPUS = ("grid", "vit", "vit48", "small")
 ON_GPUS = ("vit_s", "wide", "vit48")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The command line's settings."""
-
-    device: torch.device
-    cases: tuple[str, ...]
-    contenders: tuple[str, ...]
-    optimizer: str
-    precision: str
-    unit_bytes: int
-    rounds: int
-    out: str
-
-    @property
-    def low(self) -> torch.dtype | None:
-        """The dtype to compute in, if it is not the parameters'."""
-        return torch.bfloat16 if self.precision == "bf16" else None
-
-
-def read(arguments: Sequence[str]) -> Settings:
-    """Return the settings of ``key=value`` words. Raises UserError for others."""
-    values = {}
-    known = ("device", "cases", *CHOICES, "unit_bytes", "rounds", "out")
-    for word in arguments:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"cannot read {word!r}: expected key=value")
-        if key not in known:
-            raise not_valid(f"unknown key {key}", key, known)
-        values[key] = value
-    device = torch.device(values.get("device", "cpu"))
-    on_gpu = is_accelerator(device)
-    choices = {**CHOICES, "cases": ON_GPUS if on_gpu else ON_CPUS}
-    lists = {}
-    for key, names in choices.items():
-        lists[key] = tuple(values[key].strip("[]").split(",") if key in values else names)
-        for name in lists[key]:
-            if name not in names:
-                raise not_valid(f"{key}={name}", name, names)
-    rounds = values.get("rounds", "20" if on_gpu else "60")
-    if not rounds.isdecimal() or int(rounds) < 1:
-        raise UserError(f"rounds={rounds}: expected a whole number, at least 1")
-    unit_bytes = values.get("unit_bytes", "0")
-    if not unit_bytes.isdecimal():
-        raise UserError(f"unit_bytes={unit_bytes}: expected a whole number of bytes")
-    return Settings(
-        device=device,
-        cases=lists["cases"],
-        contenders=lists["contenders"],
-        optimizer=lists["optimizer"][0],
-        precision=lists["precision"][-1 if on_gpu else 0],
-        unit_bytes=int(unit_bytes),
-        rounds=int(rounds),
-        out=values.get("out", ""),
+def read(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the settings of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add = parser.add_argument
+    add("--device", type=torch.device, default="cpu", help="cpu or an accelerator's type")
+    add("--cases", nargs="+", choices=[*ON_CPUS, *ON_GPUS], help="by default all of the device")
+    add("--contenders", nargs="+", choices=[*TITLES][1:], default=[*TITLES][1:], help="besides plain")
+    add("--optimizer", choices=["fused", "foreach", "loop"], default="fused", help="AdamW's ways")
+    add("--precision", choices=["fp32", "bf16"], help="by default bf16 on a GPU; norms stay fp32 in ours")
+    add("--unit-bytes", type=int, default=0, help="`shard` joins neighbours up to it; 0: none")
+    add("--rounds", type=int, help="timed; each steps every contender once (60; on a GPU 20)")
+    add("--out", type=Path, help="a JSON file")
+    settings = parser.parse_args(arguments)
+    on_gpu = is_accelerator(settings.device)
+    settings.cases = settings.cases or (ON_GPUS if on_gpu else ON_CPUS)
+    settings.precision = settings.precision or ("bf16" if on_gpu else "fp32")
+    settings.rounds = settings.rounds or (20 if on_gpu else 60)
+    settings.low = torch.bfloat16 if settings.precision == "bf16" else None  # the dtype to compute in
+    return settings
 
 
 class Contender:
@@ -175,7 +125,7 @@ class Contender:
     ``seconds``: of each phase, per step; of the host on a GPU. ``whole``: of the whole step, with the device.
     """
 
-    def __init__(self, name: str, case: Case, settings: Settings) -> None:
+    def __init__(self, name: str, case: Case, settings: argparse.Namespace) -> None:
         device = settings.device
         self.device = device
         torch.manual_seed(0)
@@ -211,7 +161,7 @@ class Contender:
                 self.seconds[phase].append(moments[index + 1] - moments[index])
 
 
-def _wrapped(name: str, case: Case, model: nn.Module, settings: Settings) -> nn.Module:
+def _wrapped(name: str, case: Case, model: nn.Module, settings: argparse.Namespace) -> nn.Module:
     device = settings.device
     if name == "ddp":
         group = None if is_accelerator(device) else dist.new_group([dist.get_rank()], backend="gloo")
@@ -234,7 +184,7 @@ def _wrapped(name: str, case: Case, model: nn.Module, settings: Settings) -> nn.
     return model
 
 
-def measure(case: Case, settings: Settings) -> dict[str, Contender]:
+def measure(case: Case, settings: argparse.Namespace) -> dict[str, Contender]:
     """Step all contenders in turns."""
     contenders = {name: Contender(name, case, settings) for name in ("plain", *settings.contenders)}
     gc.collect()
@@ -282,7 +232,7 @@ class Report:
     results: dict[str, Any] = field(default_factory=dict)
 
 
-def on_cpu(settings: Settings, report: Report) -> None:
+def on_cpu(settings: argparse.Namespace, report: Report) -> None:
     """Measure processor time beyond that of the model that is not sharded."""
     names = [case for case in CASES if case.split()[0] in settings.cases]
     costs = {}
@@ -305,7 +255,7 @@ def on_cpu(settings: Settings, report: Report) -> None:
                 report.lines.append(f"  {TITLES[contender]:<20}{'   '.join(words)}")
 
 
-def on_accelerator(settings: Settings, report: Report) -> None:
+def on_accelerator(settings: argparse.Namespace, report: Report) -> None:
     """Measure the host's time beside the step's."""
     for name in settings.cases:
         contenders = measure(CASES[name], settings)
@@ -323,7 +273,7 @@ def on_accelerator(settings: Settings, report: Report) -> None:
         gc.collect()
 
 
-def main(arguments: Sequence[str]) -> Report:
+def main(arguments: Sequence[str] | None = None) -> Report:
     settings = read(arguments)
     report = Report()
     torch.set_num_threads(1)
@@ -337,15 +287,9 @@ def main(arguments: Sequence[str]) -> Report:
         on_cpu(settings, report)
     dist.destroy_process_group()
     if settings.out:
-        Path(settings.out).write_text(json.dumps(report.results, indent=1))
+        settings.out.write_text(json.dumps(report.results, indent=1))
     return report
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-    else:
-        try:
-            print("\n".join(main(sys.argv[1:]).lines))
-        except UserError as error:
-            sys.exit(f"Error: {error}")
+    print("\n".join(main().lines))

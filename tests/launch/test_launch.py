@@ -57,8 +57,8 @@ def _process_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None:
     """Makes this process rank `rank` of two, with `store` for the launcher's."""
-    ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
-    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(ranks, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
     monkeypatch.setattr(launcher, "PATIENCE", 0.0)

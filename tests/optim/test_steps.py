@@ -295,19 +295,7 @@ def test_one_that_is_called_by_one_that_is_trusted_is_not_trusted() -> None:
     assert base.on_pieces == [1]
 
 
-TORCH_S = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
-]
+TORCH_S = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD"
 
 
 @pytest.mark.parametrize("name", TORCH_S.split())
