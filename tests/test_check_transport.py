@@ -24,7 +24,7 @@ from pool import each_rank
 
 
 class Sockets(Transport):
-    """Exchange over TCP connections of this host, which nothing else in the package knows."""
+    """A transport over TCP connections of this host, which nothing else in the package knows."""
 
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         self.rank = rank
@@ -145,7 +145,7 @@ def test_what_is_broken_is_named(kind: Any, tmp_path: Path) -> None:
 
 
 class MadeIn:
-    """Make transports of ``kind`` that meet by files in ``folder``."""
+    """A maker of transports of ``kind`` that meet by files in ``folder``."""
 
     def __init__(self, kind: Any, folder: Path) -> None:
         self.kind = kind

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Faulty(torch.autograd.Function):
-    """Scale one channel by 1 + 2^-9: of a tensor in forward, or of its gradient in backward."""
+    """A function that scales one channel by 1 + 2^-9: of a tensor, or of its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_backward: bool) -> Tensor:
@@ -201,7 +201,7 @@ def test_a_fault_that_passes_is_found_and_named_by_two_ranks_and_by_one(
 
 
 class Forgets(nn.Module):
-    """Scale by what each call changes, and no buffer holds."""
+    """A module that scales by what each call changes, and no buffer holds."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

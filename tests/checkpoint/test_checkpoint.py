@@ -571,7 +571,7 @@ def test_a_failed_save_is_heard_everywhere_and_the_old_one_stays(
 
 
 class Kill(NamedTuple):
-    """End ``rank`` with SIGKILL ``when`` ("before", "after") the ``count``-th call of ``os.<function>``."""
+    """A SIGKILL of ``rank`` ``when`` ("before", "after") its ``count``-th call of ``os.<function>``."""
 
     rank: int
     when: str

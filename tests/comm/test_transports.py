@@ -580,7 +580,7 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
 
 
 class ByTheBackend(comm.BackendTransport):
-    """Move flat vectors on the CPU, too, by the backend's own collectives, as on an accelerator."""
+    """A transport of flat vectors on the CPU, too, by the backend's own collectives, as on an accelerator."""
 
     def on(self, devices: Any) -> Any:
         return self

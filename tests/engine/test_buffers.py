@@ -19,7 +19,7 @@ LARGE = 2**53 + 1  # fp64 rounds it
 
 
 class Keeps(nn.Module):
-    """Add ``mean``, which ``update(self, x)`` changes, to what comes in."""
+    """A module that adds ``mean``, which ``update(self, x)`` changes, to what comes in."""
 
     def __init__(self, update: Update, mean: Tensor) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class OwnNorm(nn.Module):
 
 
 class TrainsAgain(nn.Sequential):
-    """Switch stock BatchNorm to training as it is called."""
+    """A container that switches stock BatchNorm to training as it is called."""
 
     def __init__(self) -> None:
         super().__init__(nn.BatchNorm2d(WIDTH))

@@ -84,7 +84,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 class Place(NamedTuple):
-    """Say where a row runs. ``folder``: empty, of all ranks."""
+    """The place of a row. ``folder``: empty, of all ranks."""
 
     backend: str
     rank: int

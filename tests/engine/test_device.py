@@ -45,7 +45,7 @@ OF_TESTS = re.compile("upload .* at test_|over gloo")  # waits for batches, and 
 
 
 class World(NamedTuple):
-    """Name a rank over NCCL, for which a fake process group stands; without a ``group``, a silent one."""
+    """A rank over NCCL, for which a fake process group stands; without a ``group``, a silent one."""
 
     rank: int
     size: int

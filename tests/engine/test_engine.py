@@ -369,7 +369,7 @@ def test_an_infinite_gradient_on_one_rank_is_seen_by_all() -> None:
 
 
 class Checkpointed(OddNet):
-    """Recomputes each block by itself, or (``together``) both at once and a layer of the root's unit."""
+    """A net that recomputes each block by itself, or (``together``) both and a layer of the root's unit."""
 
     def __init__(self, together: bool, reentrant: bool) -> None:
         super().__init__()
@@ -595,7 +595,7 @@ def test_the_only_unit_trains_as_a_replica() -> None:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Return a view, and read a parameter in backward."""
+    """A function that returns a view, and reads a parameter in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -286,7 +286,7 @@ def test_sizes_of_a_piece_are_numbers_and_numel_is_the_whole_s() -> None:
 
 
 class Looking(torch.optim.Optimizer):
-    """Look at each gradient in a step."""
+    """An optimizer that looks at each gradient in a step."""
 
     def __init__(self, params: Any, look: Callable[[Tensor], object]) -> None:
         super().__init__(params, {})
@@ -315,7 +315,7 @@ def test_a_piece_has_no_rows() -> None:
 
 
 class Remembering(torch.optim.SGD):
-    """Keep gradients as state, as momentum that begins with the first one does."""
+    """SGD that keeps gradients as state, as momentum that begins with the first one does."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -403,7 +403,7 @@ def ask(function: Any, grad: Tensor) -> object:
 
 
 class Two(nn.Module):
-    """Have two parameters of which the second of three ranks holds as many elements, but other ones."""
+    """Two parameters of which the second of three ranks holds as many elements, but other ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ Move = Callable[[Any], object]  # what a `Cell` does before it computes
 
 
 class FlatLSTM(nn.LSTM):
-    """Moves its weights into one buffer on the CPU, too, as cuDNN does on a device."""
+    """An LSTM that moves its weights into one buffer on the CPU, too, as cuDNN does on a device."""
 
     def flatten_parameters(self) -> None:
         sizes = self.input_size, GATES[self.mode], self.hidden_size, self.proj_size, self.num_layers
@@ -32,7 +32,7 @@ class FlatLSTM(nn.LSTM):
 
 
 class Cell(nn.Module):
-    """Compute (n, 3, 5) from (n, 3, 5)."""
+    """A cell from (n, 3, 5) to (n, 3, 5)."""
 
     def __init__(self, part: nn.Module, move: Move) -> None:
         super().__init__()

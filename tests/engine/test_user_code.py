@@ -268,7 +268,7 @@ def test_a_unit_has_another_class_that_looks_like_its_own() -> None:
 
 
 class Listed(nn.Sequential):
-    """Has a state of its own, which is no dict."""
+    """A container with a state of its own, which is no dict."""
 
     def __getstate__(self) -> Any:
         return [*self]
@@ -578,7 +578,7 @@ def test_a_tie_that_is_undone_is_refused(name: str) -> None:
 
 
 class Initialized(nn.Module):
-    """Has units, parameters of the root, and methods that initialize, as users write them."""
+    """A model with units, root parameters, and methods that initialize, as users write them."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()

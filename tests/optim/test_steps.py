@@ -27,7 +27,7 @@ MIDDLE = 50  # where a run is resumed, and a group added
 
 
 class Own(torch.optim.Optimizer):
-    """Steps each parameter by ``direction(parameter, gradient, state, group)``, which counts in the state."""
+    """An optimizer by ``direction(parameter, gradient, state, group)``, which counts in the state."""
 
     def __init__(self, params: Any, direction: Any = None, lr: float = 0.1, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -174,7 +174,7 @@ def test_a_number_of_a_whole_parameter_may_leave_by_the_user_s_word(name: str) -
 
 
 class Deciding(torch.optim.SGD):
-    """Looks at parameters one after another, and may decide about others."""
+    """An optimizer that looks at parameters one after another, and may decide about others."""
 
     def __init__(self, params: Any, when: str) -> None:
         super().__init__(params, lr=0.1)
@@ -214,7 +214,7 @@ def test_a_kernel_steps_by_the_user_s_word() -> None:
 
 
 class Looking(torch.optim.SGD):
-    """Notes in which steps it sees pieces, and asks in step ``asks`` for the norm of all gradients."""
+    """SGD that notes in which steps it sees pieces, and asks in step ``asks`` for all gradients' norm."""
 
     def __init__(self, params: Any, asks: int = 0, calls_base: bool = True) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -278,7 +278,7 @@ def test_torch_s_own_and_trusted_ones_see_plain_tensors() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps another optimizer of the same parameters."""
+    """An optimizer around another one of the same parameters."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base.param_groups, {})
@@ -340,7 +340,7 @@ def test_a_step_that_fails_by_itself_leaves_no_pieces_of_state() -> None:
 
 
 class Hooking(torch.optim.SGD):
-    """Registers a hook of its own steps."""
+    """SGD that registers a hook of its own steps."""
 
     def __init__(self, params: Any, kind: str = "pre", norms: bool = True) -> None:
         super().__init__(params, lr=0.1)
@@ -398,7 +398,7 @@ def late(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
 
 
 class Elsewhere(Own):
-    """Keeps its slow weights in an attribute, and its momentum in a closure."""
+    """An optimizer with its slow weights in an attribute, and its momentum in a closure."""
 
     def __init__(self, params: Any, lr: float) -> None:
         momenta = dict[Tensor, Tensor]()
@@ -428,7 +428,7 @@ class ByLists(torch.optim.Optimizer):
 
 
 class Tail(torch.optim.AdamW):
-    """Averages weights after ``super().step()``."""
+    """AdamW that averages weights after ``super().step()``."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -443,7 +443,7 @@ class Tail(torch.optim.AdamW):
 
 
 class Clips(torch.optim.AdamW):
-    """Clips all gradients by their norm inside its step."""
+    """AdamW that clips all gradients by their norm inside its step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -67,7 +67,7 @@ def test_balance_of_known_models(name: str, world: int, most: float) -> None:
 
 
 class Clipping(torch.optim.SGD):
-    """Clips by the norm of all parameters that it is given, which a rank has only some of."""
+    """SGD that clips by the norm of all parameters that it is given, which a rank has only some of."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -20,7 +20,7 @@ from small import raised_soon, sgd, shard, sharded_and_replica
 
 
 class Watched(torch.optim.SGD):
-    """Note the classes that parameters have in a step."""
+    """SGD that notes the classes that parameters have in a step."""
 
     seen: set[type]
 

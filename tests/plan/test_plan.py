@@ -48,7 +48,7 @@ def planned(*arguments: str) -> Plan:
 
 
 class _EndsOfOperations(TorchDispatchMode):
-    """Mark in a profile where each operation ends."""
+    """A mode that marks in a profile where each operation ends."""
 
     NAME = "an operation ends"
 
