@@ -39,7 +39,7 @@ def numbers(tensor: torch.Tensor | None) -> str:
     """Return a tensor's values as ``[1 1.5 2]``, nested for more dimensions."""
     if tensor is None:
         return "none"
-    values = tensor.tolist()
+    values = tensor.as_subclass(torch.Tensor).tolist()  # of a piece, what it is here
 
     def text(value: list[object] | object) -> str:
         return f"[{' '.join(map(text, value))}]" if isinstance(value, list) else f"{value:g}"
@@ -51,7 +51,7 @@ def held(model: nn.Module) -> list[str]:
     """Return one line per parameter: the values that it shows on this rank, and its gradient if any."""
     lines = []
     for name, param in model.named_parameters():
-        grad = "" if param.grad is None else f"  gradient {numbers(param.grad.as_subclass(torch.Tensor))}"
+        grad = "" if param.grad is None else f"  gradient {numbers(param.grad)}"
         lines.append(f"{name} {numbers(param)}{grad}")
     return lines
 

@@ -1,7 +1,10 @@
 """The small FSDP of `docs/course/mini.py` trains to the same bits as the engine and as FSDP2."""
 
+import contextlib
 import copy
 import inspect
+import io
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +26,8 @@ from behaviours.verdicts import ROWS
 from behaviours.wrappers import with_verbs
 from pool import each_rank
 from small import images, shard
+
+COURSE = Path(__file__).parents[2] / "docs/engine.md"
 
 Losses = Callable[[nn.Module, int], torch.Tensor]
 
@@ -166,3 +171,13 @@ def test_the_ladder_without_ranks_names_the_command(monkeypatch: pytest.MonkeyPa
         ladder.module_of(["mini"])
     command = "torchrun --nproc-per-node 2 docs/course/ladder.py mini"
     assert capfd.readouterr().err == f"no ranks: {command}\n"
+
+
+@each_rank(2)
+def test_the_walk_prints_what_the_course_shows() -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        walk.walk()
+    shown = re.search(r"```\n(At rest.*?)\n```", COURSE.read_text(), re.DOTALL)
+    assert shown is not None
+    assert printed.getvalue().strip() == (shown[1] if dist.get_rank() == 0 else "")
