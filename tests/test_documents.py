@@ -172,8 +172,8 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
 FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py"))}
 ON_FOUR = "hsdp"
 # Seconds for their imports, or more.
-SLOW = "accumulate bf16 captured dcp_to_fsdp2 export hsdp hugging_face own_loop pretrained with_accelerate"
-SLOW += " with_fabric"
+SLOW = "accumulate bf16 bytes captured dcp_to_fsdp2 export hsdp hugging_face own_loop pretrained"
+SLOW += " with_accelerate with_fabric"
 RUN = [name for name in FILES if name not in ("classify", "resume", "writers")]
 
 
@@ -186,6 +186,11 @@ def test_an_example_s_file_runs(name: str, tmp_path: Path) -> None:
     if not_installed(text):
         pytest.skip(f"{not_installed(text)[0]} is not installed")
     run(4 if name == ON_FOUR else 2, str(FILES[name]), folder=tmp_path)
+    if "Trainer(" in text or "(Trainer)" in text:  # alone, too; and the same run is over on two ranks
+        assert text.count("\n") <= 45
+        (tmp_path / "alone").mkdir()
+        assert "nothing is left" not in run(1, str(FILES[name]), folder=tmp_path / "alone")
+        assert "nothing is left to do" in run(2, str(FILES[name]), folder=tmp_path / "alone")
 
 
 @pytest.mark.long

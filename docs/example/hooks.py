@@ -18,7 +18,7 @@ class WeightsAndBiases(Hook):
         if trainer.rank == 0 and step % 10 == 0:
             self.run.log(trainer.monitor.scalars, step=step)
 
-    def after_fit(self, trainer):
+    def at_end(self, trainer):
         if trainer.rank == 0:
             self.run.finish()
 

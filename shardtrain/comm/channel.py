@@ -72,7 +72,8 @@ class Ranks:
         if self.world == 1:
             return
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-        position = self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes")
+        kind = f"{op} of {str(tensor.dtype).removeprefix('torch.')}"
+        position = self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes ({kind})")
         with self.guard.waiting(position):
             self.transport.all_reduce(tensor, op)
 

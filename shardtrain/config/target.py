@@ -33,6 +33,7 @@ PACKAGES = {
     "monitor.writers": (RECIPES,),
 }
 
+GIVEN = "shardtrain.train.Trainer"  # the `_target_` of a model and of data that a program has given to it
 ANNOTATIONS = {kind.__name__: kind for kind in (bool, int, float, str)}
 # What a callable raises for values that it cannot take: sizes of 0 or below, too large, of another type.
 REFUSALS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AssertionError, MemoryError)
@@ -111,6 +112,8 @@ def find_target(
 ) -> Callable[..., Any]:
     """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
     found = f"{section}._target_={path}"
+    if path == GIVEN:
+        raise given_in_python(found)
     module_name, _, name = path.rpartition(".")
     if section.startswith("monitor."):
         found = f"{section}=[{path}]"
@@ -143,6 +146,14 @@ def find_target(
         valid = [key for key, value in vars(module).items() if key[0] != "_" and builds(value)]
         raise not_valid(f"{found}: {module_name} has no builder {name}", name, valid)
     return target  # type: ignore[no-any-return]
+
+
+def given_in_python(where: str) -> UserError:
+    """Return the error for a run, ``where``, of whose model and data a program alone knows."""
+    return UserError(
+        f"{where}: a program has given the model and the data to shardtrain.train.Trainer; there, a hook's "
+        "at_end(trainer) can score, predict, or save shardtrain.full_state_dict(trainer.model)"
+    )
 
 
 def _inside(package: str, module: str) -> bool:

@@ -7,7 +7,6 @@ until they are on the device. There they are resized, normalised, augmented and 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import hashlib
 import io
 import sys
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardtrain.config.config import Images
 from shardtrain.config.errors import UserError
 from shardtrain.data.preprocessing import Preprocessing
 from shardtrain.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
@@ -281,28 +279,27 @@ class TrainFeed:
 
     def __init__(
         self,
-        data: DataSet,
+        images: Batches,
         share: Share,
-        keys: Images,
-        device: torch.device,
+        prepare: Prepare | ToDevice,
         *,
         seed: int,
         steps: range,
+        repeats: int = 1,
+        workers: int = 0,
         augment: Augment | None = None,
         mix: Mix | None = None,
     ) -> None:
+        """repeats: see `epoch_order`. workers: processes that load, besides this one."""
         self.share = share
-        self.images = data.train_as_val or data.train
-        self.classes = data.classes
+        self.images = images
+        self.prepare = prepare
         self.augment = augment
         self.mix = mix
         self.seed = seed
-        self._data = data
-        self._keys = keys
-        self.prepare = Prepare(data.preprocessing, keys.image_size, device)
-        self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats)
-        images = Seeded(data.train, seed, getattr(augment, "image", None))
-        self.loader = loader_of(images, self.sampler, share.rank, keys.workers, device, seed)
+        self.sampler = TrainSampler(len(images), share, seed, steps, repeats)
+        seeded = Seeded(images, seed, getattr(augment, "image", None))
+        self.loader = loader_of(seeded, self.sampler, share.rank, workers, prepare.device, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         size = self.share.micro_batch
@@ -323,12 +320,17 @@ class TrainFeed:
 
     def of(self, share: Share, step: int) -> TrainFeed:
         """Return another ``share``'s micro-batches in ``step``, counted from 0, loaded without workers."""
-        keys = dataclasses.replace(self._keys, workers=0)
         mix = self.mix
-        steps = range(step, step + 1)
-        mix = mix and Mix(mix.mixup, mix.cutmix, mix.classes, share, mix.seed)
-        options: dict[str, Any] = {"seed": self.seed, "steps": steps, "augment": self.augment, "mix": mix}
-        return TrainFeed(self._data, share, keys, self.prepare.device, **options)
+        return TrainFeed(
+            self.images,
+            share,
+            self.prepare,
+            seed=self.seed,
+            steps=range(step, step + 1),
+            repeats=self.sampler.repeats,
+            augment=self.augment,
+            mix=mix and Mix(mix.mixup, mix.cutmix, mix.classes, share, mix.seed),
+        )
 
     def _uniform(self, step: int) -> Tensor:
         """Return random numbers for augmenting this rank's images in ``step``: float32 [per_rank, draws]."""

@@ -50,7 +50,7 @@ class Job(NamedTuple):
     val: data.EvalFeed
     test: data.EvalFeed | None  # images evaluated once, at the end; they influence no decision
     device: torch.device  # of computation and batches; shards may lie in host memory
-    inference: Inference
+    inference: Inference | None  # None: the model does not get images of the program's data sets
     class_counts: Mapping[str, Mapping[str, int]]  # images by part (train, val, test) and class, where known
     labels_digest: str
     steps: int
@@ -74,7 +74,8 @@ def build(
         devices.choose_deterministic_kernels()
     images = opened_images(config)
     config = completed(config, images)
-    steps, steps_per_epoch = length_of(config, images, share)
+    length = length_of(config, images, share)
+    steps = length[0]
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (max(1, share.micro_batch), images.preprocessing.channels)
     flops = flops_by_side(model, sample, config.data.sides, len(images.classes))
@@ -85,34 +86,49 @@ def build(
     if first_step == 0 and not config.model.get("weights"):
         show_images(model, images, config.data.image_size, device)
     seed_process(device, config.seed, rank, first_step)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    factor = lr_factor(config.sched, steps, steps_per_epoch)
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
     loss = rehearsed_loss(config, images, sample[0], device)
     job = Job(
-        model=model,
         loss=loss,
-        optimizer=optimizer,
-        schedule=LambdaLR(optimizer, factor, last_epoch=first_step - 1),
-        scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
-        ema=ema_of(model, config, warmup_of(config.sched, steps, steps_per_epoch)),
         scoring=scoring_of(config, images, loss),
         train=train,
         val=val,
         test=test,
-        device=device,
         inference=inference,
         class_counts=images.counts,
         labels_digest=images.labels_digest,
-        steps=steps,
-        first_step=first_step,
-        steps_per_epoch=steps_per_epoch,
-        data_name=_name_and_sizes(images),
+        data_name=name_and_sizes(images),
         forward_flops=flops,
         notes=notes,
+        **update_of(config, model, optimizer, device, first_step, length),
     )
     return job, config
+
+
+def update_of(
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    first_step: int,
+    length: tuple[int, int],
+) -> dict[str, Any]:
+    """Return the fields of a `Job` that its data do not decide. ``length``: see `length_of`."""
+    steps, steps_per_epoch = length
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    factor = lr_factor(config.sched, steps, steps_per_epoch)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": LambdaLR(optimizer, factor, last_epoch=first_step - 1),
+        "scaler": GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
+        "ema": ema_of(model, config, warmup_of(config.sched, steps, steps_per_epoch)),
+        "device": device,
+        "steps": steps,
+        "first_step": first_step,
+        "steps_per_epoch": steps_per_epoch,
+    }
 
 
 def opened_images(config: Config, *, all_held_out: bool = False) -> data.DataSet:
@@ -126,7 +142,7 @@ def opened_images(config: Config, *, all_held_out: bool = False) -> data.DataSet
     return images._replace(preprocessing=preprocessing, notes=(*images.notes, *notes))
 
 
-def _name_and_sizes(images: data.DataSet) -> str:
+def name_and_sizes(images: data.DataSet) -> str:
     to_test = f" + {len(images.test):,} to test" if images.test else ""
     return f"{images.name}, {len(images.train):,} + {len(images.val):,} held out{to_test}"
 
@@ -251,7 +267,15 @@ def feeds(
         classes = config.model.get("num_classes", len(images.classes))
         mix = data.Mix(mixup, cutmix, classes, share, config.seed)
     train = data.TrainFeed(
-        images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix
+        images.train,
+        share,
+        data.Prepare(images.preprocessing, keys.image_size, device),
+        seed=config.seed,
+        steps=steps,
+        repeats=keys.repeats,
+        workers=keys.workers,
+        augment=augment,
+        mix=mix,
     )
     prepare = data.Prepare(images.preprocessing, images.preprocessing.image_size, device)
     evaluated = partial(data.EvalFeed, share=share, prepare=prepare, workers=keys.workers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ FEW_CLASSES = 10  # five guesses among them are right half of the time by chance
 
 class Scores(NamedTuple):
     loss: float  # the mean of the loss that is trained
-    acc1: float  # percent
+    acc1: float | None  # percent; None if a user's trainer has other scores
     acc5: float | None = None  # percent; None up to ten classes
 
 
@@ -50,8 +50,18 @@ class Evaluation(NamedTuple):
 
 
 def by_tag(names: Iterable[str], scores: Scores) -> dict[str, float]:
-    """Return ``scores`` under ``names``, such as `tags.VAL`; without acc5 up to ten classes."""
+    """Return ``scores`` under ``names``, such as `tags.VAL`, but for those that there are not."""
     return {tag: score for tag, score in zip(names, scores, strict=True) if score is not None}
+
+
+class Task(Protocol):
+    """What is scored of a model that is no classifier of images. See `given.py`."""
+
+    def sums(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return sums over the first ``batch.valid`` targets: float64 [columns]."""
+
+    def scores_of(self, *totals: float) -> tuple[Scores, Results]:
+        """Return the scores of `sums` over all targets."""
 
 
 class Scoring(NamedTuple):
@@ -62,6 +72,7 @@ class Scoring(NamedTuple):
     functions: Mapping[str, Score] = MappingProxyType({})  # of all logits and labels
     classes: Sequence[str] = ()  # names, by label
     is_minimised: bool = False  # the smallest value of `train.best` is the best one
+    task: Task | None = None  # None: classes of images
 
     def is_better(self, score: float, best: float | None) -> bool:
         """Return whether ``score`` is better than the ``best`` so far; NaN never is."""
@@ -92,6 +103,8 @@ def evaluate(
         gathering = Gathering() if functions else None
         sums = _sums_by_batch(model, feed, scoring, gathering, before_batch)
         totals = table_of(_in_parts(sums, len(ranks)), ranks).sum(0).tolist()
+        if scoring.task is not None:
+            return scoring.task.scores_of(*totals)
         results = Results.nothing()
         if gathering is not None:
             logits, labels = gathering.in_order(int(totals[-1]), len(ranks))
@@ -124,7 +137,11 @@ def _sums_by_batch(
         with torch.no_grad():
             for batch in feed:
                 before_batch()
-                logits = model(batch.images).float()
+                outputs = model(batch.images)
+                if scoring.task is not None:
+                    sums.append(scoring.task.sums(outputs, batch))
+                    continue
+                logits = outputs.float()
                 sums.append(_sums(logits[: batch.valid], batch.labels[: batch.valid], scoring))
                 if gathering is not None:
                     gathering.add(logits, batch.labels)
@@ -134,7 +151,7 @@ def _sums_by_batch(
 
 
 def _in_parts(sums: Sequence[Tensor], parts: int) -> Tensor:
-    """Return the totals of the consecutive ``parts`` into which batches fall: [parts, 5].
+    """Return the totals of the consecutive ``parts`` into which batches fall: [parts, columns].
 
     Each part is summed by itself, so that its bits do not depend on how many there are.
     """

@@ -80,7 +80,11 @@ def weight_of(model: nn.Module, loss: CrossEntropy, batches: Sequence[Sequence[A
     It has the same bits on any number of ranks that compute the same virtual ranks. The mean over
     micro-batches of their sums divided by this is the weighted mean over all images.
     """
+    return mean_of([loss.weight_of(labels) for _, labels, *_ in batches], model)
+
+
+def mean_of(weights: Sequence[Tensor], model: nn.Module) -> Tensor:
+    """Return the mean of the weights, 0-dim, of a step's micro-batches, those of all ranks. Collective."""
     rows = table_rows(model)
-    weights = torch.stack([loss.weight_of(labels) for _, labels, *_ in batches])
-    table = table_of(weights.view(len(rows), -1), rows)
+    table = table_of(torch.stack([*weights]).view(len(rows), -1), rows)
     return table.sum() / table.numel()

@@ -64,15 +64,18 @@ class Context:
     )  # of the command, by the key or group that each names
 
 
-def run(job: Callable[[Config, Context], Result]) -> Result | None:
-    """Run a training ``job`` with the command line's configuration; return its result. See `start`."""
+def run(
+    job: Callable[[Config, Context], Result],
+    read: Callable[[Sequence[str], bool], Command | None] = read_command,
+) -> Result | None:
+    """Run a training ``job`` with the command's configuration; return its result. See `start`."""
 
     def run_job(command: Command, rank_info: RankInfo, device: torch.device) -> Result:
         config = command.config
         require_same_command(config)
         return job(config, Context(rank_info, device, run_dir(config, rank_info), command.words))
 
-    return start(read_command, run_job)
+    return start(read, run_job)
 
 
 def require_same_command(config: Config) -> None:

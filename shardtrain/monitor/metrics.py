@@ -104,14 +104,26 @@ def scores_in_words(scalars: Mapping[str, Any]) -> dict[str, str]:
     for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
         if names[0] in scalars:
             loss, acc1, acc5 = (scalars.get(tag) for tag in names)
+            first = "" if acc1 is None else f", acc1 {acc1:.2f} %"
             fifth = "" if acc5 is None else f", acc5 {acc5:.2f} %"
-            scores[name] = f"loss {loss:.4f}, acc1 {acc1:.2f} %{fifth}"
+            scores[name] = f"loss {loss:.4f}{first}{fifth}"
     for tag, value in scalars.items():
         name, _, part = tag.partition("/")
         if part in scores and tag not in (*tags.VAL, *tags.VAL_EMA, *tags.TEST):
             judged = "average" if part == "val" and "average" in scores else part
             scores[judged] += f", {name} {tags.in_words(tag, value)}"
     return scores
+
+
+def trained_in_words(scalars: Mapping[str, Any]) -> list[str]:
+    """Return the loss of the training, and its accuracy if it classifies."""
+    accuracy = [f"acc1 {scalars[tags.TRAIN_ACC1]:.2f} %"] if tags.TRAIN_ACC1 in scalars else []
+    return [f"loss {scalars[tags.TRAIN_LOSS]:.4f}", *accuracy]
+
+
+def unit_of_speed(inference: object) -> str:
+    """Return the unit of a run's speed, whose model classifies images as ``inference`` says, or does not."""
+    return "items/s" if inference is None else "img/s"
 
 
 class Report(NamedTuple):
@@ -216,8 +228,16 @@ class StepMetrics:
             losses, hits = self.sums[self._added % len(self.sums)].unbind()
             losses.add_(loss, alpha=len(labels))
             hits.add_((logits.argmax(1) == labels).sum())
+        self._count(batch)
+
+    def add_sums(self, batch: Batch, total: Tensor, weight: Tensor) -> None:
+        """Add a micro-batch of a user's trainer: the sum of its losses and what divides it, 0-dim."""
+        self.sums[self._added % len(self.sums)] += torch.stack([total.detach(), weight]).to(self.sums)
+        self._count(batch)
+
+    def _count(self, batch: Batch) -> None:
         self.images += len(batch.images)
-        self.scored += len(labels)
+        self.scored += len(batch.labels)
         self._added += 1
 
     def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
@@ -238,8 +258,7 @@ class StepMetrics:
         scored = self.scored * ranks
         mean = dict(zip(("waiting", "", *PHASES), rows.mean(0).tolist(), strict=True))
         scalars = {
-            tags.TRAIN_LOSS: loss / scored,
-            tags.TRAIN_ACC1: 100 * right / scored,
+            **self._means(loss, right, scored),
             tags.GRAD_NORM: float(grad_norm),
             **{tags.lr(i): float(group["lr"]) for i, group in enumerate(self.job.optimizer.param_groups)},
             **{tags.phase_pct(phase): 100 * mean[phase] / elapsed for phase in PHASES},
@@ -257,6 +276,12 @@ class StepMetrics:
             self.spent.seconds[part] += mean[part]
         self._restart()
         return Report(scalars, slow_rank(per_step), bool(rows[:, 1].any()))
+
+    def _means(self, loss: float, right: float, scored: int) -> dict[str, float]:
+        """Return the means over what was trained on. ``right``: of a user's trainer, the weight."""
+        if self.job.scoring.task is not None:
+            return {tags.TRAIN_LOSS: loss / right}
+        return {tags.TRAIN_LOSS: loss / scored, tags.TRAIN_ACC1: 100 * right / scored}
 
     def _own(self) -> tuple[dict[str, float], float, Counter[str]]:
         """Return this rank's seconds of work by phase, its seconds of waiting, and bytes sent by kind."""

@@ -29,7 +29,13 @@ from shardtrain.job.pictures import Picture
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import versions
 from shardtrain.launch.signals import Stopped
-from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
+from shardtrain.monitor.metrics import (
+    StepMetrics,
+    judge,
+    scores_in_words,
+    trained_in_words,
+    unit_of_speed,
+)
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
 MOST_CLASSES = 6  # whose images are counted one by one in the first lines
@@ -135,7 +141,7 @@ def open_monitor(
     monitor.write(file, lambda: file.write_text(text, encoding="utf-8"))
     if config.data.validation and isinstance(config.data, ImageFolder):
         table = context.run_dir / "held_out.csv"
-        files = files_as_csv(job.val.images, job.inference.classes)
+        files = files_as_csv(job.val.images, job.scoring.classes)
         monitor.write(table, lambda: table.write_text(files, encoding="utf-8", errors="surrogateescape"))
     monitor.facts(facts)
     status = "failed"
@@ -170,9 +176,9 @@ def facts_of(
         "world_size": context.rank_info.world_size,
         "device": context.device.type,
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
-        "classes": config.model["num_classes"],
+        "classes": config.model.get("num_classes"),
         "class_counts": job.class_counts,
-        "inference": dataclasses.asdict(job.inference),
+        "inference": job.inference and dataclasses.asdict(job.inference),
         "command": shlex.join(sys.argv),
         "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -201,9 +207,13 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     own = max(sizes) / MIB
     most = "at most " if min(sizes) < max(sizes) else ""
     size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"
-    flops = f"{job.forward_flops[side] / 1e9:.3g} GFLOP"
-    if math.isnan(job.forward_flops[side]):
-        flops = "unknown FLOP (its forward reads values)"
+    flops = ""
+    pixels = ""
+    if job.inference is not None:
+        flops = f", {job.forward_flops[side] / 1e9:.3g} GFLOP per image forward"
+        pixels = f", {side}×{side} pixels{_counts_in_words(job.class_counts)}"
+        if math.isnan(job.forward_flops[side]):
+            flops = ", unknown FLOP per image forward (its forward reads values)"
     rate = f"lr {optim.lr:g}, {config.sched.name}"
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(share.world_size, "rank")
@@ -211,9 +221,9 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     virtual = f", as {share.virtual} virtual ranks" if share.virtual else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     lines = [
-        ("model", f"{_model_name(config.model)}, {size}, {flops} per image forward"),
+        ("model", f"{_model_name(config.model)}, {size}{flops}"),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
-        ("data", f"{job.data_name}, {side}×{side} pixels{_counts_in_words(job.class_counts)}"),
+        ("data", f"{job.data_name}{pixels}"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
         ("update", f"{optim.name}, {rate}, weight decay {optim.weight_decay:g}"),
@@ -246,10 +256,15 @@ def _model_name(model: Mapping[str, Any]) -> str:
 
 def end_table(result: Mapping[str, Any]) -> str:
     """Return a table of how a run ended, from the content of result.json."""
+    unit = unit_of_speed(result.get("inference"))
     lines = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
     if tags.TRAIN_LOSS in result:
-        loss, acc1, speed = (result[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
-        lines.append(("train", f"loss {loss:.4f}, acc1 {acc1:.2f} %, {speed:.0f} img/s at the end"))
+        lines.append(
+            (
+                "train",
+                f"{', '.join(trained_in_words(result))}, {result[tags.IMG_PER_S]:.0f} {unit} at the end",
+            )
+        )
     if tags.VAL_LOSS in result:
         tag = result.get(tags.BEST_BY, tags.VAL_ACC1)
         best = ""
@@ -258,7 +273,7 @@ def end_table(result: Mapping[str, Any]) -> str:
             best = f", best {tags.name(tag)} {score} at step {result[tags.BEST_STEP]}"
         lines += _score_rows(result, best)
     if "time" in result:
-        lines.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
+        lines.append(("speed", f"{result['run_img_per_s']:.0f} {unit} over all"))
         lines.append(("time", result["time"]))
     return _labelled([*lines, ("run", result["run_dir"])])
 

@@ -6,7 +6,9 @@ import datetime
 import json
 import math
 import os
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,7 +24,9 @@ from shardtrain.config.schema import Mark
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.pictures import Picture
-from shardtrain.monitor.metrics import scores_in_words
+from shardtrain.monitor.metrics import scores_in_words, trained_in_words, unit_of_speed
+
+ERASE = "\r\x1b[K"  # of a terminal: to the line's begin, and what stands in it away
 
 
 class Writer:
@@ -51,14 +55,30 @@ class Writer:
 
 
 class Console(Writer):
-    """The texts that are printed, and a line for each report."""
+    """The texts that are printed, and a line for each report, which on a terminal overwrites the one before."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.started = time.perf_counter()
+        self._erase = ""  # what erases the report in the terminal's last line
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(f"{self._erase}{text}", flush=True)
+        self._erase = ""
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        if self._erase and "status" in facts:  # a traceback may follow
+            print(flush=True)
+            self._erase = ""
+
+    def report(self, line: str, *, stays: bool) -> None:
+        """Print ``line``; unless it ``stays``, the next one overwrites it on a terminal."""
+        if stays or not sys.stdout.isatty():
+            self.say(line)
+            return
+        width = shutil.get_terminal_size().columns - 1  # a longer line could not be erased
+        print(f"{self._erase}{line[:width]}", end="", flush=True)
+        self._erase = ERASE
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         steps = self.job.steps
@@ -68,9 +88,9 @@ class Console(Writer):
             self.say(f"{where}  {name} {scores}")
         if tags.TRAIN_LOSS not in scalars:
             return
-        loss, acc1, speed = (scalars[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
-        rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed:.0f} img/s  {self.left(step)} left"
-        self.say(f"{where}  loss {loss:.4f}  acc1 {acc1:.2f} %  {rate}")
+        speed = f"{scalars[tags.IMG_PER_S]:.0f} {unit_of_speed(self.job.inference)}"
+        rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed}  {self.left(step)} left"
+        self.report("  ".join([where, *trained_in_words(scalars), rate]), stays=step == steps)
 
     def left(self, step: int) -> str:
         """Return the time to the end, at the mean pace so far."""

@@ -1,14 +1,20 @@
 """Train a model: ``python -m shardtrain.train +recipe=resnet``, alone or under torchrun.
 
-`Hook` is what a subclass of `train.hooks` overrides.
+`Trainer` does so from Python, with a model and data of one's own. `Hook` is what a subclass of `train.hooks`
+overrides.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardtrain.train.steps import Hook as Hook
+    from shardtrain.train.trainer import Trainer as Trainer
+
+FILES = {"Hook": "steps", "Trainer": "trainer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Hook":  # here, since it imports torch
-        from shardtrain.train.trainer import Hook
-
-        return Hook
+    if name in FILES:  # here, since they import torch
+        return getattr(import_module(f"shardtrain.train.{FILES[name]}"), name)
     raise AttributeError(f"module 'shardtrain.train' has no attribute {name!r}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shardtrain.data import Prepare
 from shardtrain.job import pictures, tags
 from shardtrain.monitor import Watch
-from shardtrain.train.trainer import Hook, Trainer
+from shardtrain.train.steps import BaseTrainer, Hook
 
 SAMPLES = 16  # images of a micro-batch in the picture
 
@@ -12,13 +13,15 @@ SAMPLES = 16  # images of a micro-batch in the picture
 class Samples(Hook):
     """A picture of the first images, as the model gets them."""
 
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
         batch = trainer.batch
-        if step > trainer.job.first_step + 1 or batch is None or not trainer.monitor.writers:
+        prepare = trainer.job.train.prepare
+        is_first = step == trainer.job.first_step + 1
+        if not is_first or batch is None or not trainer.monitor.writers or not isinstance(prepare, Prepare):
             return
-        feed = trainer.job.train
-        captions = [pictures.caption(label, feed.classes) for label in batch.labels[:SAMPLES]]
-        pixels = batch.images[:SAMPLES].float() * feed.prepare.std + feed.prepare.mean
+        classes = trainer.job.scoring.classes
+        captions = [pictures.caption(label, classes) for label in batch.labels[:SAMPLES]]
+        pixels = batch.images[:SAMPLES].float() * prepare.std + prepare.mean
         trainer.monitor.picture(tags.SAMPLES, pictures.grid(pixels, captions))
 
 
@@ -28,7 +31,7 @@ class Reports(Hook):
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
         trainer.monitor.step(step)
         report = None
         every = trainer.config.train.log_every or max(1, min(10, trainer.job.steps // 10))

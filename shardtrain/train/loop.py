@@ -7,19 +7,21 @@ Its own file, since `trainer.py`, which has the loop, knows neither checkpoints 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from shardtrain.config.config import Config
 from shardtrain.config.errors import Unreadable, UserError
 from shardtrain.config.target import instantiate
-from shardtrain.job.build import build
+from shardtrain.job.build import Job, build
 from shardtrain.job.losses import loss_notes
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import virtual_threads
 from shardtrain.launch.signals import StopSignals
-from shardtrain.monitor import StepMetrics, Watch, open_monitor, start_table
+from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor, start_table
 from shardtrain.train.hooks import Reports, Samples
 from shardtrain.train.resume import (
     Identity,
@@ -31,29 +33,42 @@ from shardtrain.train.resume import (
     start_messages,
 )
 from shardtrain.train.saving import Saver
-from shardtrain.train.trainer import Hook, Trainer
+from shardtrain.train.steps import BaseTrainer, Hook
 
 
-def train(config: Config, context: Context) -> float | None:
+class Parts(NamedTuple):
+    """What a program may put in place of the command's: its job, what trains it, and further hooks."""
+
+    build: Callable[[Config, int, int, torch.device, int], tuple[Job, Config]] = build
+    begin: Callable[[Config, Job, StepMetrics, Monitor], BaseTrainer] = BaseTrainer
+    hooks: Sequence[Hook] = ()
+
+
+USUAL = Parts()
+
+
+def train(config: Config, context: Context, parts: Parts = USUAL) -> float | None:
     """Run one job; return its best score, of `train.best`, or None without an evaluation."""
     identity = identify(config, context)
     with memory_of(config, context, identity) as memory:
         try:
-            return _train(config, context, identity, memory)
+            return _train(config, context, identity, memory, parts)
         except Unreadable as error:
             raise UserError(
                 f"{error}; python -m shardtrain.plan … check=true lists all images that cannot be read"
             ) from None
 
 
-def _train(config: Config, context: Context, identity: Identity, memory: Path | None) -> float | None:
+def _train(
+    config: Config, context: Context, identity: Identity, memory: Path | None, parts: Parts
+) -> float | None:
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(virtual_threads(virtual, os.environ))
     own = [instantiate({"_target_": path}, "train.hooks", Hook, config.allow) for path in config.train.hooks]
     store, start = find_start(config, context, identity, memory)
-    job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
+    job, config = parts.build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state, changes = restore(store, start, config, context, job, metrics)
     with (
@@ -69,9 +84,9 @@ def _train(config: Config, context: Context, identity: Identity, memory: Path | 
             *start_messages(store, start, job, config),
         ]
         monitor.say("\n".join([start_table(config, context, job), *notes]))
-        trainer = Trainer(config, job, metrics, monitor)
+        trainer = parts.begin(config, job, metrics, monitor)
         saver = Saver(trainer, store, state, signals)
         with Watch(config, context, metrics, monitor) as watch:
-            trainer.hooks = (Samples(), Reports(watch), *own, saver)
-            trainer.fit()
+            trainer.hooks = (Samples(), Reports(watch), *own, *parts.hooks, saver)
+            trainer.run()
         return saver.best.score if saver.best else None

@@ -25,6 +25,7 @@ from shardtrain.config.command import require_version
 from shardtrain.config.config import Config
 from shardtrain.config.errors import UserError, path_of, reading, writing
 from shardtrain.config.format import first_of
+from shardtrain.config.target import GIVEN, given_in_python
 from shardtrain.job.build import Job
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import on_rank_0, together
@@ -222,7 +223,10 @@ def open_saved(run: str, weights: str) -> Opened:
         opened = open_named(where).opened
     if opened is None or "config" not in opened.manifest.facts:
         raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
-    require_version(opened.manifest.facts["config"].get("version"), f"run={run}")
+    config = opened.manifest.facts["config"]
+    require_version(config.get("version"), f"run={run}")
+    if config["model"].get("_target_") == GIVEN:
+        raise given_in_python(f"run={run}")
     if weights == "ema" and not opened.manifest.specs("ema"):
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     return opened

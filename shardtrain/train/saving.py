@@ -26,7 +26,7 @@ from shardtrain.job import tags
 from shardtrain.job.evaluation import Evaluation, evaluate
 from shardtrain.job.losses import given_weights
 from shardtrain.launch.signals import Stopped, StopSignals
-from shardtrain.train.trainer import Hook, Trainer
+from shardtrain.train.steps import BaseTrainer, Hook
 
 
 class Best(NamedTuple):
@@ -63,7 +63,7 @@ class Saver(Hook):
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: BaseTrainer,
         store: Store,
         state: RunState,
         signals: StopSignals,
@@ -83,7 +83,7 @@ class Saver(Hook):
         self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
         self._evaluation_signal = 0  # that ended an evaluation; 0: none
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, trainer: BaseTrainer) -> None:
         """Evaluate the step from which this process resumes, if pending. Raises Stopped on a signal."""
         step = self._job.first_step
         if self.pending_evaluation:
@@ -92,7 +92,7 @@ class Saver(Hook):
                 self._stop(step, self._evaluation_signal)
         trainer.end = trainer.end or self._why_stale(step)
 
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
         """Evaluate, save or stop as due after ``step``. Collective.
 
         Raises on every rank Stopped if one got a signal, with the step saved, and SaveFailed if the
@@ -124,7 +124,7 @@ class Saver(Hook):
         if stopping:
             self._stop(step, signal)
 
-    def after_fit(self, trainer: Trainer) -> None:
+    def at_end(self, trainer: BaseTrainer) -> None:
         """Wait until the last save is committed, and evaluate the test images, if any.
 
         Raises SaveFailed on every rank if it failed, and Stopped if one got a signal while evaluating.
@@ -227,6 +227,8 @@ class Saver(Hook):
 
     def _save(self, step: int, to_disk: bool = True) -> None:
         self._trainer.finiteness.settle()
+        for hook in self._trainer.hooks:
+            hook.before_save(self._trainer, step)
         job = self._job
         extra = {  # part of the checkpoint format: these keys must not change
             "window": self._metrics.state(),
@@ -242,7 +244,7 @@ class Saver(Hook):
                 "counts": job.class_counts,
                 "labels": job.labels_digest,
             },
-            "inference": asdict(job.inference),
+            "inference": job.inference and asdict(job.inference),
             "class_weights": given_weights(job.loss),  # as numbers, if `train.class_weights` has any
             "machine": machine(job.device),
             "config": record_of(self._config),

@@ -26,8 +26,8 @@ from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Best, RunState, Saver
+from shardtrain.train.steps import BaseTrainer
 from shardtrain.train.sweep import Outcome
-from shardtrain.train.trainer import Trainer
 
 from pool import each_rank
 from small import Parts
@@ -301,7 +301,7 @@ def weighted_step(*words: str) -> Computed:
     config = composed(*TINY, *FOUR, f"train.class_weights={WEIGHTS.tolist()}", *words)
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     batches = [*zip(range(job.train.share.accumulate), job.train, strict=False)]
-    trainer = Trainer(config, job, StepMetrics(job), Monitor())
+    trainer = BaseTrainer(config, job, StepMetrics(job), Monitor())
     with trainer.metrics.step():
         trainer.gradients(1, iter([batch for _, batch in batches]))
     mean = trainer.metrics.sums[:, 0].sum() / trainer.metrics.scored

@@ -32,7 +32,7 @@ from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, 
 from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, slow_rank
 from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.watch import Watch
-from shardtrain.train.trainer import Trainer
+from shardtrain.train.steps import BaseTrainer
 
 from pool import each_rank, ended, once
 from small import Block, OddNet, sgd, shard
@@ -553,7 +553,7 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     config = configure(*SHORT, "train.accumulate=2")
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     metrics = StepMetrics(job)
-    trainer = Trainer(config, job, metrics, Monitor())
+    trainer = BaseTrainer(config, job, metrics, Monitor())
     around: list[float] = []  # seconds of steps with the measuring
     inside: list[float] = []  # and without
 

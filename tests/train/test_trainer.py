@@ -1,19 +1,30 @@
-"""Hooks of a trainer: when they are called, on which ranks, and how they end a run."""
+"""Hooks, and trainers of a user's own model and data: what they compute, resume and refuse."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+import shardtrain.evaluate.__main__ as evaluating
+import shardtrain.export.__main__ as exporting
+import shardtrain.predict.__main__ as predicting
 from shardtrain import comm
 from shardtrain.config.errors import UserError
+from shardtrain.data import sets
 from shardtrain.job.evaluation import Evaluation
-from shardtrain.train import Hook
-from shardtrain.train.trainer import Trainer
+from shardtrain.launch import launcher
+from shardtrain.train import Hook, Trainer
+from shardtrain.train.steps import BaseTrainer
 
 import tiny
 from pool import each_rank
-from tiny import composed
+from small import raised_soon
+from tiny import CPU, composed, context, files_of, result_of
 
 QUIET = (
     "data.limit=48",
@@ -30,33 +41,36 @@ def run(folder: Path, hook: str, *arguments: str) -> dict[str, Any]:
 
 
 class Noting(Hook):
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, trainer: BaseTrainer) -> None:
         CALLS.append(("begin", trainer.job.first_step))
 
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
         assert finite
         assert all(param.grad is not None for param in trainer.model.parameters())
         assert trainer.monitor.scalars["grad_norm"] == trainer.norm.item()
         CALLS.append(("step", step))
 
-    def after_evaluation(self, trainer: Trainer, step: int, evaluation: Evaluation) -> None:
+    def after_evaluation(self, trainer: BaseTrainer, step: int, evaluation: Evaluation) -> None:
         assert trainer.monitor.scalars["loss/val"] == evaluation.scores.loss
         CALLS.append(("evaluation", step))
 
-    def after_fit(self, trainer: Trainer) -> None:
+    def before_save(self, trainer: BaseTrainer, step: int) -> None:
+        CALLS.append(("save", step))
+
+    def at_end(self, trainer: BaseTrainer) -> None:
         CALLS.append(("end", comm.world_size()))
 
 
 @each_rank(2, transport="auto")
 def test_hooks_are_called_after_each_step_and_evaluation_on_every_rank(tmp_path: Path) -> None:
     CALLS.clear()
-    result = run(tmp_path, "Noting", "train.max_steps=2")
+    result = run(tmp_path, "Noting", "train.max_steps=2", "checkpoint.keep=1")
     assert result["status"] == "finished"
-    assert CALLS == [("begin", 0), ("step", 1), ("step", 2), ("evaluation", 2), ("end", 2)]
+    assert CALLS == [("begin", 0), ("step", 1), ("step", 2), ("evaluation", 2), ("save", 2), ("end", 2)]
 
 
 class Ending(Hook):
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
         trainer.end = "enough"
 
 
@@ -68,7 +82,7 @@ def test_a_hook_ends_the_run(tmp_path: Path) -> None:
 
 
 class Raising(Hook):
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
         raise OverflowError("too much")
 
 
@@ -82,3 +96,264 @@ def test_a_hook_has_a_package() -> None:
     told = r"train.hooks=\[Noting\]: expected PACKAGE.CLASS, with allow=\[PACKAGE\]"
     with pytest.raises(UserError, match=told):
         composed("+recipe=resnet", "train.hooks=[Noting]")
+
+
+class Lonely(Hook):
+    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
+        if trainer.rank == 0:  # as many bytes as the trainer itself sums next
+            comm.all_reduce(torch.ones(4))
+
+
+@each_rank(2, transport="auto")
+def test_a_collective_that_a_hook_calls_on_one_rank_alone_is_named(tmp_path: Path) -> None:
+    comm.guard_world()
+    told = raised_soon(comm.Diverged, lambda: run(tmp_path, "Lonely", "train.max_steps=4"))
+    assert "rank 0 is all-reducing 16 bytes (sum of float32), rank 1 is all-reducing 16 bytes (max" in told
+
+
+# of one's own
+
+
+def start(read: Any, job: Any) -> Any:
+    """Do what the launcher does, on the ranks of this group."""
+    return job(read([], True), context(".").rank_info, CPU)
+
+
+def fit(trainer: Trainer) -> float | None:
+    with patch.object(launcher, "start", start):
+        return trainer.fit()
+
+
+def linear(width: int = 5) -> nn.Module:
+    torch.manual_seed(comm.rank())  # rank 0's values count
+    return nn.Linear(3, width)
+
+
+def points(count: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(count, 3, generator=generator), torch.randint(5, (count,), generator=generator)
+    )
+
+
+class Sometimes(Trainer):
+    """Targets of class 0 do not count in the loss."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        counts = targets > 0
+        return F.cross_entropy(outputs[counts], targets[counts], reduction="sum"), counts.sum()
+
+    def score(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        right = outputs.argmax(1) == targets
+        return {"far": (outputs.argmax(1) - targets).abs(), "acc1": 100.0 * right}
+
+    score.higher_is_better = False  # type: ignore[attr-defined]
+
+
+def words(folder: Path, *more: str) -> str:
+    quiet = ["monitor.writers=[]", "train.log_every=1", "train.batch_size=12", "optim.weight_decay=0"]
+    return " ".join([f"run.dir={folder}", *quiet, *more])
+
+
+PLAIN = ("optim.momentum=0", "optim.nesterov=false", "optim.lr=0.5", "train.epochs=1")
+
+
+@pytest.mark.parametrize("split", ["", "train.accumulate=3", "parallel.virtual_ranks=4"])
+@each_rank(2, transport="auto")
+def test_losses_and_scores_are_means_over_all_targets_that_count(split: str, tmp_path: Path) -> None:
+    """Of 12 items on two ranks, in up to six parts of different weights; and of 7, of which one pads."""
+    train_set = points(12)
+    val_set = points(7, seed=1)
+    keys = words(tmp_path, *PLAIN, "train.best=far/val", split)
+    best = fit(Sometimes(linear(), train_set, val_set, keys))
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 5)
+    inputs, targets = train_set.tensors
+    expected = F.cross_entropy(plain(inputs), targets, ignore_index=0)
+    expected.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    result = result_of(tmp_path)
+    assert result["loss/train"] == pytest.approx(expected.item())
+    assert result["grad_norm"] == pytest.approx(norm.item())
+    torch.optim.SGD(plain.parameters(), result["lr/group0"]).step()
+    inputs, targets = val_set.tensors
+    with torch.no_grad():
+        outputs = plain(inputs)
+    assert result["loss/val"] == pytest.approx(F.cross_entropy(outputs, targets, ignore_index=0).item())
+    distance = (outputs.argmax(1) - targets).abs().float()
+    assert result["far/val"] == pytest.approx(distance.mean().item())
+    assert result["acc1/val"] == pytest.approx(100 * (distance == 0).float().mean().item())
+    assert (result["best_is_lowest"], best) == (True, result["far/val"])
+
+
+class Words:
+    """A data set of sentences of two words of four; what is drawn from them is another one each time."""
+
+    targets = torch.arange(48).view(24, 2)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randint(7, (2, 4)), self.targets[index] % 7
+
+
+class Reader(nn.Module):
+    """[batch, 2, 4] to [batch, 7, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 9)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(9, 7)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.dropout(self.embedding(words).mean(2)))
+        return logits.transpose(1, 2)
+
+
+@each_rank(2, transport="auto")
+def test_a_run_of_ones_own_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    folders = tmp_path / "whole", tmp_path / "parts"
+    for folder, lasts in zip(folders, ([4], [2, 4]), strict=True):
+        for last in lasts:
+            torch.manual_seed(comm.rank())  # rank 0's values count
+            keys = words(folder, "ema.decay=0.9", f"train.max_steps={last}", "sched=constant")
+            fit(Trainer(Reader(), Words(), Words(), keys))
+    assert "continuing after step 2 of 4" in (folders[1] / "log.txt").read_text()
+    whole, parts = (files_of(folder / "checkpoints/step-00000004") for folder in folders)
+    assert whole == parts
+    scores = [result_of(folder)["acc1/val_ema"] for folder in folders]
+    assert scores[0] == scores[1]
+
+
+class Renamed(Reader):
+    pass
+
+
+class Fewer(Words):
+    def __len__(self) -> int:
+        return 23
+
+
+class Others(Words):
+    targets = torch.arange(48).flip(0).view(24, 2)
+
+
+@each_rank(1)
+def test_other_data_do_not_resume_a_run(tmp_path: Path) -> None:
+    keys = words(tmp_path, "train.max_steps=1")
+    fit(Trainer(Reader(), Words(), Words(), keys))
+    for data, told in ((Fewer(), "images=24, this one has 23"), (Others(), "labels of the images .* digest")):
+        with pytest.raises(UserError, match=told):
+            fit(Trainer(Reader(), data, Words(), keys))
+    with pytest.raises(UserError, match="the run has model=Reader, this one has Renamed"):
+        fit(Trainer(Renamed(), Words(), Words(), keys))
+    run = f"run={tmp_path}"
+    told = rf"^{run}: a program has given the model and the data to shardtrain.train.Trainer; there, a hook"
+    rank_info = context(".").rank_info
+    calls = {
+        "evaluate": lambda: evaluating.score(evaluating.read([run]), rank_info, CPU),
+        "export": lambda: exporting.export(exporting.read([run, "out=a.pth"], True), rank_info, CPU),
+        "predict": lambda: predicting.predict(
+            predicting.read([run, "out=a.csv", "data.root=."], True), rank_info, CPU
+        ),
+    }
+    for call in calls.values():
+        with pytest.raises(UserError, match=told):
+            call()
+    config = composed(f"config={tmp_path}/config.yaml")
+    with pytest.raises(UserError, match=r"^data._target_=shardtrain.train.Trainer: a program has given"):
+        sets.load(config.data)
+
+
+class Untold:
+    """A hook that is of no class of shardtrain's."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+        self.calls.append((type(trainer), step))
+
+    def at_end(self, trainer: Trainer) -> None:
+        self.calls.append("end")
+
+
+@each_rank(1)
+def test_any_object_with_a_method_for_steps_is_a_hook(tmp_path: Path) -> None:
+    hook = Untold()
+    keys = words(tmp_path, "train.max_steps=2", "checkpoint.keep=0")
+    fit(Sometimes(linear(), points(24), points(4), keys, hooks=[hook]))
+    assert hook.calls == [(Sometimes, 1), (Sometimes, 2), "end"]
+    with pytest.raises(UserError, match=r"^hooks: Linear has no method after_step"):
+        Trainer(linear(), points(2), points(2), hooks=[linear()])
+
+
+class Mean(Trainer):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return F.cross_entropy(outputs, targets)
+
+
+class Unreduced(Trainer):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return F.cross_entropy(outputs, targets, reduction="none"), len(targets)
+
+
+class Number(Trainer):
+    def score(self, outputs: Tensor, targets: Tensor) -> Any:
+        return (outputs.argmax(1) == targets).float().mean()
+
+
+def items(*parts: Any) -> list[Any]:
+    return [(torch.zeros(3), 1)] * 12 + [*parts]
+
+
+LEAVE = "a Trainer's model, data and scores are its own; leave the word out"
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "word", "told"),
+    [
+        (Trainer, items(), "model=resnet50", f"model=resnet50: {LEAVE}"),
+        (Trainer, items(), "data.image_size=8", f"data.image_size=8: {LEAVE}"),
+        (Trainer, items(), "augment=photo", f"augment=photo: {LEAVE}"),
+        (Trainer, items(), "monitor.scores=[]", f"monitor.scores=[]: {LEAVE}"),
+        (Trainer, items(), "train.mixup=0.2", "train.mixup=0.2: a Trainer's model and data are its own, "),
+        (Trainer, items(), "+recipe=resnet50_imagenet_v2", "it; say data.repeats=1"),
+        (Trainer, items(), "debug=overfit", "data.limit=12: a Trainer's model and data are its own, without"),
+        (Sometimes, items(), "train.label_smoothing=0.1", "train.label_smoothing is of Trainer.loss"),
+        (Trainer, items(), "train.best=recall/val", "train.best=recall/val: no such score"),
+        (Trainer, {}, "seed=0", "the training set is a dict, expected a data set with items[i]"),
+        (Trainer, [], "seed=0", "the training set is empty"),
+        (Trainer, [3], "seed=0", "the training set: item 0 is a int, expected (input, target)"),
+        (
+            Trainer,
+            items((torch.zeros(4), 1)),
+            "train.batch_size=13",
+            "item 12 is float32 [4] and int64 [], the",
+        ),
+        (
+            Trainer,
+            items((torch.zeros(3), "a")),
+            "train.batch_size=13",
+            "the target of item 12 is a str, expect",
+        ),
+        (Mean, items(), "seed=0", "Trainer.loss returned a Tensor, expected two numbers: the sum of the los"),
+        (
+            Unreduced,
+            items(),
+            "seed=0",
+            "Trainer.loss returned a pair of tensors [1] and [], expected two numb",
+        ),
+        (Number, items(), "train.best=score/val", "Trainer.score: score is one number, expected one of each"),
+    ],
+)
+@each_rank(1)
+def test_mistakes_of_a_trainer_are_named(
+    kind: type[Trainer], data: Any, word: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        fit(kind(linear(), data, items(), words(tmp_path, "checkpoint.keep=0", word)))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
