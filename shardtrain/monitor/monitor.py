@@ -256,7 +256,7 @@ def _model_name(model: Mapping[str, Any]) -> str:
 
 def end_table(result: Mapping[str, Any]) -> str:
     """Return a table of how a run ended, from the content of result.json."""
-    unit = unit_of_speed(result.get("inference"))
+    unit = unit_of_speed(result.get("inference", ""))
     lines = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
     if tags.TRAIN_LOSS in result:
         lines.append(
