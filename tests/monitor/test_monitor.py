@@ -2,9 +2,12 @@
 
 import contextlib
 import datetime
+import io
 import json
+import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -267,6 +270,37 @@ def test_the_peak_is_that_of_the_run() -> None:
     second.start()
     step_of(second, TWO)
     assert second.report(1, ONE).scalars["system/peak_mib"] < peak - 100
+
+
+def printed(terminal: bool, width: int = 200) -> list[str]:
+    """Return the lines that stand on the screen after reports, a text, and a failure with its traceback."""
+    output = io.StringIO()
+    output.isatty = lambda: terminal  # type: ignore[method-assign]
+    with (
+        patch.object(sys, "stdout", output),
+        patch.object(shutil, "get_terminal_size", lambda: os.terminal_size((width, 9))),
+    ):
+        console = writers.Console(SimpleNamespace(**vars(FOUR), inference=None))  # type: ignore[arg-type]
+        console.log(1, SCALARS)
+        console.log(2, SCALARS)
+        console.say("said")
+        console.log(3, SCALARS)
+        console.facts({"status": "failed"})
+        print("Traceback")
+        console.log(4, SCALARS)
+    return [line.rpartition(writers.ERASE)[2] for line in output.getvalue().split("\n")[:-1]]
+
+
+def test_a_report_overwrites_the_one_before_on_a_terminal_alone() -> None:
+    steps = [
+        f"step {step}/4  epoch {step / 2}  loss 0.5000  acc1 80.00 %  lr 0.1  123 it" for step in range(5)
+    ]
+    lines = [line.partition("ems/s")[0] for line in printed(terminal=True)]
+    assert lines == ["said", steps[3], "Traceback", steps[4]]
+    lines = [line.partition("ems/s")[0] for line in printed(terminal=False)]
+    assert lines == [steps[1], steps[2], "said", steps[3], "Traceback", steps[4]]
+    narrow = printed(terminal=True, width=20)
+    assert narrow[:3] == ["said", steps[3][:19], "Traceback"]
 
 
 def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
