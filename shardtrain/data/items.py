@@ -144,7 +144,7 @@ class Items(Batches):
 
 
 class Pairs(Batches):
-    """Hold a data set of inputs and targets: each a tensor, an array or a number, of one shape and dtype.
+    """A data set of inputs and targets: each a tensor, an array or a number, of one shape and dtype.
 
     They may be drawn from torch's random numbers.
     """

@@ -5,6 +5,7 @@ Its own file, since nothing in it is about images or their classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -177,9 +178,10 @@ class TaskScores:
         return sums if batch.valid else torch.zeros_like(sums)
 
     def scores_of(self, *totals: float) -> tuple[Scores, Results]:
-        loss, weight, *others = totals
-        numbers = {}
-        for name, total, count in zip(self._names, others[::2], others[1::2], strict=True):
-            numbers[name] = total / count
-        scores = Scores(loss / weight, numbers.pop("acc1", None), numbers.pop("acc5", None))
+        means = [
+            total / count if count else math.nan
+            for total, count in zip(totals[::2], totals[1::2], strict=True)
+        ]
+        numbers = dict(zip(self._names, means[1:], strict=True))
+        scores = Scores(means[0], numbers.pop("acc1", None), numbers.pop("acc5", None))
         return scores, Results.nothing()._replace(numbers=numbers)

@@ -55,7 +55,7 @@ class Writer:
 
 
 class Console(Writer):
-    """The texts that are printed, and a line for each report, which on a terminal overwrites the one before."""
+    """The texts that are printed, and a line per report, which on a terminal overwrites the one before."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
