@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm import native
+from shardtrain.comm import backends
 from shardtrain.comm.messages import ROW, Mailbox, call_tag, start_exchange
 
 _WORDS = 1024  # characters of a rank's words that others get
@@ -51,11 +51,11 @@ def start_sharing(row: Row, group: dist.ProcessGroup | None, rank: int) -> Calla
 
     Without ranks to ask, these are only this rank's ``row``.
     """
-    if group is None or group.size() == 1 or not native.moves_bytes(group):
+    if group is None or group.size() == 1 or not backends.moves_bytes(group):
         return lambda: {rank: row}
     world = group.size()
-    has_gloo = native.has_gloo(group)
-    device = "cpu" if has_gloo else native.device_types(group)[0]
+    has_gloo = backends.has_gloo(group)
+    device = "cpu" if has_gloo else backends.device_types(group)[0]
     # Printable ASCII takes at most two bytes per character, and a number 24, so all rows have one length.
     row = row._replace(words=ascii(row.words)[1:-1][:_WORDS], clock=time.perf_counter_ns() // 1000)
     data = json.dumps(row).encode().ljust(2 * _WORDS + 24 * (2 * world + 3))
@@ -66,7 +66,7 @@ def start_sharing(row: Row, group: dist.ProcessGroup | None, rank: int) -> Calla
         # A third faster than gloo's own all-gather, and posted in the order of the calls as well.
         finish = start_exchange(Mailbox(group, rank, world), ROW, [packed] * world, [*table])
     else:
-        native.all_gather(table.view(-1), packed, group)
+        backends.all_gather(table.view(-1), packed, group)
 
     def wait() -> dict[int, Row]:
         if finish is not None:

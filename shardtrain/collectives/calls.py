@@ -31,7 +31,7 @@ from torch.distributed import ReduceOp, Work
 from torch.utils._pytree import tree_leaves
 
 from shardtrain.collectives.agreement import Row, check_agreement, start_sharing
-from shardtrain.comm import native
+from shardtrain.comm import backends
 from shardtrain.comm.arithmetic import check_op, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.process_group import guarded
@@ -150,7 +150,9 @@ def all_gather_into_tensor(
     Two ranks with ``[1 2]`` and ``[3 4]`` get ``[1 2 3 4]`` or ``[[1 2] [3 4]]``.
     """
     sides = Side("output", output, EQUAL), Side("input", input, ALL)
-    return _run(CollectiveCall("all_gather_into_tensor", GATHER, *sides, native.all_gather), group, async_op)
+    return _run(
+        CollectiveCall("all_gather_into_tensor", GATHER, *sides, backends.all_gather), group, async_op
+    )
 
 
 @_torchs_keywords
@@ -183,7 +185,7 @@ def reduce_scatter_tensor(
     Two ranks with ``[1 2 3 4]`` and ``[10 20 30 40]``: rank 0 gets ``[11 22]``, rank 1 ``[33 44]``.
     """
     sides = Side("output", output, ALL), Side("input", input, EQUAL)
-    function = partial(native.reduce_scatter, op=op)
+    function = partial(backends.reduce_scatter, op=op)
     return _run(CollectiveCall("reduce_scatter_tensor", REDUCE, *sides, function, op), group, async_op)
 
 
@@ -239,7 +241,7 @@ def _run(call: CollectiveCall, group: Group | None, async_op: bool) -> Work | No
         # Started here, since rows of different ranks meet in the order of the calls, not of the threads.
         rows = start_sharing(row, group, rank)
         on_cpu = row.is_wrong or call.input.items[0].is_cpu
-        if not (group is None or world == 1 or (native.has_gloo(group) and on_cpu)):
+        if not (group is None or world == 1 or (backends.has_gloo(group) and on_cpu)):
             check_agreement(call.name, rows())
             return _backends_own(call)(group=group, async_op=async_op)
 
@@ -296,8 +298,8 @@ def _check(call: CollectiveCall, group: Group | None, rank: int, world: int) -> 
     other = next((item.device for item in every if item.device != device), None)
     if other is not None:
         raise ValueError(f"expected all tensors on one device, found {device} and {other}")
-    if group is not None and device.type not in native.device_types(group):
-        moved = ", ".join(native.device_types(group))
+    if group is not None and device.type not in backends.device_types(group):
+        moved = ", ".join(backends.device_types(group))
         raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
     # torch lets a complex tensor meet its real counterpart.
     if any(item.dtype.to_real() != dtype.to_real() for item in every):

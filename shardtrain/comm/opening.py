@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardtrain.comm import native
+from shardtrain.comm import backends
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded
@@ -55,7 +55,7 @@ class Opening:
     ) -> None:
         try:
             with guarded(group):
-                reports = Reports(group) if native.has_gloo(group) else None
+                reports = Reports(group) if backends.has_gloo(group) else None
         except PeerLost:
             raise
         except RuntimeError as error:  # gloo's, which no guard watches
@@ -67,7 +67,7 @@ class Opening:
         self.process_group = ProcessGroupTransport(group, reports).on(())
         self.shards = self.process_group
         self.all_ranks = Ranks(self.process_group)
-        if native.moves_bytes(group):
+        if backends.moves_bytes(group):
             require_same([repr(kind)], "transport=", self.all_ranks)
         self.groups = groups or [range(self.all_ranks.world)]
         self.own = next(ranks for ranks in self.groups if self.all_ranks.rank in ranks)

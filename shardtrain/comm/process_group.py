@@ -25,11 +25,11 @@ from torch import Tensor
 
 from shardtrain import device as devices
 from shardtrain import torch_private
-from shardtrain.comm import native
+from shardtrain.comm import backends
 from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.backends import living
 from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
-from shardtrain.comm.native import living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ENTER, GRAPH, LEAVE, Movement
 from shardtrain.comm.transport import Move, Pending, Transport, Vector, intervals
@@ -63,7 +63,7 @@ _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKey
 def guard_world() -> None:
     """Guard collectives outside of models, too, if the default process group has gloo. Collective."""
     group = dist.group.WORLD
-    if group is not None and group.size() > 1 and native.has_gloo(group):
+    if group is not None and group.size() > 1 and backends.has_gloo(group):
         _guards[group] = Reports(group)
 
 
@@ -94,7 +94,7 @@ class ProcessGroupTransport(Transport):
         rank = dist.get_rank(group)
         self.rank = rank if members is None else members.index(rank)
         self.world = dist.get_world_size(group) if members is None else len(members)
-        self.has_gloo = native.has_gloo(group)
+        self.has_gloo = backends.has_gloo(group)
         self._group = weakref.ref(group)
         self._members = members
         self._backend = weakref.ref(backend or group)
@@ -102,7 +102,7 @@ class ProcessGroupTransport(Transport):
         self._paths = self._guard.paths
         self.reports = self._guard if isinstance(self._guard, Reports) else None
         self._paths.untagged |= self.reports is None or not self.carries_tags
-        self._device_types = native.device_types(group)
+        self._device_types = backends.device_types(group)
 
     def on(self, devices: Iterable[torch.device]) -> ProcessGroupTransport:
         by_messages = self.has_gloo and all(device.type in ("cpu", "meta") for device in devices)
@@ -132,12 +132,12 @@ class ProcessGroupTransport(Transport):
         Where steps are captured, also as they begin: another rank may replay, and has no ``LEAVE``.
         """
         compares = what is LEAVE or (self._paths.captures and what in (ENTER, GRAPH))
-        row = self._paths.to_compare() if compares and native.moves_bytes(self.group) else None
+        row = self._paths.to_compare() if compares and backends.moves_bytes(self.group) else None
         if row is not None:
             own_row = torch.tensor(row, device=self._device_types[0])
             table = own_row.new_empty(len(row) * self.group.size())
             with self._guard.waiting(self._paths.end - 1):
-                native.all_gather(table, own_row, self.group)
+                backends.all_gather(table, own_row, self.group)
             numbers = table.tolist()
             columns = [numbers[place :: len(row)] for place in range(len(row))]
             self._paths.compare_hashes(dict(enumerate(zip(*columns, strict=True))))
@@ -296,7 +296,7 @@ class BackendTransport(ProcessGroupTransport):
     def _complete_on(self) -> list[str]:
         """Types of the devices on which the backend has all collectives."""
         kinds = [kind.split(":") for kind in dist.get_backend_config(self._backend_group).split(",")]
-        return [device for device, name in kinds if name in native.COMPLETE]
+        return [device for device, name in kinds if name in backends.COMPLETE]
 
     @cached_property
     def _world_tensor(self) -> Tensor:
@@ -330,9 +330,9 @@ class BackendTransport(ProcessGroupTransport):
             with self._together([flat.full for flat in flats if flat.layout.equal]):
                 for full, local, layout, *_ in flats:
                     if layout.equal:
-                        native.all_gather(full, local, self._backend_group)
+                        backends.all_gather(full, local, self._backend_group)
                     # The fake group would copy the input to every output.
-                    elif native.moves_bytes(self._backend_group):
+                    elif backends.moves_bytes(self._backend_group):
                         dist.all_gather(intervals(full, layout), local, group=self._backend_group)
 
         return Pending(self._run(flats[0].full.device, run))
@@ -449,8 +449,8 @@ class BackendTransport(ProcessGroupTransport):
         with self._together([gradient.full for gradient in gradients if gradient.layout.equal]):
             for gradient, out in zip(gradients, outs, strict=True):
                 if gradient.layout.equal:
-                    native.reduce_scatter(out, gradient.full, op, self._backend_group)
-                elif native.moves_bytes(self._backend_group):
+                    backends.reduce_scatter(out, gradient.full, op, self._backend_group)
+                elif backends.moves_bytes(self._backend_group):
                     dist.reduce_scatter(out, gradient.parts, op=op, group=self._backend_group)
         self._widen(means, outs, op)
         return means

@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm.activity import GUARD, Activity, main_thread
+from shardtrain.comm.backends import living, time_out_s
 from shardtrain.comm.guard import MESSAGE, Guard, Paths, named
 from shardtrain.comm.messages import FOREVER, report_tag
-from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
 from shardtrain.errors import Diverged, PeerLost
 

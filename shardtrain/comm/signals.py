@@ -35,8 +35,8 @@ import torch
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.channel import Ranks
 from shardtrain.comm.guard import KEPT
+from shardtrain.comm.mapping import map_shared
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.shared import map_shared
 from shardtrain.comm.trace import SHARE
 from shardtrain.errors import Diverged, PeerLost
 

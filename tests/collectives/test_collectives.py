@@ -16,7 +16,7 @@ from torch import empty, ones
 from shardtrain import comm
 from shardtrain import comm as dist
 from shardtrain.collectives import calls
-from shardtrain.comm import messages, native
+from shardtrain.comm import backends, messages
 
 from pool import each_rank
 from small import tree_sum, until
@@ -389,7 +389,7 @@ def test_the_backend_s_own_collectives() -> None:
     """As on other backends than gloo."""
     rank = comm.rank()
     world = comm.world_size()
-    with patch.object(native, "has_gloo", lambda _: False):
+    with patch.object(backends, "has_gloo", lambda _: False):
         output = torch.empty(world * 3)
         finish(comm.all_gather_into_tensor(output, torch.full((3,), float(rank)), async_op=True), True)
         equal(output, torch.arange(float(world)).repeat_interleave(3))

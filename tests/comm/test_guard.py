@@ -27,7 +27,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm, introspect
-from shardtrain.comm import Vector, activity, guard, messages, native, process_group, reports
+from shardtrain.comm import Vector, activity, backends, guard, messages, process_group, reports
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
@@ -598,7 +598,7 @@ def test_nothing_is_kept_of_a_model_that_is_dropped() -> None:
 @contextmanager
 def without_tags() -> Iterator[tuple[Any, Vector]]:
     """Over gloo's own collectives, which deliver equal sizes whatever they are; checks every 4th time."""
-    with patch.object(native, "has_gloo", lambda _: False), patch.object(guard, "EVERY", 4):
+    with patch.object(backends, "has_gloo", lambda _: False), patch.object(guard, "EVERY", 4):
         transport = comm.open_transport()
         layout = even([6], transport.world, 1)
         yield transport, Vector(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)

@@ -33,7 +33,7 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain import device as devices
 from shardtrain.checkpoint.store import copied
-from shardtrain.comm import ProcessGroupTransport, native
+from shardtrain.comm import ProcessGroupTransport, backends
 from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.launch import launcher
 from shardtrain.launch.ranks import RankInfo
@@ -343,7 +343,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, cycles: int = 5_000_000) -> None:
         original(*args, **keywords)
         torch.cuda._sleep(cycles)
 
-    for place, name in ((native, "all_gather"), (native, "reduce_scatter"), (dist, "all_to_all_single")):
+    for place, name in ((backends, "all_gather"), (backends, "reduce_scatter"), (dist, "all_to_all_single")):
         monkeypatch.setattr(place, name, partial(late, getattr(place, name)))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardtrain
-from shardtrain.comm.shared import map_shared
+from shardtrain.comm.mapping import map_shared
 from shardtrain.engine.hooks import engine_of
 
 from pool import each_rank
