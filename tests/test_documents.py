@@ -105,15 +105,16 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder in ("docs", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    (tmp_path / "images").symlink_to(tmp_path / "photos")
+    for folder in ("images", "new"):
+        (tmp_path / folder).symlink_to(tmp_path / "photos")
     Image.new("RGB", (9, 12), "white").save(tmp_path / "image.png")
     for number in range(24):
         folder = tmp_path / "photos" / ("train", "val")[number % 2] / ("cat", "dog")[number // 12]
         folder.mkdir(parents=True, exist_ok=True)
         noise = np.random.default_rng(number).integers(256, size=(40, 40, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / f"{number}.jpg")
-    if "resnet50.pth" in file.read_text():
-        torch.save(torchvision.models.resnet50().state_dict(), tmp_path / "resnet50.pth")
+    for name in {*re.findall(r"=(resnet\d+)\.pth", file.read_text())}:
+        torch.save(getattr(torchvision.models, name)().state_dict(), tmp_path / f"{name}.pth")
     for module in (text for text in blocks("python", file) if text.startswith("# ")):
         (tmp_path / module.split()[1]).write_text(module)
     said = ""
@@ -336,7 +337,7 @@ OTHERS = {  # names of others
         queue_callback reduce_dtype retain_graph use_orig_params""",
     "the system's": "fcntl flock pickle",
     "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 log.txt outputs/ result.json
-        digits.safetensors.json held_out.csv smoke traces/ val/ weights""",
+        classes.csv digits.safetensors.json held_out.csv photos/ smoke traces/ val/ weights""",
 }
 KNOWN = {name for names in OTHERS.values() for name in names.split()}
 

@@ -148,6 +148,8 @@ class Driver:
 
     def _open(self, units: Sequence[Unit]) -> None:
         """Let other ranks read the local shards of ``units``, which forward may not change from now on."""
+        # Autocast keeps its casts of weights. Those of an earlier forward lead to a backward that has ended.
+        torch.clear_autocast_cache()
         for unit in units:
             unit.cast()
         for each in self.attachments:

@@ -69,12 +69,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._profile = None
         with self._metrics.paused("profile"):
             current.stop()
-            folder = self._context.run_dir / FOLDER
-            steps = f"steps-{self._first}-{last}"
-            path = folder / f"{steps}-rank{self._context.rank_info.rank}.json"
+            name = f"{self._context.run_dir}/{FOLDER}/steps-{self._first}-{last}-rank"
+            path = Path(f"{name}{self._context.rank_info.rank}.json")
             if self._monitor.write(path, lambda: _export(current, path)):
-                traces = folder / f"{steps}-rank*.json"
-                self._monitor.say(f"steps {self._first} to {last} are in {traces} (for ui.perfetto.dev)")
+                self._monitor.say(f"steps {self._first} to {last} are in {name}*.json (for ui.perfetto.dev)")
             comm.barrier()  # or the others would wait for the slowest writer in the next step
 
     def _name_slow_rank(self, step: int, slow: SlowRank | None) -> None:

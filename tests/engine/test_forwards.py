@@ -282,6 +282,27 @@ class ShapedBlock(nn.Module):
         return x + self.depth(self.many(inside))
 
 
+@each_rank(1, 2)
+def test_several_forwards_inside_one_autocast() -> None:
+    """Autocast keeps casts of weights, with their nodes, until its outermost block ends."""
+    results = []
+    for wrap in (lambda model: model, lambda model: shard(model, units=[nn.Linear])):
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.randn(5, 7)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                target = model(x + 1).float()
+            for _ in range(2):
+                F.mse_loss(model(x).float(), target).backward()
+                model[2](torch.ones(2, 9)).float().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            results.append(model(x))
+    torch.testing.assert_close(*results, atol=0.02, rtol=0)
+
+
 def strides_seen(order: torch.memory_format, **options: Any) -> list[list[tuple[Any, ...]]]:
     """Return shapes and strides in each call of compiled blocks, of the plain model without options."""
     calls = list[list[tuple[Any, ...]]]()
