@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +29,6 @@ from shardtrain.config.errors import (
     UnknownKey,
     UserError,
     advice,
-    hints,
     not_valid,
     path_of,
     plain_file,
@@ -224,14 +223,9 @@ def read_base(path: Path, where: str) -> dict[str, Any]:
         if path.suffix == ".json":
             own = dict(json.loads(text)["facts"]["config"])
         else:
-            own = as_values(OmegaConf.create(text))
+            own = dict(OmegaConf.to_container(OmegaConf.create(text)))  # type: ignore[arg-type]
     require_version(own.pop("version", None), where)
     return {**own, **OF_THE_COMMAND}
-
-
-def as_values(config: Any) -> dict[str, Any]:
-    values: Any = OmegaConf.to_container(config)
-    return dict(values)
 
 
 def require_version(version: str | None, where: str) -> None:
@@ -309,38 +303,25 @@ def explained(groups: set[str], known: Sequence[str] = ()) -> Iterator[None]:
 def _explain(error: Exception, groups: set[str], known: Sequence[str]) -> UserError:
     """Return a one-line error for Hydra's, with the nearest valid name."""
     if isinstance(error, OverrideParseException):
-        return unreadable(str(error.override), groups)
+        expected = "expected key=value without spaces, special characters quoted: 'key=\"value\"'"
+        return UserError(f"cannot read {str(error.override)!r}: {expected}")
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_choice(str(error.missing_cfg_file), error.options)
     key = str(error).partition("Could not override '")[2].partition("'")[0]
     if isinstance(error, ConfigCompositionException) and key:
         valid = [each for each in {*known, *groups} if each not in ("defaults", "hydra")]
         return UnknownKey(key, not_valid(f"unknown key {key}", key, sorted(valid)))
-    hint = next((hint for words, hint in hints("hydra").items() if str(error).startswith(words)), "")
-    causes = [" ".join(str(error).split())] if not hint else [str(error).split("\n", 1)[0].rstrip("."), hint]
-    return UserError(": ".join(causes))
+    if isinstance(error, RecursionError):
+        return UserError(f"{error}: a defaults list contains its own file, or values are nested too deeply")
+    return UserError(" ".join(str(error).split()))
 
 
 def _unknown_choice(file: str, options: Sequence[str]) -> UserError:
     """Return the error for a ``file``, GROUP/NAME, that a group does not have."""
     group, _, choice = file.strip("/").rpartition("/")
-    meant = hints("groups").get(group.partition("/")[0])
-    if meant is not None:
-        return UserError(f"unknown {group} {choice!r}: {meant}")
     if OWN in options and "." in choice:
         allow = f' "allow=[{choice.partition(".")[0]}]"'
         return UserError(f"unknown {group} {choice!r}; did you mean {group}._target_={choice}{allow}?")
     own = [f"{group}._target_=PACKAGE.NAME"] if OWN in options else []
     files = sorted(option for option in options if option != OWN)
     return not_valid(f"unknown {group} {choice!r}", choice, files + own)
-
-
-def unreadable(override: str, groups: Collection[str] = ()) -> UserError:
-    """Return the error for an override that does not parse."""
-    expected = "expected key=value without spaces, special characters quoted: 'key=\"value\"'"
-    if override in groups:
-        expected = (
-            f"{override}=NAME chooses from this group, {override}.KEY=VALUE sets a key, "
-            f"--help {override} lists the keys"
-        )
-    return UserError(f"cannot read {override!r}: {expected}")

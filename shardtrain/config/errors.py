@@ -47,15 +47,11 @@ def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -
     return UserError(f"{what}{near} (valid: {', '.join(shown)})")
 
 
-def hints(section: str) -> dict[str, str]:
-    file = program_configs().FOLDER / "hints.yaml"
-    return {str(key): str(text) for key, text in OmegaConf.select(OmegaConf.load(file), section).items()}
-
-
 def advice(key: str, elsewhere: Iterable[str] = ()) -> str:
     """Return what the name of an unknown ``key`` may mean, by `hints.yaml` or by a key ``elsewhere``."""
     last = key.rpartition(".")[2]
-    meanings = [meaning for meaning, words in hints("keys").items() if last in words.split()]
+    hints = OmegaConf.load(program_configs().FOLDER / "hints.yaml").items()
+    meanings = [str(meaning) for meaning, words in hints if last in words.split()]
     texts = [
         text if " " in text else f"did you mean {text}?" for text in (*meanings, *elsewhere) if text != key
     ]

@@ -8,7 +8,6 @@ is a union of dataclasses, the field ``name`` says which one it is. Conditions b
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import inspect
 import math
@@ -35,9 +34,6 @@ BOUNDS = {
     "at_most": (operator.le, "at most"),
     "below": (operator.lt, "less than"),
 }
-# Types that a text may say: 0.1, true, [1,2], null.
-WRITTEN = {int, float, bool, tuple, NoneType}
-VALUE = "${oc.decode:${text}}"
 FIELD = re.compile(r"    (\w+): ")  # a line of a dataclass
 MANDATORY = "???"  # Hydra's value of a key that has to be given
 OF_ONES_OWN = "a file of your own has the one it changes in its defaults list"
@@ -148,8 +144,6 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     ``demands``: a field's metadata. For a tuple they hold for each item.
     """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if type(value) is str and {typing.get_origin(each) or each for each in kinds} <= WRITTEN:
-        value = _decoded(value)
     if value is None and NoneType in kinds:
         return None
     kind = _kind_of(tuple(each for each in kinds if each is not NoneType), value, key)
@@ -160,17 +154,6 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     value = _scalar(kind, value, key)
     _require_demands(value, key, demands)
     return value
-
-
-def _decoded(text: str) -> Any:
-    """Return the value that ``text`` says, or ``text``: ${oc.env:LR} is a text, whatever it says."""
-    if "$" in text:
-        return text
-    with contextlib.suppress(OmegaConfBaseException):
-        config = OmegaConf.create({"text": text, "value": VALUE})
-        values: Any = OmegaConf.to_container(config, resolve=True)
-        return values["value"]
-    return text
 
 
 def _kind_of(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -198,8 +181,10 @@ def _scalar(kind: Any, value: Any, key: str) -> Any:
     if type(value) is int and kind in (float, str):
         value = kind(value)
     if type(value) is not (typing.get_origin(kind) or kind):
-        quoted = f", quoted: '{key}=\"{value}\"'" if kind is str and isinstance(value, float | bool) else ""
-        raise UserError(f"{found}: expected {DESCRIPTIONS.get(kind, 'a group of keys')}{quoted}")
+        hint = f", quoted: '{key}=\"{value}\"'" if kind is str and isinstance(value, float | bool) else ""
+        if isinstance(value, str):
+            hint = ", not a text; ${oc.decode:…} reads what a text says"
+        raise UserError(f"{found}: expected {DESCRIPTIONS.get(kind, 'a group of keys')}{hint}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{found}: expected a finite number")
     return value

@@ -318,25 +318,10 @@ def one_layer() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("optim.lr", "0.05", 0.05),
-        ("optim.lr", "1e-3", 0.001),
-        ("train.epochs", "3", 3),
-        ("optim.nesterov", "false", False),
-        ("train.max_steps", "null", None),
-        ("data.mean", "[0.5,0.25]", (0.5, 0.25)),
-        ("run.name", "1e3", "1e3"),
-    ],
-)
-def test_what_the_environment_says_is_a_number_where_a_key_is(
-    monkeypatch: Any, key: str, text: str, value: Any
-) -> None:
-    monkeypatch.setenv("TEXT", text)
-    config = read_command([f"{key}=${{oc.env:TEXT}}"]).config
-    section, _, name = key.partition(".")
-    assert getattr(getattr(config, section), name) == value
-    monkeypatch.setenv("TEXT", "a: b, c[")
-    if key != "run.name":
-        require_told(f"{key}=${{oc.env:TEXT}} | {key}=a: b, c[: expected ", read_command)
+def test_a_text_of_the_environment_is_a_number_where_the_command_says_so(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TEXT", "1e3")
+    config = read_command(["optim.lr='${oc.decode:${oc.env:TEXT}}'", "run.name=${oc.env:TEXT}"]).config
+    assert (config.optim.lr, config.run.name) == (1000.0, "1e3")
+    require_told(
+        "optim.lr=${oc.env:TEXT} | optim.lr=1e3: expected a number, not a text; ${oc.decode", read_command
+    )
