@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardtrain import data
-from shardtrain.checkpoint.loading import Opened, load_into
+from shardtrain.checkpoint.loading import Opened
 from shardtrain.config.command import Command, Program, read_base, read_command, require_run
 from shardtrain.config.config import Config, Data
-from shardtrain.config.errors import UserError, reading
+from shardtrain.config.errors import UserError
 from shardtrain.config.schema import key, typed
 from shardtrain.job.build import completed, forward_flops, opened_images, rehearsed_loss, scoring_of
 from shardtrain.job.evaluation import Evaluation, evaluate
@@ -36,8 +35,7 @@ from shardtrain.launch import launcher
 from shardtrain.launch.ranks import RankInfo
 from shardtrain.monitor import score_table
 from shardtrain.monitor.writers import json_of
-from shardtrain.optim import Ema
-from shardtrain.train.resume import open_saved
+from shardtrain.train.resume import load_saved, open_saved
 
 NAMES_IMAGES = ("data", "data.root", "data.table")
 NOT_HERE = ("resume", "config", "run.name", "run.dir", "recipe")
@@ -100,7 +98,10 @@ def score(command: Command, rank_info: RankInfo, device: torch.device) -> list[E
     forward_flops(model, (2, images.preprocessing.channels, side, side), len(images.classes))
     notes = [*images.notes, *model_notes(model, config.model, resumed=opened is not None)]
     model = sharded(converted(model, config, device), config, device=device)
-    ema = None if opened is None else loaded(opened, model, config, str(run))
+    ema = None
+    if opened is not None:
+        ema = ema_of(model, config, warmup=0)
+        load_saved(opened, model, ema, f"run={run}")
     loss = rehearsed_loss(config, images, 2, device)
     scoring = scoring_of(config, images, loss)
     virtual = config.virtual_ranks(rank_info.world_size)
@@ -127,16 +128,6 @@ def weighted_as_saved(config: Config, opened: Opened) -> Config:
     if config.train.class_weights != "balanced" or weights is None:
         return config
     return replace(config, train=replace(config.train, class_weights=tuple(weights)))
-
-
-def loaded(opened: Opened, model: nn.Module, config: Config, run: str) -> Ema | None:
-    """Load ``opened`` into a sharded ``model``; return the run's moving average, if any. Collective."""
-    ema = ema_of(model, config, warmup=0)
-    with reading(f"run={run}", "the model was built otherwise then", ValueError):
-        extra = load_into(opened, model, averages=None if ema is None else ema.averages)
-    if ema is not None:
-        ema.restore(extra["ema"], opened.manifest.world_size)
-    return ema
 
 
 def scores_as_json(step: int, scored: Sequence[Evaluation]) -> str:

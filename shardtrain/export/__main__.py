@@ -29,10 +29,9 @@ from shardtrain.config.errors import UserError, path_of, reading
 from shardtrain.config.format import MIB
 from shardtrain.config.schema import key, typed
 from shardtrain.job.inference import Inference, load_exported
-from shardtrain.job.model import plain_model
 from shardtrain.launch import launcher
 from shardtrain.launch.ranks import RankInfo
-from shardtrain.train.resume import load_saved, open_saved
+from shardtrain.train.resume import SavedKeys, open_saved, saved_model
 
 IMAGES = 32  # random images in the comparison
 MOST_DIFFERENCE = 1e-3  # of logits
@@ -40,21 +39,13 @@ SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings:
+class ExportSettings(SavedKeys):
     """The keys of an export."""
 
-    # packages of the run's model._target_, as the run's own command allowed them
-    allow: tuple[str, ...] = key(())
-    # a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best
-    run: str = key()
     # FILE.safetensors or FILE.pth; must not exist. FILE.json gets what answers need
     out: str = key()
-    # raw | ema: the weights, or their moving average
-    weights: str = key("raw", choices=("raw", "ema"))
     # cpu | cuda: where the check computes
     device: str = key("cpu")
-    # CPU threads; null: all cores
-    threads: int | None = key(None, at_least=1)
 
 
 read = partial(read_keys, ExportSettings)
@@ -66,14 +57,12 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
     opened = open_saved(settings.run, settings.weights)
     facts = opened.manifest.facts
     inference = typed(Inference, facts["inference"], "inference")
-    model = plain_model(facts["config"]["model"], settings.allow)
     out = new_path(path_of("out", settings.out))
-    shardtrain.shard(model.to(device))
-    with load_saved(opened, model, settings.weights, settings.run), torch.no_grad():
+    with saved_model(opened, settings, device) as model:
         state = shardtrain.full_state_dict(model)
         shape = (IMAGES, inference.channels, inference.image_size, inference.image_size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        expected = model.eval()(images.to(device)).cpu()
+        expected = model(images.to(device)).cpu()
         with draft_of(out) as draft:
             write_weights(state, draft)
             write_json(asdict(inference), Path(f"{draft}.json"))

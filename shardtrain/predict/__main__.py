@@ -9,7 +9,6 @@ interpolation, mean and std. An image that cannot be read has no class in the ta
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib
 import os
@@ -22,8 +21,6 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-import shardtrain
-from shardtrain.checkpoint.loading import Opened
 from shardtrain.config.command import read_keys
 from shardtrain.config.errors import UserError, path_of, reading
 from shardtrain.config.format import counted
@@ -31,11 +28,10 @@ from shardtrain.config.schema import key, typed
 from shardtrain.config.target import RECIPES
 from shardtrain.data import EvalFeed, Share, ToDevice
 from shardtrain.job.inference import Inference
-from shardtrain.job.model import plain_model
 from shardtrain.job.scores import Gathering
 from shardtrain.launch import launcher
 from shardtrain.launch.ranks import RankInfo, on_rank_0, together
-from shardtrain.train.resume import load_saved, open_saved
+from shardtrain.train.resume import SavedKeys, open_saved, saved_model
 
 REPORTS = 10  # lines about the progress
 NO_CLASS = -1  # of an image that cannot be read
@@ -56,22 +52,14 @@ class Where:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictKeys:
+class PredictKeys(SavedKeys):
     """The keys of a prediction."""
 
-    # packages of the run's model._target_, as the run's own command allowed them
-    allow: tuple[str, ...] = key(())
-    # a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best
-    run: str = key()
     # FILE.csv with the columns file, class and probability; must not exist
     out: str = key()
     data: Where = field(default_factory=Where)
     # auto | cpu | cuda
     device: str = key("auto")
-    # CPU threads of a rank; null: the cores of this host over its ranks
-    threads: int | None = key(None, at_least=1)
-    # raw | ema: the weights, or their moving average
-    weights: str = key("raw", choices=("raw", "ema"))
 
 
 read = partial(read_keys, PredictKeys)
@@ -97,9 +85,8 @@ def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> Non
     share = Share(rank_info.world_size, 1, rank_info.rank, rank_info.world_size)
     images = _recipe("photos").Prepared(files, inference)
     feed = EvalFeed(images, share, ToDevice(device), keys.data.workers, keys.data.batch_size)
-    model, averaged = _model(opened, keys, device)
-    with averaged, torch.no_grad():
-        answers = _answers(model.eval(), feed, rank_info)
+    with saved_model(opened, keys, device) as model:
+        answers = _answers(model, feed, rank_info)
     if rank_info.rank == 0:
         with reading(f"out={out}", "cannot write there; choose another out", OSError):
             temporary = out.with_name(f".{out.name}.part")
@@ -128,17 +115,6 @@ def _files(where: Where) -> tuple[list[str], list[str]]:
 def _recipe(name: str) -> Any:
     """Return a module of recipes, which this package does not import: they are beside it in a checkout."""
     return importlib.import_module(f"{RECIPES}.{name}")
-
-
-def _model(
-    opened: Opened, keys: PredictKeys, device: torch.device
-) -> tuple[nn.Module, contextlib.AbstractContextManager[object]]:
-    """Return the run's model, sharded, and a context in which it has the weights asked for. Collective."""
-    model = plain_model(opened.manifest.facts["config"]["model"], keys.allow)
-    shardtrain.shard(model.to(device))
-    averaged = load_saved(opened, model, keys.weights, keys.run)
-    shardtrain.average_buffers(model)
-    return model, averaged
 
 
 def _answers(model: nn.Module, feed: EvalFeed, rank_info: RankInfo) -> Tensor:

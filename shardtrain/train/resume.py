@@ -10,11 +10,15 @@ import re
 import secrets
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
+import shardtrain
 from shardtrain import comm
 from shardtrain.checkpoint import Damaged, SaveFailed, memory
 from shardtrain.checkpoint.files import read_text, write_text
@@ -24,9 +28,10 @@ from shardtrain.checkpoint.store import TEMPORARY, Newest, Store, newest, rehear
 from shardtrain.config.command import require_version
 from shardtrain.config.config import Config
 from shardtrain.config.errors import UserError, path_of, reading, writing
-from shardtrain.config.format import first_of
+from shardtrain.config.schema import key
 from shardtrain.config.target import GIVEN, given_in_python
 from shardtrain.job.build import Job
+from shardtrain.job.model import plain_model
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import on_rank_0, together
 from shardtrain.monitor import StepMetrics
@@ -233,19 +238,43 @@ def open_saved(run: str, weights: str) -> Opened:
 
 
 def load_saved(
-    opened: Opened, model: nn.Module, weights: str, run: str
-) -> contextlib.AbstractContextManager[object]:
-    """Load ``opened`` into a sharded ``model``; return a context in which it has its ``weights``. Collective.
+    opened: Opened, model: nn.Module, ema: Ema | None, what: str, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Load ``opened`` into a sharded ``model``, its average and optimizer; return its extra. Collective.
 
-    weights: `raw` or `ema`. Raises UserError, about ``run``, if the model is not the one that was saved.
+    Raises UserError, about ``what``, for another model or optimizer than the one that was saved.
     """
-    ema = Ema(model, 0.0) if weights == "ema" else None
-    with reading(f"run={run}", "the model was built otherwise then", ValueError):
-        extra = load_into(opened, model, averages=ema.averages if ema else None)
-    if ema is None:
-        return contextlib.nullcontext()
-    ema.restore(extra["ema"], opened.manifest.world_size)
-    return ema.swapped()
+    with reading(what, "the model or its optimizer was built otherwise then", ValueError):
+        extra: dict[str, Any] = load_into(opened, model, optimizer, None if ema is None else ema.averages)
+    if ema is not None:
+        ema.restore(extra["ema"], opened.manifest.world_size)
+    return extra
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedKeys:
+    """The keys that choose weights of a run."""
+
+    # packages of the run's model._target_, as the run's own command allowed them
+    allow: tuple[str, ...] = key(())
+    # a run directory, whose newest complete checkpoint is taken, or one of its checkpoints, as RUN/best
+    run: str = key()
+    # raw | ema: the weights, or their moving average
+    weights: str = key("raw", choices=("raw", "ema"))
+    # CPU threads of a rank; null: the cores of this host over its ranks
+    threads: int | None = key(None, at_least=1)
+
+
+@contextlib.contextmanager
+def saved_model(opened: Opened, keys: SavedKeys, device: torch.device) -> Iterator[nn.Module]:
+    """Give the model of ``opened``, sharded, in evaluation, with the weights of ``keys``. Collective."""
+    model = plain_model(opened.manifest.facts["config"]["model"], keys.allow)
+    shardtrain.shard(model.to(device))
+    ema = Ema(model, 0.0) if keys.weights == "ema" else None
+    load_saved(opened, model, ema, f"run={keys.run}")
+    shardtrain.average_buffers(model)
+    with contextlib.nullcontext() if ema is None else ema.swapped(), torch.no_grad():
+        yield model.eval()
 
 
 @contextlib.contextmanager
@@ -347,20 +376,13 @@ def restore(
     elsewhere = is_elsewhere(store, start)
     changes = require_same_run(opened, config, job, context.words, None if elsewhere else context.run_dir)
     groups = [dict(group) for group in job.optimizer.param_groups]
-    try:
-        averages = None if job.ema is None else job.ema.averages
-        extra = load_into(opened, job.model, job.optimizer, averages)
-    except ValueError as error:
-        problems = first_of(str(error).split("; "))
-        raise UserError(f"resume={config.resume}: {problems}; resume=none starts anew") from None
-    ranks = opened.manifest.world_size
-    if job.ema is not None:
-        job.ema.restore(extra["ema"], ranks)
+    what = f"resume={config.resume} (resume=none starts anew)"
+    extra = load_saved(opened, job.model, job.ema, what, job.optimizer)
     for group, own in zip(job.optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in own.items() if key != "params"})
     if extra.get("scaler"):  # empty if the run did not scale its loss
         job.scaler.load_state_dict(extra["scaler"])
     if elsewhere:  # whose best step this run does not have
         return RunState(), changes
-    metrics.restore(extra["window"], ranks)
+    metrics.restore(extra["window"], opened.manifest.world_size)
     return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False)), changes
