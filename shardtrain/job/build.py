@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,7 +78,11 @@ def build(
     steps = length[0]
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (max(1, share.micro_batch), images.preprocessing.channels)
-    flops = flops_by_side(model, sample, config.data.sides, len(images.classes))
+    # For every size, so that a size that the model refuses fails now, not after hours.
+    flops = {
+        side: forward_flops(model, (*sample, side, side), len(images.classes)) / sample[0]
+        for side in sorted(config.data.sides)
+    }
     inference = inference_of(config, images.preprocessing, model)
     notes = (*images.notes, *model_notes(model, config.model, resumed=first_step > 0))
     model = converted(model, config, device)
@@ -187,16 +191,6 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def flops_by_side(
-    model: nn.Module, sample: tuple[int, int], sides: Collection[int], classes: int
-) -> dict[int, float]:
-    """Return the FLOP of one image's forward, by the image's side.
-
-    For every size, so that a size that the model refuses fails now, not after hours.
-    """
-    return {side: forward_flops(model, (*sample, side, side), classes) / sample[0] for side in sorted(sides)}
-
-
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
     """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails.
 
@@ -284,23 +278,13 @@ def feeds(
 
 def rehearsed_loss(config: Config, images: data.DataSet, batch_size: int, device: torch.device) -> Loss:
     """Return the loss on ``device``, after it was called once as training will call it."""
-    loss = loss_of(config.train, config.allow, class_weights_of(config.train, images))
+    loss = loss_of(config.train, config.allow, weights_of(config.train.class_weights, images))
     if isinstance(loss, nn.Module):  # it may have weights
         loss.to(device)
     soft = bool(config.train.mixup or config.train.cutmix)
     columns = config.model.get("num_classes") or len(images.classes)
     rehearse_loss(loss, images.classes, (batch_size, columns), soft=soft, device=device)
     return loss
-
-
-def class_weights_of(train: Train, images: data.DataSet) -> Tensor | None:
-    """Return the weights of classes in the loss. Raises UserError if no image is there to count by."""
-    if train.class_weights == "balanced" and not len(images.train):
-        raise UserError(
-            "train.class_weights=balanced needs the training images; train.class_weights=null scores the "
-            "loss without weights, and train.class_weights=[…] with those"
-        )
-    return weights_of(train.class_weights, images)
 
 
 def loss_of(train: Train, allow: Sequence[str] = (), class_weights: Tensor | None = None) -> Loss:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shardtrain import comm
 from shardtrain.config.config import Config
@@ -40,7 +41,7 @@ def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Prepr
     for name in ("mean", "std"):
         on_card = getattr(card, name)
         chosen = getattr(own, name)
-        if len(on_card) != len(chosen) or all(map(_is_close, on_card, chosen)):
+        if len(on_card) != len(chosen) or np.allclose(on_card, chosen, rtol=0, atol=1e-5):
             continue
         if getattr(config.data, name) is None:
             changes[name] = on_card
@@ -85,10 +86,6 @@ def _classes(card: Inference, own: tuple[str, ...], data_set: str, source: str) 
         f"{source}: its classes are {first_of([*on_card])}, and those of {data_set} are {own_names}; "
         "model.reset_head=true makes the last layer anew"
     )
-
-
-def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, abs_tol=1e-5)
 
 
 def _in_words(values: tuple[float, ...]) -> str:

@@ -86,13 +86,6 @@ def sum_and_weight(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, 
     return loss(logits, labels) * len(labels), images
 
 
-def require_weights(loss: Loss, classes: Sequence[str]) -> None:
-    """Raise UserError if a weighted loss of torch has fewer weights than there are classes."""
-    weight = loss.weight if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
-    if weight is not None and len(weight) < len(classes):
-        raise UserError(f"train.loss.weight: {len(weight)} weights, and the data has {len(classes)} classes")
-
-
 def rehearse_loss(
     loss: Loss, classes: Sequence[str], shape: tuple[int, int], *, soft: bool, device: torch.device
 ) -> None:
@@ -103,7 +96,12 @@ def rehearse_loss(
     """
     if isinstance(loss, CrossEntropy):
         return
-    require_weights(loss, classes)
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
+        raise UserError(
+            f"train.loss: {type(loss).__name__} divides by the weights of each micro-batch's images, so that "
+            "a step's loss depends on how ranks divide it; train.class_weights=[…] with "
+            "train.loss=cross_entropy does not"
+        )
     images, columns = shape
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(images) % len(classes)
@@ -124,20 +122,12 @@ def rehearse_loss(
 
 
 def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
-    """Return the lines that a run prints about its loss."""
-    if isinstance(loss, CrossEntropy):
-        if loss.weight is None:
-            return []
-        weights = zip(classes, loss.weight.tolist(), strict=True)
-        return ["class weights  " + ", ".join(f"{name} {weight:.4g}" for name, weight in weights)]
-    weight = loss.weight if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
-    if weight is None:
+    """Return the line that a run prints about the weights of classes in its loss."""
+    weights = given_weights(loss)
+    if weights is None:
         return []
-    return [
-        f"warning: {type(loss).__name__} divides by the weights of each micro-batch's images, so a step's "
-        "loss depends on how ranks and train.accumulate divide it; train.class_weights=[…] with "
-        "train.loss=cross_entropy does not"
-    ]
+    texts = [f"{name} {weight:.4g}" for name, weight in zip(classes, weights, strict=True)]
+    return [f"class weights  {', '.join(texts)}"]
 
 
 def weights_of(asked: str | Sequence[float] | None, images: DataSet) -> Tensor | None:
@@ -148,6 +138,11 @@ def weights_of(asked: str | Sequence[float] | None, images: DataSet) -> Tensor |
     """
     if asked is None:
         return None
+    if asked == "balanced" and not len(images.train):
+        raise UserError(
+            "train.class_weights=balanced needs the training images; train.class_weights=null scores the "
+            "loss without weights, and train.class_weights=[…] with those"
+        )
     classes = len(images.classes)
     if not isinstance(asked, str):
         if len(asked) != classes:
