@@ -223,9 +223,14 @@ def read_base(path: Path, where: str) -> dict[str, Any]:
         if path.suffix == ".json":
             own = dict(json.loads(text)["facts"]["config"])
         else:
-            own = dict(OmegaConf.to_container(OmegaConf.create(text)))  # type: ignore[arg-type]
+            own = as_values(OmegaConf.create(text))
     require_version(own.pop("version", None), where)
     return {**own, **OF_THE_COMMAND}
+
+
+def as_values(config: Any) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config)
+    return dict(values)
 
 
 def require_version(version: str | None, where: str) -> None:
