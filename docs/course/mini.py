@@ -45,21 +45,21 @@ class Unit:
             view.copy_(param.detach())
         dist.broadcast(self.full, 0)
         self.shard = self.full.chunk(self.world)[self.rank].clone()
-        self.local = self.pieces(self.shard)  # what they show at rest, and what the optimizer updates
+        self.local = self.shards_of(self.shard)  # what they show at rest, and what the optimizer updates
         self.gathering: Any = None
         self.release()
 
     def views(self, full: Tensor) -> list[Tensor]:
         return [full[at].view_as(param) for at, param in zip(self.slices, self.params, strict=True)]
 
-    def pieces(self, interval: Tensor) -> list[Tensor]:
+    def shards_of(self, interval: Tensor) -> list[Tensor]:
         """Return this rank's elements of each parameter, with its number of dimensions; some are empty."""
-        pieces = []
+        shards = []
         first = self.rank * len(interval)
         for at, view in zip(self.slices, self.whole, strict=True):
             own = slice(*(min(max(edge - first, 0), len(interval)) for edge in (at.start, at.stop)))
-            pieces.append(interval[own].view(-1, *[1] * (view.ndim - 1)))
-        return pieces
+            shards.append(interval[own].view(-1, *[1] * (view.ndim - 1)))
+        return shards
 
     def show(self, tensors: list[Tensor]) -> None:
         """Let parameters show ``tensors``. They stay the same objects, which the optimizer knows."""
@@ -115,7 +115,7 @@ class Unit:
         parts = list(self.parts.chunk(self.world))
         while len(parts) > 1:  # a balanced tree over ranks, (0 + 1) + (2 + 3)
             parts = [a if b is None else a + b for a, b in zip_longest(parts[::2], parts[1::2])]
-        grads = self.pieces(parts[0] / self.world)
+        grads = self.shards_of(parts[0] / self.world)
         for param, grad, kept in zip(self.params, grads, self.kept, strict=True):
             # All are -0.0 if no rank has one.
             none = len(grad) > 0 and bool(((grad == 0) & grad.signbit()).all())

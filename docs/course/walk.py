@@ -39,7 +39,7 @@ def numbers(tensor: torch.Tensor | None) -> str:
     """Return a tensor's values as ``[1 1.5 2]``, nested for more dimensions."""
     if tensor is None:
         return "none"
-    values = tensor.as_subclass(torch.Tensor).tolist()  # of a piece, what it is here
+    values = tensor.as_subclass(torch.Tensor).tolist()  # of a local shard, what it is here
 
     def text(value: list[object] | object) -> str:
         return f"[{' '.join(map(text, value))}]" if isinstance(value, list) else f"{value:g}"
@@ -74,7 +74,7 @@ def walk() -> None:
     assert isinstance(model, nn.Sequential)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = look_inside(model)
-    tell("At rest every parameter shows the piece that this rank owns, perhaps an empty one.", *held(model))
+    tell("At rest every parameter shows this rank's local shard, perhaps an empty one.", *held(model))
 
     images = torch.full((1, 4), comm.rank() + 1, dtype=torch.float64)
     with comm.meter() as meter:
@@ -88,7 +88,7 @@ def walk() -> None:
         f"sent {dict(meter.bytes)} bytes in {dict(meter.calls)} collectives",
     )
     optimizer.step()
-    tell("The optimizer updates the pieces; nothing is communicated.", *held(model))
+    tell("The optimizer updates the local shards; nothing is communicated.", *held(model))
     whole = shardtrain.full_state_dict(model)
     tell(
         "`full_state_dict` puts them together again, on every rank.",
