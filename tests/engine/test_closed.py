@@ -19,15 +19,10 @@ from small import average_gradients, like_a_replica, shard
 
 USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "abs": lambda self, y: y * self.blocks[1].inside.weight.abs().mean(),
-    "detach": lambda self, y: y * self.blocks[1].inside.weight.detach().mean(),
     "data": lambda self, y: y * self.blocks[1].inside.bias.data.mean(),
     "shape": lambda self, y: y * self.blocks[1].inside.weight.shape[1],
     "numel": lambda self, y: y * self.blocks[1].inside.weight.numel(),
-    "size": lambda self, y: y * self.blocks[1].inside.weight.size(0),
-    "__len__": lambda self, y: y * len(self.blocks[1].inside.bias),
     "linear": lambda self, y: F.linear(F.pad(y, (0, 4)), self.blocks[1].inside.weight),
-    "cat": lambda self, y: y * torch.cat([self.blocks[1].inside.bias]).mean(),
-    "nbytes": lambda self, y: y * self.blocks[1].inside.weight.nbytes,
 }
 
 

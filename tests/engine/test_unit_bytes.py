@@ -216,33 +216,6 @@ def test_calls_in_any_order_train_as_a_replica(call: str) -> None:
 
 
 @each_rank(2)
-def test_parts_of_a_unit_called_by_themselves_train_as_a_replica() -> None:
-    """Before the root's forward, after it, and on an inner activation alone."""
-
-    def before(net: nn.Module, number: int) -> None:
-        own = net.layers[1](torch.full((2, 9), 1.0 + number)).sum()
-        (loss_on(net, number) + own).backward()
-
-    def after(net: nn.Module, number: int) -> None:
-        loss = loss_on(net, number)
-        (loss + net.layers[3](torch.full((2, 9), 1.0 + number)).square().sum()).backward()
-
-    def inner(net: nn.Module, number: int) -> None:
-        kept: list[torch.Tensor] = []
-        handles = [
-            net.layers[0].linear.register_forward_hook(lambda *call: kept.append(call[2])),
-            net.layers[2].register_forward_hook(lambda *call: kept.append(call[2])),
-        ]
-        loss_on(net, number)
-        for handle in handles:
-            handle.remove()
-        kept[number % 2].square().mean().backward()
-
-    for step in (before, after, inner):
-        like_a_replica(Row, step, units=[Layer], unit_bytes=2 * SIZE)
-
-
-@each_rank(2)
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)], ids=["fp32", "bf16"])
 def test_joining_changes_no_bit(precision: Precision | None) -> None:
     """Also where steps wait under no_sync, and with an evaluation between. Clipping would: another cut."""

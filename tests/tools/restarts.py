@@ -1,7 +1,7 @@
 """Kill ranks at random moments, and measure how a run with checkpoints in memory goes on.
 
-    python tests/restarts.py ranks COUNT [SEED]
-    python tests/restarts.py signals COUNT [SEED]
+    python tests/tools/restarts.py ranks COUNT [SEED]
+    python tests/tools/restarts.py signals COUNT [SEED]
 
 The first kills a rank of two, and prints the finished steps that were lost, and the seconds from the kill
 to the next finished step: until the other rank has noticed, until the new ranks look for a checkpoint,
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from shardtrain.checkpoint import memory
 from shardtrain.checkpoint.store import steps_in
 
+sys.path.append(str(Path(__file__).parents[1]))
 from tiny import TINY, curves, files_of
 
 LIMIT_S = 90.0
