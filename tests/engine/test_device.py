@@ -508,26 +508,6 @@ for keep in (lambda: None, device.keep_freed_memory):
     assert kept < 100 < 10_000 < returned  # pages that one round touches anew
 
 
-@pytest.mark.parametrize(
-    ("finding", "is_problem"),
-    [
-        ({"what": "offload", "error": "RuntimeError: on another device"}, True),
-        ({"what": "even", "off": 0.3, "right": False}, True),
-        ({"failed": "stopped after 60 s", "tail": ""}, True),
-        ({"what": "same bits, 1", "code": 1}, True),
-        ({"what": "same bits, killed", "code": -9}, False),
-        ({"what": "even", "off": 0.0, "right": True}, False),
-        ({"what": "whole", "refused": "ValueError: gloo"}, False),
-        ({"what": "fsdp2", "peer_error": "RuntimeError: BatchNorm"}, False),
-        ({"what": "resnet50", "cut": "3 of 12 rounds"}, False),
-    ],
-)
-def test_unexpected_findings_of_the_first_minutes_are_problems(
-    finding: dict[str, Any], is_problem: bool
-) -> None:
-    assert gpu_first.is_problem(finding) == is_problem
-
-
 @pytest.mark.release
 @pytest.mark.timeout(800)
 def test_the_first_minutes_on_a_gpu_run_dry(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ where their outputs have a node on some ranks only, ranks gather different units
 """
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,16 +49,11 @@ class Facts:
 
 @dataclass(eq=False)
 class Frame:
-    """A call of a unit, inside of another one; ``hides``: its output is an object, which announces nothing.
-
-    ``began``, ``ended``: where its events are in `Recorder.history`.
-    """
+    """A call of a unit, inside of another; ``hides``: its output is an object, which announces nothing."""
 
     unit: Facts
     outer: "Frame | None" = None
     hides: bool = False
-    began: int = 0
-    ended: int = sys.maxsize
 
     def __post_init__(self) -> None:
         # This call and those around it.
@@ -121,7 +115,6 @@ class Recorder:
         self.nodes: list[Node] = []
         self.to_run: list[Node] = []  # nodes of this backward that have not ended
         self.stack: list[Frame] = []
-        self.history: list[tuple[bool, Facts]] = []  # begins and ends of all calls
         self.began: dict[Facts, int] = {}  # when the first call of each unit began whose backward is to come
         self.learns = True  # whether calls make nodes
         self.reaching = False  # whether backward descends to a node
@@ -216,8 +209,7 @@ class Recorder:
         schedule.enter(unit)
         self._note_computing(unit)
         outer = self.stack[-1] if self.stack else None
-        self.stack.append(Frame(unit, outer, unit in self.hiding, len(self.history)))
-        self.history.append((True, unit))
+        self.stack.append(Frame(unit, outer, unit in self.hiding))
         self._make(self.marks)
 
     def leave(self, failed: bool = False) -> None:
@@ -237,8 +229,6 @@ class Recorder:
                 self.began.setdefault(unit, schedule.calls[unit].began)
         schedule.leave(unit, learns, learns and frame.hides)
         self._count()
-        self.history.append((False, unit))
-        frame.ended = len(self.history)
         self.stack.pop()
         if not failed:
             self._make(self.marks)
@@ -361,29 +351,17 @@ class Recorder:
 
     # backward
 
-    def backward(
-        self, outputs: Collection[Node] | None = None, fails_at: int = -1, again: str = "nothing"
-    ) -> None:
-        """Run autograd: the nodes that ``outputs`` (all marked ones) need, and those of hidden outputs.
-
-        ``again``: whether checkpoints that are not reentrant compute ``each`` call of the root, or ``all`` of
-        them at once, as their first node runs.
-        """
+    def backward(self, outputs: Collection[Node] | None = None, fails_at: int = -1) -> None:
+        """Run autograd: the nodes that ``outputs`` (all marked ones) need, and those of hidden outputs."""
         schedule = self.schedule
         marked = {node for node in self.nodes if node.marked}
         self.to_run = [*self._needed(marked if outputs is None else set(outputs))]
-        computed = set[Frame]()
         began = False
         for number in itertools.count():
             if not self.to_run or (number == fails_at and began):
                 break
             node = self.to_run[0]
             self._run(node)
-            frames = node.frame.around
-            if again != "nothing" and len(frames) > 1 and (again == "all" or frames[-2] not in computed):
-                computed.add(frames[-2])
-                self._compute_again(frames[-1] if again == "all" else frames[-2])
-                again = "nothing" if again == "all" else again
             self.to_run.pop(0)
             began = schedule.backward is not None
         if self.to_run:
@@ -454,14 +432,6 @@ class Recorder:
         assert self.full[unit] == "shown", f"P0: {unit.name} gets a gradient"
         self.untaken.add(unit)
 
-    def _compute_again(self, frame: Frame) -> None:
-        """Compute ``frame``, or what it has called if it is the root's."""
-        events = self.history[frame.began : frame.ended]
-        if frame.unit is self.units[0]:
-            events = events[1:-1]
-        self.again.update(unit for _, unit in events)
-        self.replay(events)
-
     def _require_reduced(self, node: Node) -> None:
         """P9."""
         backward = self.schedule.backward
@@ -519,19 +489,6 @@ class Recorder:
             elif verb == "release":
                 assert unit not in gathered, f"P8: {unit} is gathered for nothing: {self.log[: number + 1]}"
         return gathers
-
-    def gathered_for_nothing(self) -> int:
-        """Return how often a unit was released without having been shown since its gather."""
-        count = 0
-        gathered = set[str]()
-        for verb, unit in self.log:
-            if verb == "release" and unit in gathered:
-                count += 1
-            if verb == "gather":
-                gathered.add(unit)
-            else:
-                gathered.discard(unit)
-        return count
 
 
 # programs
@@ -677,19 +634,6 @@ def neighbours(program: Program) -> None:
         in_backward = runs.copy()
         in_backward[f"unit {labels[-1]}"] -= 1  # backward begins with it
         assert gathers == runs + in_backward + Counter(["root"])
-
-
-def other_order(program: Program) -> None:
-    """Steps that call other units in another order than the step before."""
-    count = unit_count(program)
-    other = [(begins, count - 1 - label) for begins, label in program]
-    half = program_of(((),) * count, range(count))
-    recorder = Recorder(count)
-    for each in (program, other, half, program, program):
-        recorder.log.clear()
-        step(recorder, each)
-        assert recorder.gathered_for_nothing() <= 1
-    recorder.require_overlap()
 
 
 def evaluations(program: Program) -> None:
@@ -959,17 +903,6 @@ def used_directly(program: Program) -> None:
             recorder.require_rest()
 
 
-def computed_again(program: Program) -> None:
-    """Checkpoints compute each of the root's calls again in backward, or all of them as backward begins."""
-    for again in ("each", "all"):
-        recorder = Recorder(unit_count(program))
-        for _ in range(2):
-            recorder.forward(program)
-            recorder.backward(again=again)
-            assert recorder.reductions() == recorder.expected(program)
-        assert recorder.most <= 2
-
-
 def reentrant(program: Program) -> None:
     """Some of the root's calls run in reentrant checkpoints: without gradients, and again in backward.
 
@@ -1014,7 +947,6 @@ PROPERTIES = (
     steps,
     keeping,
     neighbours,
-    other_order,
     evaluations,
     frozen,
     absent_gradients,
@@ -1025,7 +957,6 @@ PROPERTIES = (
     two_forwards,
     called_alone,
     used_directly,
-    computed_again,
     reentrant,
     backward_inside,
 )
