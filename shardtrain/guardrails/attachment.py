@@ -54,7 +54,7 @@ class Guardrails(Attachment):
     def attach(self) -> None:
         engine = self._engine
         check_optimizers()
-        initialization = Initialization(engine.units, engine.driver, engine.adopt_changes)
+        initialization = Initialization(engine)
         methods = {module: initialization.methods(module) for module in engine.module.modules()}
         for unit in engine.units:
             for module in unit.holders:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtrain.engine.driver import Driver
+from shardtrain.engine.hooks import Engine
 from shardtrain.engine.module_class import own_class
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Unit
@@ -44,15 +44,12 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Initialization:
-    """Whole parameters of one model while users initialize them. ``adopt``: adopts users' changes."""
+    """Whole parameters of one model while users initialize them."""
 
-    def __init__(self, units: Sequence[Unit], driver: Driver, adopt: Callable[[], None]) -> None:
-        self._units = units
-        self._params = set[nn.Parameter]()
-        for unit in units:
-            self._params.update(member.param for member in unit.members)
-        self._driver = driver
-        self._adopt = adopt
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._driver = engine.driver
+        self._params = {member.param for member in engine.members}
         self._is_under_way = False
 
     def methods(self, module: nn.Module) -> dict[str, Callable[..., Any]]:
@@ -96,9 +93,9 @@ class Initialization:
         if not self._driver.is_idle or self._is_under_way:
             yield
             return
-        self._adopt()
+        self._engine.adopt_changes()
         table = dict[nn.Parameter, tuple[Unit, ShardedParam]]()
-        for unit in self._units:
+        for unit in self._engine.units:
             table.update({member.param: (unit, member) for member in unit.members})
         inside = [table[param] for param in module.parameters() if param in table]
         units = {unit for unit, _ in inside}

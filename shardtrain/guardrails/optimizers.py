@@ -162,6 +162,27 @@ class Optimizers:
                     "an optimizer without state: call it before forward, or after the first step"
                 )
 
+    def enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Begin a step of ``optimizer``. Return its arguments, with closures that run outside of the step."""
+        self.begin_step(optimizer)
+        if len(args) == 1 and not kwargs:
+            return None
+
+        def outside(argument: Any) -> Any:
+            return partial(self._run_outside, optimizer, argument) if callable(argument) else argument
+
+        itself, *others = args
+        return (itself, *map(outside, others)), {name: outside(value) for name, value in kwargs.items()}
+
+    def _run_outside(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a user's ``closure``. If it raises, the step has ended."""
+        self.end_step(optimizer)
+        result = closure(*args, **kwargs)
+        self.begin_step(optimizer)
+        return result
+
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the code of ``optimizer`` step plain tensors, or pieces, until `end_step`.
 
@@ -182,9 +203,7 @@ class Optimizers:
         for outer in [outer for outer, step in self._stepping.items() if isinstance(step, list)]:
             self.end_step(outer)  # the rest of its step is made on pieces, too
         name = type(optimizer).__name__
-        known = weakref.ref(optimizer)
-        end = partial(_end_step, weakref.ref(self), known)
-        step = OptimizerStep(name, stepper.number, stepper.looked, end)
+        step = OptimizerStep(name, stepper.number, stepper.looked, _weakly(self.end_steps))
         stepper.looked = stepper.number
         for member in self._marked:
             _change_tensors(optimizer.state.get(member.param, {}), partial(_piece_of_state, member))
@@ -209,7 +228,7 @@ class Optimizers:
         for member in self._marked:
             _change_tensors(optimizer.state.get(member.param, {}), plain)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """End a step of ``optimizer``. If a base class has stepped in it, the rest was at rest."""
         step = self._stepping.get(optimizer)
         if isinstance(step, OptimizerStep):
@@ -236,9 +255,8 @@ class StepHooks:
     """
 
     def __init__(self, optimizers: Optimizers, optimizer: torch.optim.Optimizer) -> None:
-        known = weakref.ref(optimizers)
-        self._before = optimizer.register_step_pre_hook(partial(_begin_step, known)).id
-        self._after = optimizer.register_step_post_hook(partial(_after_step, known)).id
+        self._before = optimizer.register_step_pre_hook(_weakly(optimizers.enter)).id
+        self._after = optimizer.register_step_post_hook(_weakly(optimizers.after_step)).id
 
     def enclose(self, optimizer: torch.optim.Optimizer) -> None:
         """Have users' hooks of ``optimizer`` run before its step begins, or after it has ended."""
@@ -248,51 +266,16 @@ class StepHooks:
         after.move_to_end(self._after, last=False)
 
 
-@uncompiled
-def _begin_step(
-    known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> tuple[Any, Any] | None:
-    """Begin a step of ``optimizer``. Return its arguments, with closures that run outside of the step."""
-    optimizers = known()
-    if optimizers is None:
-        return None
-    optimizers.begin_step(optimizer)
-    if len(args) == 1 and not kwargs:
-        return None
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` so that what holds it does not hold a model. It does nothing once that is gone."""
+    known = weakref.WeakMethod(method)
 
-    def outside(argument: Any) -> Any:
-        return partial(_run_outside, optimizers, optimizer, argument) if callable(argument) else argument
+    @uncompiled
+    def call(*args: Any) -> Any:
+        bound = known()
+        return None if bound is None else bound(*args)
 
-    itself, *others = args
-    return (itself, *map(outside, others)), {name: outside(value) for name, value in kwargs.items()}
-
-
-def _run_outside(
-    optimizers: Optimizers,
-    optimizer: torch.optim.Optimizer,
-    closure: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call a user's ``closure``. If it raises, the step has ended."""
-    optimizers.end_step(optimizer)
-    result = closure(*args, **kwargs)
-    optimizers.begin_step(optimizer)
-    return result
-
-
-@uncompiled
-def _after_step(known: weakref.ref[Optimizers], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    optimizers = known()
-    if optimizers is not None:
-        optimizers.after_step(optimizer)
-
-
-def _end_step(known: weakref.ref[Optimizers], stepping: weakref.ref[torch.optim.Optimizer]) -> None:
-    optimizers = known()
-    optimizer = stepping()
-    if optimizers is not None and optimizer is not None:
-        optimizers.end_step(optimizer)
+    return call
 
 
 def _change_tensors(state: dict[str, Any], change: Callable[[Any], Any]) -> None:
