@@ -54,15 +54,25 @@ VIEWS = """
     reshape_as squeeze swapaxes swapdims t transpose unflatten unsqueeze view view_as view_as_complex
     view_as_real
     """
+# What describes a tensor by neither elements nor sizes, and what else describes it, or reads an attribute.
 DESCRIPTIONS = """
-    __delete__ __dir__ __format__ __get__ __repr__ __set__ _has_compatible_shallow_copy_type
-    _is_view backward dense_dim dim dim_order element_size get_device is_coalesced
-    is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
-    is_same_size is_set_to is_shared is_signed ndimension record_stream register_hook
-    register_post_accumulate_grad_hook retain_grad share_memory_ sparse_dim storage_offset
+    __dir__ __format__ __repr__ dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+    is_inference is_neg is_pinned is_shared is_signed ndimension register_hook
+    register_post_accumulate_grad_hook retain_grad share_memory_
     """
+OTHERWISE = """
+    __delete__ __get__ __set__ _has_compatible_shallow_copy_type _is_view backward dense_dim dim_order
+    is_coalesced is_distributed is_same_size is_set_to record_stream sparse_dim storage_offset
+    """
+# Right on a parameter at any time, by the name of the attribute: what tells neither elements nor sizes.
+ATTRIBUTES = """
+    _backward_hooks _base _grad _grad_fn _post_accumulate_grad_hooks _version data_ptr device dtype grad
+    grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu
+    itemsize layout name ndim output_nr requires_grad requires_grad_ retains_grad untyped_storage
+    """
+PASSING = frozenset((*ATTRIBUTES.split(), *DESCRIPTIONS.split()))
 # By these other packages' kernels read the memory of a tensor.
-_MEMORY = {"const_data_ptr", "data_ptr", "untyped_storage"}
+MEMORY = {"const_data_ptr", "data_ptr", "untyped_storage"}
 # What a piece tells of its sizes, which are those of what this rank has of the gradient.
 SIZES = ("shape", "size", "numel", "nelement", "stride")
 COUNTS = ("numel", "nelement")  # which are of the whole tensor, as a DTensor's
@@ -74,7 +84,7 @@ FUSED = """
     _amp_foreach_non_finite_check_and_unscale_ _amp_non_finite_check_and_unscale_ _fused_adagrad_ _fused_adam_
     _fused_adamw_ _fused_sgd_
     """
-_DESCRIBING = frozenset((*DESCRIPTIONS.split(), *FUSED.split()))
+_DESCRIBING = frozenset((*DESCRIPTIONS.split(), *OTHERWISE.split(), *FUSED.split()))
 _COMBINING = frozenset(ARITHMETIC.split())
 _NAMES = OPERATORS.split()
 _NAMES += [f"{prefix}{name}" for prefix, name in product("ri", _NAMES)]
@@ -173,7 +183,7 @@ def is_collective(func: Any) -> bool:
 
 def reads_memory(func: Any) -> bool:
     """Return whether ``func`` tells where a tensor's elements lie, to read them."""
-    return func.__name__ in _MEMORY
+    return func.__name__ in MEMORY
 
 
 def _plain_name(name: str) -> str:

@@ -26,23 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import torch_private
-from shardtrain.pieces.functions import COUNTS, changes_in_place, name_of
+from shardtrain.pieces.functions import COUNTS, MEMORY, PASSING, changes_in_place, name_of
 from shardtrain.pieces.part import Part
 from shardtrain.pieces.piece import Owners, Piece, uncompiled
 
-# Attributes and methods that tell neither elements nor sizes.
-_DESCRIBING = """
-    _backward_hooks _base _grad _grad_fn _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu
-    is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize layout name
-    ndim output_nr requires_grad retains_grad
-    __dir__ __format__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous
-    is_floating_point is_inference is_neg is_pinned is_shared is_signed ndimension register_hook
-    register_post_accumulate_grad_hook requires_grad_ retain_grad share_memory_
-    untyped_storage
-    """
-PASSING = frozenset(_DESCRIBING.split())
 _SIZES = ("shape", "size", "stride", "__len__", "nbytes")  # plain numbers, of the shard
-_MEMORY = ("data_ptr", "untyped_storage")  # by which kernels of other packages read elements
 
 _unasked: Any = torch_private.disabled_torch_function_impl
 _GRAD: Any = Tensor.grad
@@ -155,7 +143,7 @@ class PieceParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         use = _name_of_use(func)
-        if use in PASSING and not (use in _MEMORY and _is_stepped(args[0])):
+        if use in PASSING and not (use in MEMORY and _is_stepped(args[0])):
             return _unasked(func, (), args, kwargs)
         shown = [
             leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, PieceParameter)
