@@ -56,7 +56,7 @@ NAMES = {
     ),
     "torch._C:_disabled_torch_function_impl": Row(
         "to ask a parameter that shows a shard without asking its class",
-        "test_closed.py::test_what_tells_no_size_of_a_closed_unit_s_parameter_is_right",
+        "test_uncalled_units.py::test_what_tells_no_size_of_a_closed_unit_s_parameter_is_right",
         "DisableTorchFunctionSubclass, which takes three times as long",
     ),
     "torch._C._autograd:_profiler_enabled": Row(
