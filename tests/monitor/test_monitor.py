@@ -1,7 +1,6 @@
 """What a run reports on the console, in files and in tables, how it is measured; slow ranks; profiles."""
 
 import contextlib
-import datetime
 import io
 import json
 import os
@@ -20,9 +19,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from shardtrain import clip_grad_norm_, comm, introspect, torch_private
-from shardtrain.comm import trace
-from shardtrain.comm.trace import GATHER, count, waiting
+from shardtrain import clip_grad_norm_, comm, torch_private
+from shardtrain.comm.trace import GATHER, count
 from shardtrain.config.config import Config
 from shardtrain.config.format import MIB
 from shardtrain.data import Batch
@@ -38,8 +36,6 @@ from shardtrain.monitor.watch import Watch
 from shardtrain.train.steps import BaseTrainer
 
 from pool import each_rank, ended, once
-from small import Block, OddNet, sgd, shard
-from small import train as steps_of
 from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
 SCALARS = {
@@ -79,11 +75,8 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (result["acc1/val"], result["best/acc1"], result["loss/train"]) == (98.5, 98.5, 0.5)
     assert (result["parameters"], result["best/step"]) == (4_154, 1)
     assert result["command"] == shlex.join(sys.argv)
-    assert abs(datetime.datetime.fromisoformat(result["started"]).timestamp() - time.time()) < 600
-    assert result["commit"] is None or re.fullmatch("[0-9a-f]{40}", result["commit"])
     assert {"torch", "torchvision", "python"} <= set(result["versions"])
-    saved = OmegaConf.load(tmp_path / "a/run/config.yaml")
-    assert (saved.model.num_classes, saved.model.in_channels, saved.model.image_size) == (10, 1, 8)
+    assert OmegaConf.load(tmp_path / "a/run/config.yaml").model.num_classes == 10
     log = (tmp_path / "a/run/log.txt").read_text()
     assert "loss/train 0.5" in log
     assert "finished  step 1" in log
@@ -93,7 +86,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "finished" in output
 
 
-# Trains on a disk that is full after step 1, has room from step 3 to 6, and again from step 9 on.
+# Trains on a disk that is full after step 1, or at the start, and has room from step 9 on.
 FULL_DISK = """
 import contextlib, ctypes, os, shutil, sys
 from shardtrain.checkpoint.store import Store
@@ -113,10 +106,10 @@ def fill():
 
 def step_and_more(monitor, step, report=Monitor.step):
     report(monitor, step)
-    if step in (3, 9):
-        os.remove("disk/filler")
-    elif step in (1, 6):
+    if step == 1:
         fill()
+    elif step == 9:
+        os.remove("disk/filler")
 
 def save_and_finish(store, *args, save=Store.save, **keywords):
     save(store, *args, **keywords)
@@ -124,8 +117,8 @@ def save_and_finish(store, *args, save=Store.save, **keywords):
 
 Monitor.step = step_and_more
 Store.save = save_and_finish
-if 'full' in sys.argv[1:]:
-    sys.argv.remove('full')
+if "full" in sys.argv[1:]:
+    sys.argv.remove("full")
     fill()
 launcher.run(train)
 shutil.copytree("disk/run", "run")
@@ -133,34 +126,22 @@ shutil.copytree("disk/run", "run")
 
 
 @pytest.mark.long
-def test_a_disk_that_is_full_at_the_start_is_a_mistake(tmp_path: Path) -> None:
+def test_a_disk_full_at_the_start_is_a_mistake_and_a_run_goes_on_while_it_is_full(tmp_path: Path) -> None:
     (tmp_path / "disk/run").mkdir(parents=True)
     (tmp_path / "full.py").write_text(FULL_DISK)
-    done = ended(1, "full.py", "full", "+recipe=resnet", *TINY, "run.dir=disk/run", folder=tmp_path)
+    words = ("+recipe=resnet", *TINY, "train.log_every=1", "checkpoint.every_steps=2", "run.dir=disk/run")
+    refused = ended(1, "full.py", "full", *words, folder=tmp_path)
+    done = ended(1, "full.py", *words, folder=tmp_path)
     if done.codes == [77]:
         pytest.skip("mounts need root")
-    assert (done.codes, "step  " in done.output) == ([2], False), done.output
-    assert "error: run.dir=disk/run: " in done.errors
-    assert "No space left on device" in done.errors
-    assert done.errors.count("\n") == 1
-
-
-@pytest.mark.long
-def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "full.py").write_text(FULL_DISK)
-    steps = ("train.log_every=1", "checkpoint.every_steps=2")
-    done = ended(1, "full.py", "+recipe=resnet", *TINY, *steps, "run.dir=disk/run", folder=tmp_path)
-    if done.codes == [77]:
-        pytest.skip("mounts need root")
-    assert (done.codes, done.errors.count("\n")) == ([0], 1), done.errors
-    assert re.fullmatch(r"warning: .*No space left on device.*; training continues\n", done.errors)
-    for step, newest in ((2, "there is none"), (8, "the latest is of step [45]")):
-        failed = f"step-{step:08} was not saved: .*No space left on device; {newest}; training continues"
-        assert re.search(failed, done.output)
+    full = "No space left on device"
+    assert (refused.codes, done.codes) == ([2], [0]), done.errors
+    assert re.fullmatch(f"error: run.dir=disk/run: .*{full}.*\n", refused.errors)
+    assert re.fullmatch(f"warning: .*{full}.*; training continues\n", done.errors)
+    failed = f"step-00000002 was not saved: .*{full}; there is none; training continues"
+    assert re.search(failed, done.output)
     assert (tmp_path / "run/checkpoints/step-00000010/manifest.json").exists()
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "finished"
-    assert "step 10  loss/train" in (tmp_path / "run/log.txt").read_text()
     points = events_of(tmp_path / "run").Scalars("loss/train")
     assert [point.step for point in points] == [*range(1, 11)]
 
@@ -196,13 +177,22 @@ def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (console.left(1), console.left(3)) == ("2:30:00", "0:16:40")
 
 
-def test_scores_of_the_average_are_printed_beside_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_has_the_average_beside_the_best_and_where_the_time_went(capsys: Any) -> None:
     evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0))
     writers.Console(FOUR).log(4, evaluation.scalars())
     assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
+    with patch("time.perf_counter", lambda: 110.0):
+        spent = Spent(since=100.0, steps=50, images=600)
+        spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
+        found = judge(spent)
+    assert sum(found["spent_s"].values()) == 10
     best = {tags.best(tags.VAL_ACC1): 20.0, tags.BEST_STEP: 4, "run_dir": "here"}
-    table = end_table({"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best})
-    assert "average   loss 1.0000, acc1 20.00 %, best acc1 20.00 % at step 4" in table
+    told = end_table(
+        {"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best, **found}
+    )
+    assert "average   loss 1.0000, acc1 20.00 %, best acc1 20.00 % at step 4" in told
+    assert "speed     60 img/s over all" in told
+    assert "time      data 60 %, forward 10 %, exposed communication 10 %, the rest 20 %" in told
 
 
 def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> None:
@@ -242,36 +232,6 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
         metrics.report(7, ONE)
 
 
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_traffic_is_that_of_the_steps_that_were_metered() -> None:
-    """A run that resumes on as many ranks, or on fewer, has metered none of the steps before."""
-    job, _ = build(configure(*SHORT), comm.rank(), comm.world_size(), CPU)
-    for ranks in (2, 4):
-        before = StepMetrics(job)
-        after = StepMetrics(job)
-        step_of(before, TWO)
-        after.restore(before.state(), ranks)
-        step_of(after, TWO)
-        assert after.report(2, ONE).scalars["system/all_gather_mib_per_step"] == 1
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
-def test_the_peak_is_that_of_the_run() -> None:
-    """Jobs of a sweep share a process."""
-    job, _ = built()
-    large = torch.ones(400 * MIB, dtype=torch.uint8)  # the kernel's count is off by up to a MiB per core
-    del large
-    first = StepMetrics(job)
-    second = StepMetrics(job)
-    step_of(first, TWO)
-    peak = first.report(1, ONE).scalars["system/peak_mib"]
-    second.start()
-    step_of(second, TWO)
-    assert second.report(1, ONE).scalars["system/peak_mib"] < peak - 100
-
-
 def printed(terminal: bool, width: int = 200) -> list[str]:
     """Return the lines that stand on the screen after reports, a text, and a failure with its traceback."""
     output = io.StringIO()
@@ -301,19 +261,6 @@ def test_a_report_overwrites_the_one_before_on_a_terminal_alone() -> None:
     assert lines == [steps[1], steps[2], "said", steps[3], "Traceback", steps[4]]
     narrow = printed(terminal=True, width=20)
     assert narrow[:3] == ["said", steps[3][:19], "Traceback"]
-
-
-def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
-    with patch("time.perf_counter", lambda: 110.0):
-        spent = Spent(since=100.0, steps=50, images=600)
-        spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
-        found = judge(spent)
-    assert found["run_img_per_s"] == 60
-    assert sum(found["spent_s"].values()) == 10
-    assert found["time"] == "data 60 %, forward 10 %, exposed communication 10 %, the rest 20 %"
-    table = end_table({"status": "finished", "step": 50, "seconds": 10.0, "run_dir": "there", **found})
-    assert "speed     60 img/s over all" in table
-    assert "time      data 60 %, forward 10 %" in table
 
 
 def rows(*busy_ms: dict[str, float]) -> list[dict[str, float]]:
@@ -356,60 +303,10 @@ def test_a_planted_slow_rank_is_found_with_its_phase() -> None:
 # torch's profiler
 
 
-def ranges_of(path: Path) -> list[tuple[str, float, float]]:
-    """Return the named ranges of a trace that torch's profiler wrote: name, start and end, by start."""
+def ranges_of(path: Path) -> list[str]:
+    """Return the names of the ranges of a trace that torch's profiler wrote."""
     events = json.loads(path.read_text())["traceEvents"]
-    named = [event for event in events if event.get("cat") == "user_annotation"]
-    return sorted(
-        ((event["name"], event["ts"], event["ts"] + event["dur"]) for event in named),
-        key=lambda entry: entry[1],
-    )
-
-
-@each_rank(2)
-def test_gathers_computation_reductions_and_waits_carry_unit_names(tmp_path: Path) -> None:
-    model = shard(OddNet(), units=[Block])
-    optimizer = sgd(model)
-    steps_of(model, optimizer, steps=2)
-    with torch.profiler.profile(acc_events=True) as profiled:
-        steps_of(model, optimizer, steps=1, start=2)
-    steps_of(model, optimizer, steps=1, start=3)
-    path = tmp_path / f"{comm.rank()}.json"
-    profiled.export_chrome_trace(str(path))
-    ranges = ranges_of(path)
-    units = ["blocks.0", "blocks.1", "blocks.2", "the root"]
-    names = {kind: [] for kind in ("forward", "backward", "gather", "reduce", "wait")}
-    for name, _, _ in ranges:
-        kind, _, unit = name.partition(" ")
-        names.get(kind, []).append(unit)
-    for kind in ("forward", "backward", "reduce"):
-        assert sorted(names[kind]) == units
-    assert sorted(names["gather"]) == ["blocks.0", *units]
-    assert {"reduce_scatter of blocks.1", "fence of the model"} <= {*names["wait"]}
-    waits_for_gathers = not introspect(model).transport.in_place
-    assert ("all_gather of blocks.0" in names["wait"]) == waits_for_gathers
-    starts = {name: start for name, start, _ in ranges}
-    ends = {name: end for name, _, end in ranges}
-    assert ends["forward blocks.0"] < starts["forward blocks.1"]
-    assert ends["backward blocks.1"] < starts["reduce blocks.1"]
-    assert starts["forward the root"] < starts["forward blocks.0"]
-    assert ends["forward blocks.2"] < ends["forward the root"]
-    assert starts["backward the root"] < starts["backward blocks.2"]
-    assert not trace._ranges
-
-
-def test_ranges_outside_of_a_profile_are_dropped(tmp_path: Path) -> None:
-    trace.begin("gather", "before")
-    with torch.profiler.profile(acc_events=True) as profiled:
-        trace.end("gather", "before")
-        trace.begin("gather", "a")
-        trace.end("gather", "b")
-        trace.begin("gather", "after")
-    trace.end("gather", "after")
-    trace.end("gather", "a")
-    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
-    assert "gather before" not in [name for name, _, _ in ranges_of(tmp_path / "trace.json")]
-    assert not trace._ranges
+    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
 def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_path: Path) -> None:
@@ -421,11 +318,11 @@ def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_pa
         f"steps-{first}-{first + 2}-rank{rank}.json" for first in (2, 5) for rank in range(2)
     ]
     for rank in range(2):
-        names = [name for name, _, _ in ranges_of(tmp_path / f"traces/steps-5-7-rank{rank}.json")]
+        names = ranges_of(tmp_path / f"traces/steps-5-7-rank{rank}.json")
         assert names.count("train step") == 3
-        for kind in ("gather", "forward", "backward", "reduce"):
-            assert names.count(f"{kind} the root") == 3, kind
-        assert "phase data" in names
+        for kind in ("gather", "forward", "backward", "reduce", "phase", "wait"):
+            own = {"phase": "data", "wait": "fence of the model"}.get(kind, "the root")
+            assert names.count(f"{kind} {own}") >= 3, kind
     log = (tmp_path / "log.txt").read_text()
     assert f"steps 5 to 7 are in {tmp_path}/traces/steps-5-7-rank*.json (for ui.perfetto.dev)" in log
 
@@ -445,15 +342,6 @@ def test_a_profile_is_written_when_training_ends_first_and_dropped_when_it_fails
     assert not torch_private.profiler_enabled()
 
 
-def test_a_meter_that_is_open_for_long_stays_small() -> None:
-    with comm.meter() as meter:
-        for _ in range(500):
-            with waiting(GATHER, "the unit", CPU):
-                pass
-    assert list(meter.exposed()) == [comm.WaitKey("all_gather", "the unit")]
-    assert len(meter._seconds) + len(meter._moments) == 1
-
-
 # what TensorBoard is given, read back from the event files; and whether it is true
 
 
@@ -464,39 +352,24 @@ TAGS = {  # of the public interface
     *("system/params_mib", "system/grads_mib", "system/optimizer_mib", "system/gathered_peak_mib"),
     "system/peak_mib",
 }
-FACTS = {
-    "command": "train",
-    "model": "m",
-    "parameters": 1,
-    "world_size": 1,
-    "device": "cpu",
-    "steps": 9,
-    "steps_per_epoch": 2,
-}
+FACTS = {"command": "train", "model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 
 
 finished = once(run)
 
 
-@pytest.mark.long
-def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> None:
-    events = events_of(finished)
-    result = json.loads((finished / "result.json").read_text())
-    assert set(events.Tags()["scalars"]) >= TAGS
-    for tag in TAGS:
-        assert events.Scalars(tag)[-1].value == pytest.approx(result[tag], rel=1e-6), tag
-    assert [event.step for event in events.Scalars("loss/train")] == [5, 10]
-    groups = sorted({tag.partition("/")[0] for tag in events.Tags()["scalars"]})
-    assert " ".join(groups) == "acc1 balanced best grad_norm loss lr recall system"
-    assert "acc5/val" not in events.Tags()["scalars"]  # of ten classes
-
-
-def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finished: Path) -> None:
+def test_a_run_is_one_file_with_all_tags_hyperparameters_texts_and_pictures(finished: Path) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     assert len(list(finished.rglob("events.out.tfevents.*"))) == 1
     events = events_of(finished)
+    result = json.loads((finished / "result.json").read_text())
+    for tag in TAGS:
+        assert events.Scalars(tag)[-1].value == pytest.approx(result[tag], rel=1e-6), tag
+    groups = sorted({tag.partition("/")[0] for tag in events.Tags()["scalars"]})
+    assert " ".join(groups) == "acc1 balanced best grad_norm loss lr recall system"
+    assert "acc5/val" not in events.Tags()["scalars"]  # of ten classes
     config = configure(*TINY)
     data = [HParamsPluginData.FromString(each) for each in events.PluginTagToContent("hparams").values()]
     experiment = next(each.experiment for each in data if each.HasField("experiment"))
@@ -529,12 +402,10 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     )
     assert plain.keys() == other.keys()
     assert (plain["train.clip_grad_norm"], other["train.clip_grad_norm"]) == ("none", 1.0)
-    affine = "_target_ shardtrain.recipes.augment.Affine, rotate 10.0, zoom 0.08, shift 0.09"
-    assert (plain["augment"], other["augment"]) == ("none", affine)
+    assert (plain["augment"], other["augment"].split(",")[1]) == ("none", " rotate 10.0")
     keys = ("seed=0", "optim.weight_decay=0.5", "sched.warmup_epochs=1.5", "augment.pad=1", "model.heads=3")
     swept = [writers.hyperparameters(configure(*TINY, "augment=photo", key), FACTS) for key in keys]
     assert all(row != swept[0] for row in swept[1:])
-    assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == (False, True)
 
 
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
@@ -566,9 +437,8 @@ def test_grids_show_pixels_as_they_were() -> None:
     start = pictures.GAP
     centres = [page[start + tile // 2, start + index * (tile + start) + tile // 2] for index in range(3)]
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
-    below = page[start + tile :]
-    ink = [below[:, start + index * (tile + start) :][:, : tile + start].min() for index in range(4)]
-    assert [dark < 100 for dark in ink] == [True, False, True, False]
+    ink = [page[start + tile :, start + 84 * index :][:, :84].min() < 100 for index in range(4)]
+    assert ink == [True, False, True, False]
     two = 2 * (tile + 2 * pictures.LINE + start) + start
     for side, scale in ((8, 1), (tile + 1, 2)):
         zeros = torch.zeros(5, 2, side, side)
