@@ -7,6 +7,7 @@ memory by kind over the operations of one step, and when another step computes a
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 import shardtrain
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
+ROUNDS = 8
 COLORS = ("#123c69", "tab:cyan", "tab:purple", "tab:orange", "tab:green", "0.7")
 PHASES = {"forward": "activations", "backward": "gradients"}  # and the kind of what operations make there
 
@@ -56,8 +58,8 @@ class Memory(TorchDispatchMode):
         return result
 
 
-def observed(wrap: Any) -> tuple[Memory, list[Any]]:
-    """Return the memory of the second step, and the profiler's events of the third."""
+def observed(wrap: Any) -> tuple[Memory, Callable[[], None]]:
+    """Return the memory of the second step, and a function that takes another step."""
     torch.manual_seed(0)
     model = wrap(torchvision.models.resnet18(num_classes=10))
     memory = Memory()
@@ -81,9 +83,27 @@ def observed(wrap: Any) -> tuple[Memory, list[Any]]:
         module.register_forward_pre_hook(lambda it, _: memory.see([*it.parameters(False)], "gathered", True))
     with memory:
         step()
-    with profile() as seen:
-        step()
-    return memory, list(seen.events())
+    return memory, step
+
+
+def length(events: list[Any]) -> float:
+    """Return the microseconds from the first event to the last one's end."""
+    ranges = [event.time_range for event in events]
+    return float(max(each.end for each in ranges) - min(each.start for each in ranges))
+
+
+def shortest(*steps: Callable[[], None]) -> list[list[Any]]:
+    """Return the profiler's events of the shortest of `ROUNDS` runs of each step.
+
+    The steps take turns, since other programs disturb some runs.
+    """
+    runs: list[list[list[Any]]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for own, step in zip(runs, steps, strict=True):
+            with profile() as seen:
+                step()
+            own.append([*seen.events()])
+    return [min(own, key=length) for own in runs]
 
 
 def draw(title: str, memory: Memory, events: list[Any], above: Any, below: Any) -> None:
@@ -106,9 +126,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     figure = Figure(figsize=(12, 6.5), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 2, sharey="row", height_ratios=(5, 1))
-    draw("mini.py", *observed(mini.shard), above[0], below[0])
-    engine = partial(shardtrain.shard, units="blocks", transport="process_group")
-    draw("the engine", *observed(engine), above[1], below[1])
+    of_mini, step_of_mini = observed(mini.shard)
+    of_engine, step_of_engine = observed(partial(shardtrain.shard, units="blocks", transport="process_group"))
+    events = shortest(step_of_mini, step_of_engine)
+    draw("mini.py", of_mini, events[0], above[0], below[0])
+    draw("the engine", of_engine, events[1], above[1], below[1])
     above[0].legend(title="MiB of rank 0", loc="upper left", fontsize=8, reverse=True)
     if dist.get_rank() == 0:
         Path("outputs/beside").mkdir(parents=True, exist_ok=True)
