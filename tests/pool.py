@@ -265,6 +265,12 @@ def by_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
 
 def _program(command: list[str], folder: str, said: str, environment: dict[str, str]) -> None:
     gc.freeze()  # as above
+    import torch
+
+    # Torch is imported already, and so it has not read the variable: two ranks of two threads each took
+    # minutes on two busy cores.
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
