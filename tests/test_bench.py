@@ -3,11 +3,7 @@
 import functools
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +14,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
-from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.config.errors import UserError
 from shardtrain.launch.ranks import RankInfo, choose_device
@@ -28,7 +23,7 @@ import memory
 import steps
 from compared import compared, losses_agree, ratios, table
 from contenders import TITLES, LeastWork
-from pool import each_rank, ended, forkserver
+from pool import ended, forkserver
 from rounds import Samples, interleave
 from settings import read
 from simulated_device import SimulatedDevice
@@ -102,22 +97,6 @@ def test_the_order_rotates() -> None:
     runners = {name: lambda _, name=name: torch.tensor(order.append(name) or 0.0) for name in "abc"}
     interleave(runners, {name: Samples() for name in "abc"}, CPU, warmup=1, rounds=3, title="")
     assert "".join(order) == "abcbcacababc"
-
-
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_a_failure_on_one_rank_takes_the_contender_out_on_all() -> None:
-    def fragile(number: int) -> torch.Tensor:
-        if number == 1 and comm.rank() == 1:
-            raise RuntimeError("only here\nand more")
-        return torch.tensor(float(comm.rank()))
-
-    samples = {"a": Samples(), "b": Samples()}
-    runners = {"a": fragile, "b": lambda number: torch.tensor(float(number + comm.rank()))}
-    interleave(runners, samples, CPU, warmup=1, rounds=2, title="")
-    assert (samples["a"].failure, samples["a"].losses) == ("RuntimeError: only here", [0.5])
-    assert samples["b"].losses == [0.5, 1.5, 2.5]
-    assert [len(samples[name].values) for name in "ab"] == [0, 2]
 
 
 LINES = BENCH.with_name("bench_mistakes.txt").read_text().splitlines()
@@ -256,20 +235,3 @@ def test_memory_of_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(contender["losses"]) == 5
     assert contender["ratios"]["ddp"]["median"] == 1.0
     assert TITLES["ddp"] in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
-    words = "model=tiny", "rounds=100000", "warmup=0", "contenders=[fsdp2,ddp]", "device=cpu", "out=x.json"
-    command = [sys.executable, str(BENCH / "steps.py"), *words]
-    environment = os.environ | ONE_THREAD
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as bench:
-        try:
-            next(line for line in bench.stdout if line.startswith("tiny@8×2  round 2/"))
-            bench.send_signal(signal.SIGINT)
-            bench.communicate(timeout=300)
-        finally:
-            bench.kill()
-    assert bench.returncode == 130
-    contenders = result(tmp_path / "x.json")
-    assert 2 <= len(contenders["ddp"]["values"]) < 100_000

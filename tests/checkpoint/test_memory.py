@@ -276,16 +276,19 @@ def test_only_a_directory_of_this_user_is_taken(place: Path) -> None:
         made.unlink() if made.is_symlink() or made.is_file() else shutil.rmtree(made)
 
 
-@pytest.mark.parametrize("at", ["_is_private", "_open_lock"])
-def test_memory_that_is_removed_while_it_is_taken_is_made_again(place: Path, at: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "after"), [("_is_private", False), ("_open_lock", False), ("_open_lock", True)]
+)
+def test_memory_that_is_removed_while_it_is_taken_is_made_again(place: Path, at: str, after: bool) -> None:
     usual = getattr(memory, at)
     calls = list[Path]()
 
     def removed_first(directory: Path) -> Any:
         calls.append(directory)
+        result = usual(directory) if after else None
         if len(calls) == 1:
-            directory.rmdir()
-        return usual(directory)
+            shutil.rmtree(directory)
+        return result if after else usual(directory)
 
     with patch.object(memory, at, removed_first):
         made, lock = memory.claim(place / "run")

@@ -642,29 +642,6 @@ def test_a_backward_is_told_by_its_forward() -> None:
     assert text.startswith("forward 1: ranks 0 and 1 take different paths")
 
 
-@pytest.mark.long
-@each_rank(3, transport="auto")
-def test_a_rank_that_is_late_hears_that_others_differ(tmp_path: Path) -> None:
-    """They have raised and closed their connections before it comes to where they differ."""
-    with patch.object(reports, "GRACE_S", 0.5):
-        transport = comm.open_transport()
-        layout = even([6], transport.world, 1)
-        comm.set_time_out(timedelta(seconds=10))
-
-        def gather_twice() -> None:
-            if is_last():
-                until(lambda: len([*tmp_path.iterdir()]) == 2)
-            for name in ("first", "other" if transport.rank == 1 else "second"):
-                flat = Vector(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
-                moving.append(transport.gather(name, [flat]))
-            moving[0].wait()
-
-        moving: list[comm.Pending] = []
-        text = raised_soon(comm.Diverged, gather_twice)
-    (tmp_path / f"{transport.rank}").touch()
-    assert "rank 1 is gathering other" in text
-
-
 @each_rank(2, transport="each")
 def test_ranks_that_fail_together_receive_each_other_s_last_reports() -> None:
     """Neither waits until the time for that is over, which is longer than a test may take."""

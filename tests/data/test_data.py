@@ -416,10 +416,7 @@ def test_a_data_set_of_ones_own() -> None:
     assert (len(split.train), len(split.val), split.test) == (8, 2, None)
     assert (split.preprocessing.mean, split.preprocessing.std) == ((0.5, 0.5), (0.25, 0.5))
     for keys, message in (
-        (
-            ["data.what=one"],
-            "expected a training set and a validation set; None for the second needs data.val",
-        ),
+        (["data.what=one"], "expected a training set and a validation set; None for the second needs data.v"),
         (["data.what=three"], "expected a training set and a validation set"),
         (["data.wat=one"], r"unknown key data.wat; did you mean what\? \(valid: what, image_size\)"),
         (["data.mean=[1,1,1]"], r"data.mean=\[1.0, 1.0, 1.0\]: expected one value, or 2, one per channel"),
@@ -612,10 +609,7 @@ except ValueError as error:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (
-            "lambda",
-            r"data.workers=2: a worker cannot hand over a batch: .*pickle.*; make .* loads without work",
-        ),
+        ("lambda", r"data.workers=2: a worker cannot hand over a batch: .*pickle.*; make .* loads without w"),
         pytest.param(
             "read",
             r"data.workers=2: no batch has come for 1 s: a worker waits for its files, or has lost the bat",

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from torchvision import models
 
 import shardtrain
 from shardtrain import data
@@ -118,31 +117,12 @@ def test_an_export_answers_for_small_grey_images_resized(tmp_path: Path, name: s
         assert plain_answer(tmp_path / "x.safetensors", tmp_path / "digit.png") == printed
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["vit_b_32", "googlenet"])
-def test_a_model_of_torchvisions_is_called_as_torchvision_does(name: str) -> None:
-    config = composed(f"model={name}", "data=fake", "data.image_size=64")
-    _, _, model, inference = trained(config, on="meta")
-    assert inference.model.target == f"torchvision.models.{name}"
-    assert inference.model.changes == {}
-    with torch.device("meta"):
-        plain = models.get_model(name, weights=None, **inference.model.keywords)
-    shapes = {key: value.shape for key, value in plain.state_dict().items()}
-    assert shapes == {key: value.shape for key, value in model.state_dict().items()}
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            {"target": "os.system", "keywords": {"command": "touch planted"}},
-            r"only builders in .* are called",
-        ),
+        ({"target": "os.system", "keywords": {"command": "touch planted"}}, r"only builders in .* are calle"),
         ({"target": "mymodels.build"}, r"unless the command has allow=\[mymodels\]"),
-        (
-            {"changes": {"conv1": {"layer": "Linear"}}},
-            r"x.safetensors.json: 'Linear'; expected what shardtrain",
-        ),
+        ({"changes": {"conv1": {"layer": "Linear"}}}, r"x.safetensors.json: 'Linear'; expected what shardtr"),
         ({"keywords": {"classes": 3}}, r"x.safetensors.json: .*; expected what shardtrain.export writes"),
         ({"keywords": {"num_classes": 11}}, r"x.safetensors does not fit the model: fc.weight has shape"),
     ],

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -24,7 +23,6 @@ from urllib.error import URLError
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torchvision.datasets import CIFAR10
 
@@ -40,7 +38,6 @@ from shardtrain.launch.ranks import RankInfo, choose_device, cpu_threads, togeth
 from shardtrain.train.resume import Identity, find_start, identify, locked, run_directory
 
 from pool import each_rank, ended
-from small import until
 from tiny import ALONE, CPU, closed, composed, configure, context, refused
 
 
@@ -428,25 +425,6 @@ def test_hosts_that_are_started_with_different_settings_are_named() -> None:
         assert told == f"the command differs between ranks: {expected}"
     told = refused(launcher.require_same_command, configure(*["train.capture=true"] * comm.rank()))
     assert told.endswith("rank 1 has train.capture=True where rank 0 has train.capture=False")
-
-
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_a_time_out_is_shortened_in_every_group(tmp_path: Path) -> None:
-    """A rank whose peer does not come gives up, in groups that were given more at first: half an hour."""
-    groups = [dist.group.WORLD, dist.new_group()]
-    for group in groups:
-        dist.broadcast(torch.zeros(1), 0, group)
-    comm.set_time_out(timedelta(seconds=0.5))
-    if comm.rank() == 0:
-        until((tmp_path / "given up").exists)
-        return
-    for group in groups:
-        start = time.perf_counter()
-        with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
-            dist.broadcast(torch.zeros(1), 0, group)
-        assert time.perf_counter() - start > 0.4
-    (tmp_path / "given up").touch()
 
 
 @pytest.mark.parametrize("port", [None, "65536", "29500a", "in use"])

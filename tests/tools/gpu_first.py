@@ -45,7 +45,7 @@ from shardtrain import device as devices
 from shardtrain.comm import ProcessGroupTransport
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))  # a folder of scripts
-from contenders import BLOCKS, Contender, adamw, build
+from contenders import Contender, adamw, build
 from processes import run
 from steps import footprint
 
@@ -247,35 +247,20 @@ def resnet50() -> nn.Module:
     return torchvision.models.resnet50(num_classes=10)
 
 
-CONVOLUTIONS = "convolutions"
-TRANSFORMER = "transformer"
-SMALL_UNITS = "small units"
-CASES = {
-    CONVOLUTIONS: Case("resnet50@224×256", resnet50, 256, 224, 12),
-    TRANSFORMER: Case("vit_s/16@224×64", partial(vit, 12, 6, 384, 224, 16), 64, 224, 12),
-    SMALL_UNITS: Case("48 blocks of width 64@8×8", partial(vit, 48, 2, 64, 8, 4), 8, 8, 8),
-}
-DRY_CASES = {
-    CONVOLUTIONS: Case("resnet18@32×2", partial(torchvision.models.resnet18, num_classes=10), 2, 32, 2),
-    TRANSFORMER: Case("2 blocks of width 32@8×2", partial(vit, 2, 2, 32, 8, 4), 2, 8, 2),
-    SMALL_UNITS: Case("4 blocks of width 32@8×2", partial(vit, 4, 2, 32, 8, 4), 2, 8, 2),
-}
-
-
-def case_of(kind: str) -> Case:
-    return (DRY_CASES if DRY else CASES)[kind]
+CASES = [
+    Case("resnet50@224×256", resnet50, 256, 224, 12),
+    Case("vit_s/16@224×64", partial(vit, 12, 6, 384, 224, 16), 64, 224, 12),
+    Case("48 blocks of width 64@8×8", partial(vit, 48, 2, 64, 8, 4), 8, 8, 8),
+]
+DRY_CASES = [
+    Case("resnet18@32×2", partial(torchvision.models.resnet18, num_classes=10), 2, 32, 2),
+    Case("2 blocks of width 32@8×2", partial(vit, 2, 2, 32, 8, 4), 2, 8, 2),
+]
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None, **options: Any) -> Contender:
     shardtrain.shard(model, precision=Precision(dtype), units="blocks", **options)
     return Contender(model, adamw(model), contextlib.nullcontext)
-
-
-def with_compiled_blocks(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, BLOCKS):
-            module.compile()
-    return model
 
 
 def contenders(dtype: torch.dtype | None, over: str) -> dict[str, Callable[[nn.Module], Contender]]:
@@ -341,9 +326,9 @@ def compare(
 
 
 def figures(over: str) -> None:
-    for index, kind in enumerate(CASES):
-        case = case_of(kind)
-        share_s = seconds_left() / (len(CASES) - index)
+    cases = DRY_CASES if DRY else CASES
+    for index, case in enumerate(cases):
+        share_s = seconds_left() / (len(cases) - index)
         with noted(case.title):
             compare(f"{case.title} in bf16", case, contenders(torch.bfloat16, over), share_s)
 
@@ -356,37 +341,6 @@ def steps() -> None:
 def one_of_eight() -> None:
     """Rank 2 of 8 over torch's fake process group: memory, launches and time of the host beside FSDP2's."""
     figures("fake")
-
-
-def ways() -> None:
-    """What resharding, offload and fp32 cost: a ResNet-50 on one rank over NCCL."""
-    case = case_of(CONVOLUTIONS)
-    low = torch.bfloat16
-    over_nccl = {"transport": ProcessGroupTransport(dist.group.WORLD)}
-    forms = {
-        "shardtrain, even": partial(sharded, dtype=low, **over_nccl),
-        "shardtrain, kept": partial(sharded, dtype=low, reshard_after_forward=False, **over_nccl),
-        "shardtrain, offload": partial(sharded, dtype=low, offload=True, **over_nccl),
-        "shardtrain, fp32": partial(sharded, dtype=None, **over_nccl),
-    }
-    compare(f"{case.title}, ways", case, forms, seconds_left())
-
-
-def compiled() -> None:
-    """Blocks that are compiled before they are sharded, beside the plain model with compiled blocks."""
-    case = case_of(TRANSFORMER)
-    transport = ProcessGroupTransport(dist.group.WORLD)
-    ways = {
-        "plain": partial(build, "no_communication", precision="bf16", device=DEVICE),
-        f"shardtrain, {OVER}": partial(sharded, dtype=torch.bfloat16, transport=transport),
-    }
-
-    def make(way: Callable[[nn.Module], Contender], model: nn.Module) -> Contender:
-        return way(model if DRY else with_compiled_blocks(model))
-
-    forms = {name: partial(make, way) for name, way in ways.items()}
-    blocks = "blocks not compiled" if DRY else "compiled blocks"
-    compare(f"{case.title}, {blocks}", case, forms, seconds_left())
 
 
 def compiled_program() -> None:
@@ -482,8 +436,6 @@ PARTS = {  # the most important ones first
     "nccl": Part(nccl, 60, "nccl"),
     "gloo": Part(gloo, 70, "gloo", 2),
     "same_bits": Part(same_bits, 100),
-    "ways": Part(ways, 80, "nccl"),
-    "compiled": Part(compiled, 100, "nccl"),
     "compiled_program": Part(compiled_program, 120),
     "one_of_eight": Part(one_of_eight, 80, "fake"),
     "steps": Part(steps, 120, "nccl"),

@@ -208,18 +208,9 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ("train.batch_size=6", "the checkpoint was saved by a run with train.batch_size=12, this one has 6"),
         ("data.repeats=2", "the checkpoint was saved by a run with data.repeats=1, this one has 2"),
         ("seed=3", "was saved by a run with seed=0, this one has 3, so its place among the images"),
-        (
-            "optim.lr=0.5",
-            "optim.lr=0.002, this one has 0.5, and it has no step left to train; choose another",
-        ),
-        (
-            "augment.zoom=0.5 ema.decay=0.5 optim=sgd",
-            "ema.decay=0.9, this one has 0.5; augment.zoom=0.08, th",
-        ),
-        (
-            "resume={1} train.label_smoothing=0.1",
-            "train.label_smoothing=0.05, this one has 0.1, and it has no",
-        ),
+        ("optim.lr=0.5", "optim.lr=0.002, this one has 0.5, and it has no step left to train; choose anothe"),
+        ("augment.zoom=0.5 ema.decay=0.5 optim=sgd", "ema.decay=0.9, this one has 0.5; augment.zoom=0.08, t"),
+        ("resume={1} train.label_smoothing=0.1", "train.label_smoothing=0.05, this one has 0.1, and it has"),
         (
             "train.epochs=3 sched=constant",
             "sched=cosine, this one has constant; choose",
