@@ -7,7 +7,7 @@ message names the item, what it is and what was expected.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,25 +33,6 @@ class Expected(NamedTuple):
     classes: int | None = None  # None: not known yet
 
 
-def require_items(items: Any, name: str) -> None:
-    """Raise UserError unless ``items`` can be indexed and have a length above 0."""
-    indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
-    if not indexed or isinstance(items, Mapping | str):
-        kind = type(items).__name__
-        raise UserError(f"{name} is a {kind}, expected a data set with items[i] and len(items)")
-    if len(items) == 0:
-        raise UserError(f"{name} is empty")
-
-
-def pair_of(items: Any, index: int, name: str, expected: str) -> tuple[Any, Any]:
-    """Return ``items[index]``. Raises WrongItem unless it is a pair."""
-    item = items[index]
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise WrongItem(f"{name}: item {index} is a {type(item).__name__}, expected {expected}")
-    first, second = item
-    return first, second
-
-
 class Items(Batches):
     """A data set of the user's: ``items[i]`` are an image and its label.
 
@@ -66,7 +47,12 @@ class Items(Batches):
         name: what messages begin with. side: pixels of the squares that images are cropped to, after their
         shorter side is resized to it; 0: they stay as they are. expected: None at the first look.
         """
-        require_items(items, name)
+        indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
+        if not indexed or isinstance(items, Mapping | str):
+            kind = type(items).__name__
+            raise UserError(f"{name} is a {kind}, expected a data set with items[i] and len(items)")
+        if len(items) == 0:
+            raise UserError(f"{name} is empty")
         self.items = items
         self.name = name
         self.side = side
@@ -87,10 +73,17 @@ class Items(Batches):
 
     def read(self, index: int) -> tuple[Tensor, int]:
         """Return an image, uint8 [channels, height, width], and its label. Raises WrongItem."""
-        item = pair_of(self.items, index, self.name, "(image, label)")
+        item = self.pair(index, "(image, label)")
         image = self._pixels(item[0], f"{self.name}: image {index} is")
         label = self._label(item[1], f"{self.name}: the label of image {index} is")
         return image, label
+
+    def pair(self, index: int, expected: str) -> Any:
+        """Return an item. Raises WrongItem unless it is a pair."""
+        item = self.items[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise WrongItem(f"{self.name}: item {index} is a {type(item).__name__}, expected {expected}")
+        return item
 
     def _pixels(self, image: Any, subject: str) -> Tensor:
         """Return an image, uint8 [channels, height, width]."""
@@ -143,57 +136,42 @@ class Items(Batches):
         return number
 
 
-class Pairs(Batches):
+class Pairs(Items):
     """A data set of inputs and targets: each a tensor, an array or a number, of one shape and dtype.
 
     They may be drawn from torch's random numbers.
     """
 
-    random = True
-
     def __init__(self, items: Any, name: str, like: Pairs | None = None) -> None:
         """like: items are as the first one of these; None: as the first one here. name: as of `Items`."""
-        require_items(items, name)
-        self.items = items
-        self.name = name
+        super().__init__(items, name)
         targets = items.tensors[-1] if isinstance(items, TensorDataset) else getattr(items, "targets", None)
-        if isinstance(targets, list) and all(type(target) is int for target in targets):
-            targets = torch.tensor(targets)
-        is_known = isinstance(targets, Tensor | np.ndarray) and len(targets) == len(items)
-        self.labels = torch.as_tensor(targets).cpu() if is_known else None
-        self.kinds: list[str] = []  # of the first item: dtype and shape of input and target
-        self.kinds = [_kind(part) for part in self.read(0)] if like is None else like.kinds
-
-    def __len__(self) -> int:
-        return len(self.items)
+        if isinstance(targets, Tensor | np.ndarray | list) and len(targets) == len(items):
+            self.labels = torch.as_tensor(targets).cpu()
+        self.kinds: str = "" if like is None else like.kinds  # dtypes and shapes; "": not known yet
+        self.kinds = self.kinds or _kinds(self.tensors(0))
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        inputs, targets = zip(*map(self.read, indices), strict=True)
+        inputs, targets = zip(*map(self.tensors, indices), strict=True)
         return torch.stack(inputs), torch.stack(targets)
 
-    def read(self, index: int) -> tuple[Tensor, Tensor]:
+    def tensors(self, index: int) -> list[Tensor]:
         """Return an input and its target. Raises WrongItem if they are not as those of the first item."""
-        parts = pair_of(self.items, index, self.name, "(input, target)")
-        tensors = []
-        for what, value in zip(("input", "target"), parts, strict=True):
-            try:
-                tensors.append(torch.as_tensor(value))
-            except (TypeError, ValueError, RuntimeError):
-                kind = type(value).__name__
-                raise WrongItem(
-                    f"{self.name}: the {what} of item {index} is a {kind}, expected a tensor"
-                ) from None
-        kinds = [_kind(tensor) for tensor in tensors]
-        if self.kinds and kinds != self.kinds:
+        pair = self.pair(index, "(input, target)")
+        try:
+            tensors = [*map(torch.as_tensor, pair)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WrongItem(f"{self.name}: item {index}: {error}; expected tensors") from None
+        if self.kinds not in ("", kinds := _kinds(tensors)):
             raise WrongItem(
-                f"{self.name}: item {index} is {' and '.join(kinds)}, the first of the training set "
-                f"{' and '.join(self.kinds)}; pad or cut all to one shape"
+                f"{self.name}: item {index} is {kinds}, the first of the training set {self.kinds}; pad or "
+                "cut all to one shape"
             )
-        return tensors[0], tensors[1]
+        return tensors
 
 
-def _kind(part: Tensor) -> str:
-    return f"{str(part.dtype).removeprefix('torch.')} {[*part.shape]}"
+def _kinds(tensors: Sequence[Tensor]) -> str:
+    return " and ".join(f"{str(each.dtype).removeprefix('torch.')} {[*each.shape]}" for each in tensors)
 
 
 def _known_labels(items: Any, expected: Expected | None) -> Tensor | None:

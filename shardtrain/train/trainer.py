@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardtrain import data, torch_private
+from shardtrain import device as devices
 from shardtrain.config.command import Command, read_command
-from shardtrain.config.config import Config
-from shardtrain.config.errors import UserError
-from shardtrain.data import Batch
-from shardtrain.job.build import Job
-from shardtrain.job.given import build_given, configuration, sum_and_weight
+from shardtrain.config.config import Config, OwnData
+from shardtrain.config.errors import UserError, not_valid
+from shardtrain.config.target import GIVEN
+from shardtrain.data.items import Pairs
+from shardtrain.data.preprocessing import Preprocessing
+from shardtrain.job import tags
+from shardtrain.job.build import Job, length_of, name_and_sizes, seed_process, share_of, update_of
+from shardtrain.job.evaluation import Scores, Scoring, evaluate, table_rows
+from shardtrain.job.model import converted, shard_with_optimizer
+from shardtrain.job.scores import Results
 from shardtrain.job.step import mean_of
 from shardtrain.launch import launcher
 from shardtrain.launch.launcher import Context
@@ -24,6 +34,16 @@ from shardtrain.train.loop import Parts, train
 from shardtrain.train.steps import BaseTrainer, Hook
 
 EVENTS = ("before_fit", "after_step", "after_evaluation", "before_save", "at_end")
+# Keys of what images have, at the values that leave them out, and groups of which nothing is taken.
+LEFT_OUT: dict[str, Any] = {
+    "data.limit": None,
+    "data.repeats": 1,
+    "data.validation": 0,
+    "train.mixup": 0,
+    "train.cutmix": 0,
+}
+LEFT_OUT |= {"train.loss": "cross_entropy", "train.class_weights": None, "train.capture": False}
+NOT_HERE = ("model", "data", "augment", "monitor.scores")
 
 
 class Trainer(BaseTrainer):
@@ -50,6 +70,8 @@ class Trainer(BaseTrainer):
         self.val_set = val_set
         self._words = shlex.split(config)
         self._own_hooks = [*map(_hook_of, hooks)]
+        self._names: list[str] = []  # of the latest scores
+        self._weights: list[Tensor] = []  # of the losses of this step's micro-batches
 
     def fit(self) -> float | None:
         """Train; return the best score, of `train.best`. Raises SystemExit as the program exits."""
@@ -73,25 +95,57 @@ class Trainer(BaseTrainer):
 
     def _read(self, arguments: Sequence[str], speak: bool) -> Command | None:
         command = read_command(self._words, speak)
-        if command is None:
-            return None
-        if "train.label_smoothing" in command.words and type(self).loss is not Trainer.loss:
-            raise UserError(
-                "train.label_smoothing is of Trainer.loss, which the subclass overrides; leave it out"
-            )
-        return command._replace(config=configuration(command, self))
+        return command and command._replace(config=configuration(command, type(self.model).__name__))
 
     def _train(self, config: Config, context: Context) -> float | None:
         self.config = config
-        build = partial(build_given, self)
-        return train(config, context, Parts(build, self._begin, self._own_hooks))
+        return train(config, context, Parts(self._build, self._begin, self._own_hooks))
+
+    def _build(
+        self, config: Config, rank: int, world_size: int, device: torch.device, first_step: int
+    ) -> tuple[Job, Config]:
+        """Return the job after ``first_step`` steps, and ``config``. Collective."""
+        share = share_of(config, rank, world_size)
+        if share.virtual and devices.is_accelerator(device):
+            devices.choose_deterministic_kernels()
+        train = Pairs(self.train_set, "the training set")
+        val = Pairs(self.val_set, "the validation set", train)
+        name = type(self.train_set).__name__
+        pairs = data.DataSet(train, val, name, Preprocessing.of_arrays((), (), (), 0))
+        length = length_of(config, pairs, share)
+        optimizer = shard_with_optimizer(converted(self.model, config, device), config, device=device)
+        feed = partial(data.TrainFeed, train, share, data.ToDevice(device), workers=config.data.workers)
+        is_minimised = not getattr(self.score, "higher_is_better", True)
+        job = Job(
+            loss=self.loss,  # type: ignore[arg-type]  # what else uses it is refused
+            scoring=Scoring(task=self, is_minimised=is_minimised or config.train.best == tags.VAL_LOSS),
+            train=feed(seed=config.seed, steps=range(first_step, length[0])),
+            val=data.EvalFeed(val, share, data.ToDevice(device), config.data.workers),
+            test=None,
+            inference=None,
+            class_counts={},
+            labels_digest=pairs.labels_digest,
+            data_name=name_and_sizes(pairs),
+            forward_flops={},
+            **update_of(config, self.model, optimizer, device, first_step, length),
+        )
+        self._rehearse(job, val, config.train.best)
+        seed_process(device, config.seed, rank, first_step)
+        return job, config
+
+    def _rehearse(self, job: Job, val: Pairs, best: str) -> None:
+        """Evaluate one item, to find mistakes early. Raises UserError if no score is ``best``. Collective."""
+        inputs, targets = (part.to(job.device) for part in val[[0]])
+        batches = [data.Batch(inputs, targets, 1)] * len(table_rows(job.model))
+        known = evaluate(job.model, batches, job.scoring).ranking()
+        if best not in known:
+            raise not_valid(f"train.best={best}: no such score", best, known)
 
     def _begin(self, config: Config, job: Job, metrics: StepMetrics, monitor: Monitor) -> BaseTrainer:
         super().__init__(config, job, metrics, monitor)
-        self._weights: list[Tensor] = []  # of the losses of this step's micro-batches
         return self
 
-    def gradients(self, step: int, feed: Iterator[Batch], *, checked: bool = True) -> None:
+    def gradients(self, step: int, feed: Iterator[data.Batch], *, checked: bool = True) -> None:
         """Compute the gradients of the mean over all targets of the step. Collective.
 
         Micro-batches may have other weights, so each is first divided by its number of items.
@@ -103,15 +157,73 @@ class Trainer(BaseTrainer):
             if param.grad is not None:
                 param.grad.mul_(factor.to(param.grad.device))
 
-    def forward_backward(self, batch: Batch, of: int = 1, *, counts: bool = True) -> Tensor:
+    def forward_backward(self, batch: data.Batch, of: int = 1, *, counts: bool = True) -> Tensor:
         with self.metrics.phase("forward"):
-            total, weight = sum_and_weight(self, self.model(batch.images), batch.labels)
+            total, weight = self._sum_and_weight(self.model(batch.images), batch.labels)
         with self.metrics.phase("backward"):
             self.job.scaler.scale(total / (len(batch.labels) * of)).backward()  # type: ignore[no-untyped-call]
         if counts:
             self._weights.append(weight.double())
             self.metrics.add_sums(batch, total, weight)
         return total
+
+    def _sum_and_weight(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `loss` returns: 0-dim. Raises UserError for anything else."""
+        pair = self.loss(outputs, targets)
+        kind = type(pair).__name__
+        if isinstance(pair, tuple) and len(pair) == 2:
+            total, weight = (torch.as_tensor(value, device=targets.device) for value in pair)
+            if total.ndim == weight.ndim == 0:
+                return total, weight
+            kind = f"pair of tensors {[*total.shape]} and {[*weight.shape]}"
+        raise UserError(f"Trainer.loss returned a {kind}, expected two numbers: sum, and what divides it")
+
+    def sums(self, outputs: Any, batch: data.Batch) -> Tensor:
+        """Return the loss's sum and weight, and of each score its sum and count: float64 [columns]."""
+        valid = batch.valid or len(batch.labels)  # an empty batch is none that users think of
+        outputs = torch_private.tree_map(lambda part: part[:valid], outputs)
+        targets = batch.labels[:valid]
+        parts = [*self._sum_and_weight(outputs, targets)]
+        scores = self.score(outputs, targets)
+        if not isinstance(scores, Mapping) or not all(values.ndim for values in scores.values()):
+            raise UserError("Trainer.score: expected tensors by name, each with one number of each target")
+        for values in scores.values():
+            parts += [values.double().sum(), torch.tensor(values.numel())]
+        self._names = [*scores]
+        sums = torch.stack([part.to(targets.device, torch.float64) for part in parts])
+        return sums if batch.valid else torch.zeros_like(sums)
+
+    def scores_of(self, *totals: float) -> tuple[Scores, Results]:
+        """Return the means of `sums` over all targets."""
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        loss, *means = (total / count if count else math.nan for total, count in pairs)
+        numbers = dict(zip(self._names, means, strict=True))
+        scores = Scores(loss, numbers.pop("acc1", None), numbers.pop("acc5", None))
+        return scores, Results.nothing()._replace(numbers=numbers)
+
+
+def configuration(command: Command, model: str) -> Config:
+    """Return the configuration of ``command``, with a given model and given data in place of its own.
+
+    ``model``: the name of its class. Raises UserError for keys that these do not have.
+    """
+    config = command.config
+    for name, usual in LEFT_OUT.items():
+        group, _, key = name.partition(".")
+        value = getattr(getattr(config, group), key)
+        if value != usual:
+            said = "null" if usual is None else str(usual).lower()
+            raise UserError(f"{name}={value}: a Trainer's model and data are its own; say {name}={said}")
+    for name, word in command.words.items():
+        if name not in (*LEFT_OUT, "data.workers") and name.startswith(NOT_HERE):
+            raise UserError(f"{word}: a Trainer's model, data and scores are its own; leave the word out")
+    return replace(
+        config,
+        model={"_target_": GIVEN, "name": model},
+        data=OwnData(name="own", _target_=GIVEN, workers=config.data.workers, keywords={}),
+        augment={"_target_": None},
+        monitor=replace(config.monitor, scores=()),
+    )
 
 
 def _hook_of(own: Any) -> Hook:

@@ -302,7 +302,7 @@ class Unreduced(Trainer):
 
 class Number(Trainer):
     def score(self, outputs: Tensor, targets: Tensor) -> Any:
-        return (outputs.argmax(1) == targets).float().mean()
+        return {"score": (outputs.argmax(1) == targets).float().mean()}
 
 
 def items(*parts: Any) -> list[Any]:
@@ -319,10 +319,19 @@ LEAVE = "a Trainer's model, data and scores are its own; leave the word out"
         (Trainer, items(), "data.image_size=8", f"data.image_size=8: {LEAVE}"),
         (Trainer, items(), "augment=photo", f"augment=photo: {LEAVE}"),
         (Trainer, items(), "monitor.scores=[]", f"monitor.scores=[]: {LEAVE}"),
-        (Trainer, items(), "train.mixup=0.2", "train.mixup=0.2: a Trainer's model and data are its own, "),
-        (Trainer, items(), "+recipe=resnet50_imagenet_v2", "it; say data.repeats=1"),
-        (Trainer, items(), "debug=overfit", "data.limit=12: a Trainer's model and data are its own, without"),
-        (Sometimes, items(), "train.label_smoothing=0.1", "train.label_smoothing is of Trainer.loss"),
+        (
+            Trainer,
+            items(),
+            "train.mixup=0.2",
+            "train.mixup=0.2: a Trainer's model and data are its own; say ",
+        ),
+        (Trainer, items(), "+recipe=resnet50_imagenet_v2", "own; say data.repeats=1"),
+        (
+            Trainer,
+            items(),
+            "debug=overfit",
+            "data.limit=12: a Trainer's model and data are its own; say data.limit=null",
+        ),
         (Trainer, items(), "train.best=recall/val", "train.best=recall/val: no such score"),
         (Trainer, {}, "seed=0", "the training set is a dict, expected a data set with items[i]"),
         (Trainer, [], "seed=0", "the training set is empty"),
@@ -337,16 +346,16 @@ LEAVE = "a Trainer's model, data and scores are its own; leave the word out"
             Trainer,
             items((torch.zeros(3), "a")),
             "train.batch_size=13",
-            "the target of item 12 is a str, expect",
+            "training set: item 12: ",
         ),
-        (Mean, items(), "seed=0", "Trainer.loss returned a Tensor, expected two numbers: the sum of the los"),
+        (Mean, items(), "seed=0", "Trainer.loss returned a Tensor, expected two numbers: sum, and"),
         (
             Unreduced,
             items(),
             "seed=0",
-            "Trainer.loss returned a pair of tensors [1] and [], expected two numb",
+            "Trainer.loss returned a pair of tensors [1] and [], expected two",
         ),
-        (Number, items(), "train.best=score/val", "Trainer.score: score is one number, expected one of each"),
+        (Number, items(), "train.best=score/val", "Trainer.score: expected tensors by name, each with one n"),
     ],
 )
 @each_rank(1)
