@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import shardtrain
+from shardtrain.pieces.parameter import PieceParameter
 from shardtrain.plan.transport import Simulated
 
 from pool import each_rank
@@ -140,6 +141,7 @@ def test_replaced_parameters_leave_no_hooks_behind() -> None:
     def replace() -> int:
         model.units[0].weight = nn.Parameter(model.units[0].weight.as_subclass(torch.Tensor).detach())
         step(model)
+        assert isinstance(model.units[0].weight, PieceParameter)
         gc.collect()
         return sum(isinstance(each, RemovableHandle) for each in gc.get_objects())
 
