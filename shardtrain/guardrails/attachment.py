@@ -66,10 +66,6 @@ class Guardrails(Attachment):
             if is_entrance(module):
                 engine.extend(module, Refusals)
             engine.lend(module, lent)
-        engine.keep(engine.module.register_state_dict_pre_hook(self._before_state_dict))
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self.before_hide(self._driver.schedule.unannounced)
 
     # moments
 

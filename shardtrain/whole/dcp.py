@@ -55,7 +55,9 @@ class StateDicts(Attachment):
 
     def _before(self, *_: Any) -> None:
         """Have a state dict show parameters as they are."""
-        self._engine.driver.work("state dict")
+        driver = self._engine.driver
+        driver.before_hide(driver.schedule.unannounced)
+        driver.work("state dict")
 
     def _after(self, *_: Any) -> None:
         self._engine.driver.rest("state dict")
