@@ -656,7 +656,8 @@ def test_what_a_recording_finds_is_refused(records: Recordings, code: str) -> No
                 run.losses(range(1, 2))
             assert not records.is_held
         losses[-1] += run.losses(range(1, 3))
-        states.append(run.state())
+        drawn = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+        states.append({**run.state(), "drawn": drawn})
     if "train(" not in code:  # which Python has changed
         assert losses[0] == losses[1]
         assert same(*states) == []
