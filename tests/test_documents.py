@@ -67,7 +67,7 @@ def not_installed(text: str) -> list[str]:
 
 
 def commands(*files: Path) -> list[str]:
-    lines = [line for block in blocks("bash", *files) for line in block.splitlines()]
+    lines = [line for block in blocks("bash", *files) for line in block.replace("\\\n", "").splitlines()]
     return [line for line in lines if line and not any(part in line for part in PARTS)]
 
 
