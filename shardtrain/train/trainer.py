@@ -22,7 +22,7 @@ from shardtrain.config.target import GIVEN
 from shardtrain.data.items import Pairs
 from shardtrain.data.preprocessing import Preprocessing
 from shardtrain.job import tags
-from shardtrain.job.build import Job, length_of, name_and_sizes, seed_process, share_of, update_of
+from shardtrain.job.build import Job, length_of, name_and_sizes, share_of, update_of
 from shardtrain.job.evaluation import Scores, Scoring, evaluate, table_rows
 from shardtrain.job.model import converted, shard_with_optimizer
 from shardtrain.job.scores import Results
@@ -130,7 +130,6 @@ class Trainer(BaseTrainer):
             **update_of(config, self.model, optimizer, device, first_step, length),
         )
         self._rehearse(job, val, config.train.best)
-        seed_process(device, config.seed, rank, first_step)
         return job, config
 
     def _rehearse(self, job: Job, val: Pairs, best: str) -> None:
