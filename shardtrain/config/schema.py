@@ -194,8 +194,7 @@ def _require_demands(value: Any, key: str, demands: Mapping[str, Any]) -> None:
     """Raise UserError unless ``value`` is within the bounds, and among the choices, that a field declares."""
     if isinstance(value, str):
         if value not in demands.get("choices", [value]):
-            found = _not_chosen(key, value) if "chosen" in demands else f"{key}={value}"
-            raise not_valid(found, value, demands["choices"])
+            raise not_valid(f"{key}={value}", value, demands["choices"])
         return
     for name, (holds, words) in BOUNDS.items():
         if name in demands and not holds(value, demands[name]):
@@ -220,8 +219,6 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     values = {}
     for key, entry in entries.items():
         value = raw.get(key, entry.default)
-        if (value is MISSING or value == MANDATORY) and "chosen" in entry.metadata:
-            raise UserError(f"{path} has no name; {OF_ONES_OWN}")
         if value is MISSING or value == MANDATORY:
             value = "PACKAGE.NAME" if key == "_target_" else "VALUE"
             raise UserError(f"{prefix}{key} is missing: add {prefix}{key}={value}")
@@ -238,12 +235,8 @@ def _variant(kinds: Iterable[Any], section: Any, key: str) -> Any:
         raise UserError(f"{key}={_show(section)}: expected one of {', '.join(by_name)}")
     name = section["name"]
     if name not in [*by_name]:  # a list, since a name may be unhashable
-        raise not_valid(_not_chosen(key, name), name, by_name)
+        raise not_valid(f"{key}={name}: {OF_ONES_OWN}", name, by_name)
     return by_name[name]
-
-
-def _not_chosen(key: str, name: str) -> str:
-    return f"{key.removesuffix('.name')}={name}: {OF_ONES_OWN}"
 
 
 def _show(value: Any) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain import comm
 from shardtrain.config.config import Config
 from shardtrain.config.errors import UserError, path_of, plain_file, reading
 from shardtrain.config.format import first_of
@@ -56,20 +55,18 @@ def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Prepr
 def _card(weights: str) -> Inference | None:
     """Return rank 0's card of the file ``weights``; None if it has none. Collective."""
     file = Path(f"{path_of('model.weights', weights)}.json")
-    texts = []
 
-    def read() -> None:
+    def read() -> Any:
         if file.is_file():
             with reading(str(file), "expected what shardtrain.export writes beside weights"):
                 values = json.loads(plain_file(file).read_text(encoding="utf-8"))
                 # Other programs' files have such names, too.
                 if isinstance(values, Mapping) and "classes" in values:
                     typed(Inference, values, "")
-                    texts.append(json.dumps(values))
+                    return values
+        return None
 
-    on_rank_0(read)
-    text = comm.gather_texts("".join(texts), comm.plain_transport())[0]
-    card: Inference | None = typed(Inference, json.loads(text), "") if text else None
+    card: Inference | None = typed(Inference | None, on_rank_0(read), "")
     return card
 
 

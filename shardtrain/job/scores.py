@@ -7,7 +7,6 @@ as their logits have the same bits. All ranks get the numbers, by which they dec
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from shardtrain.config.target import find_target, keywords_of
 from shardtrain.data.feed import Batches
 from shardtrain.job import pictures
 from shardtrain.job.pictures import Picture
+from shardtrain.launch.ranks import on_rank_0
 
 # Logits [images, classes], labels [images] and, if its third parameter has no default or is named `classes`,
 # names of classes → a number, or numbers, pictures and texts by name. Its attribute `higher_is_better` (so
@@ -157,18 +157,16 @@ def results_of(
     Raises UserError on every rank if a function fails, or returns something else.
     """
     results = Results.nothing()
-    problem = ""
-    for name, function in functions.items() if comm.rank() == 0 else ():
-        try:
-            _call(name, function, (logits, labels, classes), results)
-        except Exception as error:  # a user's function raises anything
-            problem = f"monitor.scores=[{name}]: {reason_with_line(error)}"
-            break
-    facts = [problem, results.numbers, results.higher_is_better]
-    text = json.dumps(facts) if comm.rank() == 0 else ""
-    problem, numbers, directions = json.loads(comm.gather_texts(text, comm.plain_transport())[0])
-    if problem:
-        raise UserError(problem)
+
+    def call_all() -> list[dict[str, Any]]:
+        for name, function in functions.items():
+            try:
+                _call(name, function, (logits, labels, classes), results)
+            except Exception as error:  # a user's function raises anything
+                raise UserError(f"monitor.scores=[{name}]: {reason_with_line(error)}") from error
+        return [results.numbers, results.higher_is_better]
+
+    numbers, directions = on_rank_0(call_all)
     return results._replace(numbers=numbers, higher_is_better=directions)
 
 

@@ -16,13 +16,9 @@ VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5)
 # Scores of the weights' moving average.
 VAL_EMA_LOSS = "loss/val_ema"
 VAL_EMA_ACC1 = "acc1/val_ema"
-VAL_EMA_ACC5 = "acc5/val_ema"
-VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5)
+VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, "acc5/val_ema")
 # Of the weights, or of their average where one is kept, at the end.
-TEST_LOSS = "loss/test"
-TEST_ACC1 = "acc1/test"
-TEST_ACC5 = "acc5/test"
-TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5)
+TEST = ("loss/test", "acc1/test", "acc5/test")
 # The best evaluation so far; the best score itself has the tag ``best(tag)``.
 BEST_BY = "best_by"  # the tag by which the best step is chosen; in result.json only
 BEST_IS_LOWEST = "best_is_lowest"  # whether the smallest value of that tag is the best; in result.json only

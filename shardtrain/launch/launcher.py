@@ -44,7 +44,7 @@ from shardtrain.launch.ranks import (
     cpu_threads,
     meet,
 )
-from shardtrain.launch.signals import INTERRUPTED, Stopped, leave_with_launcher
+from shardtrain.launch.signals import Stopped, leave_with_launcher
 
 USER_ERROR = 2
 PATIENCE = 10.0  # seconds for which a silent rank waits for the rank that prints, before it exits itself
@@ -59,9 +59,8 @@ class Context:
     rank_info: RankInfo
     device: torch.device
     run_dir: Path
-    words: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of the command, by the key or group that each names
+    # of the command, by the key or group that each names
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 def run(
@@ -123,12 +122,11 @@ def start(
     except UserError as error:
         _exit_with(error, rank_info)
     except KeyboardInterrupt as interrupt:
-        stopped = interrupt if isinstance(interrupt, Stopped) else None
-        is_reported = stopped is not None and stopped.ending
-        if rank_info.rank == 0 and not is_reported:
+        stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
+        if rank_info.rank == 0 and not stopped.ending:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED if stopped is None else stopped.exit_code)
+        sys.exit(stopped.exit_code)
 
 
 @contextlib.contextmanager

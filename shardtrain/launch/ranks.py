@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import os
 import platform
 import threading
@@ -15,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -249,9 +250,10 @@ def together(action: Callable[[], Result]) -> Result:
     return result
 
 
-def on_rank_0(action: Callable[[], object]) -> None:
-    """Call ``action`` on rank 0 while the others wait; raise its UserError on all ranks. Collective."""
-    together(action if comm.rank() == 0 else lambda: None)
+def on_rank_0(action: Callable[[], Any]) -> Any:
+    """Call ``action`` on rank 0; return its JSON, or raise its UserError, on all ranks. Collective."""
+    text = together(lambda: json.dumps(action()) if comm.rank() == 0 else "")
+    return json.loads(comm.gather_texts(text, comm.plain_transport())[0])
 
 
 def cores() -> int:

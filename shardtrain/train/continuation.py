@@ -37,8 +37,8 @@ def require_same_run(
     words: the command's, by what they name. run: the directory of the run; None if the checkpoint is another
     run's.
     """
-    lines: list[str] = []
-    on_rank_0(lambda: lines.extend(_compared(opened, config, job, words, run)))  # others' paths may differ
+    # Others' paths may differ.
+    lines: list[str] = on_rank_0(lambda: _compared(opened, config, job, words, run))
     return lines
 
 

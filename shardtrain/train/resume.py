@@ -211,8 +211,7 @@ def open_named(path: Path) -> Newest:
         if latest.opened is not None:
             best = latest.opened.manifest.facts.get(BEST) or latest.step
             path = path.parent / CHECKPOINTS / step_name(int(best))
-    is_checkpoint = "1" if os.path.exists(path / NAME) else ""  # rank 0's counts: another host may not see it
-    if comm.gather_texts(is_checkpoint, all_ranks)[0]:
+    if on_rank_0(lambda: os.path.exists(path / NAME)):  # another host may not see it
         opened = open_checkpoint(path, all_ranks)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
     return newest(path / CHECKPOINTS, all_ranks)

@@ -220,7 +220,7 @@ def test_what_belongs_to_the_command_is_no_change() -> None:
 
 def test_the_line_to_paste_keeps_what_the_command_names() -> None:
     saved = ["run.name=a", "optim.lr=0.5", "train.epochs=3"]
-    words = ["run.name=a", "train.epochs=4", "allow=[mine]", "data=digits", "train.log_every=10"]
+    words = ["run.name=a", "train.epochs=4", "allow=[mine]", "data=digits", "seed=0"]
     changes = changes_of(saved, words)
     given = commanded(*words).words
     named = named_of(changes, given)
