@@ -16,7 +16,7 @@ from shardtrain.config.config import Config
 from shardtrain.job import build
 from shardtrain.launch.ranks import AFTERWARDS, START_UP
 from shardtrain.monitor import Monitor
-from shardtrain.train import loop, steps
+from shardtrain.train import loop
 
 from key_table import FOUR_STEPS, ROWS, UNITS, keys_of, photos
 from pool import each_rank
@@ -153,7 +153,7 @@ def test_an_average_begins_at_the_end_of_the_warm_up() -> None:
 
 
 def test_the_time_out_is_shorter_after_the_first_step(tmp_path: Path) -> None:
-    with patch.object(steps.comm, "set_time_out") as set_to:
+    with patch.object(comm, "set_time_out") as set_to:
         evidence(tmp_path)
     assert [call.args for call in set_to.call_args_list] == [(AFTERWARDS,)]
     assert AFTERWARDS < START_UP  # with which the process group opens
