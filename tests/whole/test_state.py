@@ -490,22 +490,22 @@ def test_a_rank_s_own_state_is_copied_stored_and_loaded_again() -> None:
     """An optimizer's by torch.save, for the same number of ranks; a model's by a copy, or while whole."""
     model, _ = various(1)
     optimizer = adam(model, steps=2)
-    copied = copy.deepcopy(model.state_dict())
-    expected = shardtrain.full_state_dict(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    for assign in (False, True):
-        model.load_state_dict(copied, assign=assign)
-        torch.testing.assert_close(shardtrain.full_state_dict(model), expected, rtol=0, atol=0)
-    with shardtrain.unsharded(model):
-        torch.save(model.state_dict(), io.BytesIO())
     stored = io.BytesIO()
     torch.save({"mine": optimizer.state_dict()}, stored)
     loaded = torch.load(io.BytesIO(stored.getvalue()), weights_only=True)["mine"]
     kinds = {type(value) for items in loaded["state"].values() for value in items.values()}
     assert kinds == {torch.Tensor, tuple}  # the numbers that say which part it is
     optimizer.load_state_dict(loaded)
+    copied = copy.deepcopy(model.state_dict())
+    expected = shardtrain.full_state_dict(model)
+    for assign in (False, True):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        model.load_state_dict(copied, assign=assign)
+        torch.testing.assert_close(shardtrain.full_state_dict(model), expected, rtol=0, atol=0)
+    with shardtrain.unsharded(model):
+        torch.save(model.state_dict(), io.BytesIO())
 
 
 @each_rank(2)
