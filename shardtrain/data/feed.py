@@ -86,8 +86,15 @@ class DataSet(NamedTuple):
     @property
     def labels_digest(self) -> str:
         """A digest of the labels of the training images in their order; empty where they are not known."""
-        labels = self.train.labels
-        return "" if labels is None else hashlib.sha256(labels.numpy().tobytes()).hexdigest()[:16]
+        return digest_of(self.train.labels)
+
+
+def digest_of(labels: Tensor | None) -> str:
+    """Return a digest of ``labels`` in their order; empty without."""
+    if labels is None:
+        return ""
+    numbers = labels.contiguous().view(torch.uint8).numpy()  # NumPy has no bfloat16
+    return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
 
 class Arrays(Batches):

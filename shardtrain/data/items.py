@@ -6,6 +6,7 @@ message names the item, what it is and what was expected.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from shardtrain.config.errors import UserError, WorkerError
-from shardtrain.data.feed import Batches
+from shardtrain.data.feed import Batches, digest_of
 
 MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # of Pillow's images, with 8 bits per channel
 
@@ -145,15 +146,17 @@ class Pairs(Items):
     def __init__(self, items: Any, name: str, like: Pairs | None = None) -> None:
         """like: items are as the first one of these; None: as the first one here. name: as of `Items`."""
         super().__init__(items, name)
-        targets = items.tensors[-1] if isinstance(items, TensorDataset) else getattr(items, "targets", None)
-        if isinstance(targets, Tensor | np.ndarray | list) and len(targets) == len(items):
-            self.labels = torch.as_tensor(targets).cpu()
+        self.labels = _targets(items)
         self.kinds: str = "" if like is None else like.kinds  # dtypes and shapes; "": not known yet
         self.kinds = self.kinds or _kinds(self.tensors(0))
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         inputs, targets = zip(*map(self.tensors, indices), strict=True)
         return torch.stack(inputs), torch.stack(targets)
+
+    def summary(self) -> str:
+        """Return by what ranks and resumed runs compare data."""
+        return f"{len(self)} items, digest of targets {digest_of(self.labels) or 'not known'}"
 
     def tensors(self, index: int) -> list[Tensor]:
         """Return an input and its target. Raises WrongItem if they are not as those of the first item."""
@@ -172,6 +175,18 @@ class Pairs(Items):
 
 def _kinds(tensors: Sequence[Tensor]) -> str:
     return " and ".join(f"{str(each.dtype).removeprefix('torch.')} {[*each.shape]}" for each in tensors)
+
+
+def _targets(items: Any) -> Tensor | None:
+    """Return the targets of a user's data set that has them in memory; None of another."""
+    if isinstance(items, Subset):
+        whole = _targets(items.dataset)
+        return None if whole is None else whole[torch.as_tensor([*items.indices])]
+    targets = items.tensors[-1] if isinstance(items, TensorDataset) else getattr(items, "targets", None)
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # they are no numbers
+        if targets is not None and len(targets) == len(items):
+            return torch.as_tensor(targets).detach().cpu()
+    return None
 
 
 def _known_labels(items: Any, expected: Expected | None) -> Tensor | None:

@@ -51,6 +51,19 @@ def leave_with_launcher() -> None:
 
 
 @contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Have the handlers of stop signals after the context as before it."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        # Launchers repeat signals, which must not disturb the exit that follows an exception.
+        if sys.exc_info()[0] is None or "RANK" not in os.environ:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Hold stop signals back inside the context. Processes that start there inherit that, and keep it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain import data, torch_private
+from shardtrain import comm, data, torch_private
 from shardtrain import device as devices
 from shardtrain.config.command import Command, read_command
 from shardtrain.config.config import Config, OwnData
-from shardtrain.config.errors import UserError, not_valid
+from shardtrain.config.errors import UserError, not_valid, reading
 from shardtrain.config.target import GIVEN
 from shardtrain.data.items import Pairs
 from shardtrain.data.preprocessing import Preprocessing
@@ -29,6 +29,7 @@ from shardtrain.job.scores import Results
 from shardtrain.job.step import mean_of
 from shardtrain.launch import launcher
 from shardtrain.launch.launcher import Context
+from shardtrain.launch.signals import restored
 from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.train.loop import Parts, train
 from shardtrain.train.steps import BaseTrainer, Hook
@@ -43,6 +44,7 @@ LEFT_OUT: dict[str, Any] = {
     "train.cutmix": 0,
 }
 LEFT_OUT |= {"train.loss": "cross_entropy", "train.class_weights": None, "train.capture": False}
+Words = str | Sequence[str]
 NOT_HERE = ("model", "data", "augment", "monitor.scores")
 
 
@@ -55,33 +57,37 @@ class Trainer(BaseTrainer):
     """
 
     def __init__(
-        self, model: nn.Module, train_set: Any, val_set: Any, config: str = "", hooks: Sequence[Any] = ()
+        self, model: nn.Module, train_set: Any, val_set: Any, config: Words = "", hooks: Sequence[Any] = ()
     ) -> None:
         """Hold what is trained.
 
         Args:
             model: called with a batch of inputs. It is sharded in place.
-            train_set, val_set: ``items[i]`` are an input and its target, tensors, arrays or numbers.
-            config: words of a command, as for `python -m shardtrain.train`, but for keys of model and data.
+            train_set, val_set: ``items[i]`` are an input and its target, tensors, arrays or numbers. All
+                ranks have the same.
+            config: words of a command, in a text or a list, as for `python -m shardtrain.train`, but for keys of model and data.
             hooks: objects with some methods of `Hook`; `after_step` at least, unless they are of a subclass.
         """
         self.model = model
         self.train_set = train_set
         self.val_set = val_set
-        self._words = shlex.split(config)
+        self._words = config
         self._own_hooks = [*map(_hook_of, hooks)]
         self._names: list[str] = []  # of the latest scores
         self._weights: list[Tensor] = []  # of the losses of this step's micro-batches
 
     def fit(self) -> float | None:
         """Train; return the best score, of `train.best`. Raises SystemExit as the program exits."""
-        return launcher.run(self._train, self._read)
+        with restored():
+            return launcher.run(self._train, self._read)
 
     def loss(self, outputs: Any, targets: Tensor) -> tuple[Any, Any]:
         """Return the sum of the losses, and what divides it for the mean over ranks and micro-batches.
 
         Cross-entropy of logits [batch, classes, …] and class numbers [batch, …].
         """
+        if targets.dtype != torch.int64:
+            raise UserError(f"targets are {targets.dtype}, cross entropy needs int64: override Trainer.loss")
         smoothing = self.config.train.label_smoothing
         total = F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
         return total, targets.numel()
@@ -89,12 +95,18 @@ class Trainer(BaseTrainer):
     def score(self, outputs: Any, targets: Tensor) -> Any:
         """Return a tensor by name, whose mean over all validation targets is the score: accuracy, percent.
 
+        There is none of targets that are no class numbers.
         ``score.higher_is_better = False`` says that the smallest mean is the best.
         """
+        if targets.is_floating_point():
+            return {}
         return {"acc1": 100.0 * (outputs.argmax(1) == targets)}
 
     def _read(self, arguments: Sequence[str], speak: bool) -> Command | None:
-        command = read_command(self._words, speak)
+        words = self._words
+        with reading(f"a Trainer's words {words!r}", "close the quotation mark", ValueError):
+            words = shlex.split(words) if isinstance(words, str) else [*words]
+        command = read_command(words, speak)
         return command and command._replace(config=configuration(command, type(self.model).__name__))
 
     def _train(self, config: Config, context: Context) -> float | None:
@@ -110,6 +122,7 @@ class Trainer(BaseTrainer):
             devices.choose_deterministic_kernels()
         train = Pairs(self.train_set, "the training set")
         val = Pairs(self.val_set, "the validation set", train)
+        summaries = [f"{part.name} with {_same_on_all(part)}" for part in (train, val)]
         name = type(self.train_set).__name__
         pairs = data.DataSet(train, val, name, Preprocessing.of_arrays((), (), (), 0))
         length = length_of(config, pairs, share)
@@ -124,7 +137,7 @@ class Trainer(BaseTrainer):
             test=None,
             inference=None,
             class_counts={},
-            labels_digest=pairs.labels_digest,
+            labels_digest=", ".join(summaries),
             data_name=name_and_sizes(pairs),
             forward_flops={},
             **update_of(config, self.model, optimizer, device, first_step, length),
@@ -133,9 +146,12 @@ class Trainer(BaseTrainer):
         return job, config
 
     def _rehearse(self, job: Job, val: Pairs, best: str) -> None:
-        """Evaluate one item, to find mistakes early. Raises UserError if no score is ``best``. Collective."""
-        inputs, targets = (part.to(job.device) for part in val[[0]])
-        batches = [data.Batch(inputs, targets, 1)] * len(table_rows(job.model))
+        """Evaluate an item twice, to find mistakes early; UserError if no score is ``best``. Collective.
+
+        Of one item alone scores of a wrong shape have as many numbers as those of a right one.
+        """
+        inputs, targets = (part.to(job.device) for part in val[[0, 0]])
+        batches = [data.Batch(inputs, targets, 2)] * len(table_rows(job.model))
         known = evaluate(job.model, batches, job.scoring).ranking()
         if best not in known:
             raise not_valid(f"train.best={best}: no such score", best, known)
@@ -171,7 +187,7 @@ class Trainer(BaseTrainer):
         pair = self.loss(outputs, targets)
         kind = type(pair).__name__
         if isinstance(pair, tuple) and len(pair) == 2:
-            total, weight = (torch.as_tensor(value, device=targets.device) for value in pair)
+            total, weight = (_numbers(value, "Trainer.loss: one of the two").to(targets.device) for value in pair)
             if total.ndim == weight.ndim == 0:
                 return total, weight
             kind = f"pair of tensors {[*total.shape]} and {[*weight.shape]}"
@@ -180,13 +196,19 @@ class Trainer(BaseTrainer):
     def sums(self, outputs: Any, batch: data.Batch) -> Tensor:
         """Return the loss's sum and weight, and of each score its sum and count: float64 [columns]."""
         valid = batch.valid or len(batch.labels)  # an empty batch is none that users think of
-        outputs = torch_private.tree_map(lambda part: part[:valid], outputs)
+        outputs = torch_private.tree_map(partial(_first, valid, len(batch.labels)), outputs)
         targets = batch.labels[:valid]
         parts = [*self._sum_and_weight(outputs, targets)]
         scores = self.score(outputs, targets)
-        if not isinstance(scores, Mapping) or not all(values.ndim for values in scores.values()):
-            raise UserError("Trainer.score: expected tensors by name, each with one number of each target")
-        for values in scores.values():
+        if not isinstance(scores, Mapping):
+            raise UserError(f"Trainer.score returned a {type(scores).__name__}, expected tensors by name")
+        for name, score in scores.items():
+            values = _numbers(score, f"Trainer.score: {name}")
+            if values.ndim == 0 or values.numel() > targets.numel():
+                raise UserError(
+                    f"Trainer.score: {name} is a tensor {[*values.shape]} of targets {[*targets.shape]}, "
+                    "expected one number of each target"
+                )
             parts += [values.double().sum(), torch.tensor(values.numel())]
         self._names = [*scores]
         sums = torch.stack([part.to(targets.device, torch.float64) for part in parts])
@@ -194,6 +216,8 @@ class Trainer(BaseTrainer):
 
     def scores_of(self, *totals: float) -> tuple[Scores, Results]:
         """Return the means of `sums` over all targets."""
+        if totals[1] < 0:
+            raise UserError(f"Trainer.loss: what divides the sum is {totals[1]} of all targets, expected > 0")
         pairs = zip(totals[::2], totals[1::2], strict=True)
         loss, *means = (total / count if count else math.nan for total, count in pairs)
         numbers = dict(zip(self._names, means, strict=True))
@@ -223,6 +247,27 @@ def configuration(command: Command, model: str) -> Config:
         augment={"_target_": None},
         monitor=replace(config.monitor, scores=()),
     )
+
+
+def _same_on_all(part: Pairs) -> str:
+    """Return the summary of a data set. Raises UserError on all ranks if it differs. Collective."""
+    summary = part.summary()
+    with reading("Trainer", "make it alike on all, e.g. by a seed", ValueError):
+        comm.require_same([summary], part.name, comm.plain_transport())
+    return summary
+
+
+def _first(valid: int, count: int, part: Any) -> Any:
+    """Return the ``valid`` first rows of a part of the outputs, if it has one for each of ``count`` items."""
+    is_of_items = isinstance(part, Tensor) and part.ndim > 0 and len(part) == count
+    return part[:valid] if is_of_items else part
+
+
+def _numbers(value: Any, whose: str) -> Tensor:
+    """Return what a user's method returned as a tensor. Raises UserError if it is none."""
+    with reading(f"{whose} is a {type(value).__name__}", "expected numbers"):
+        numbers = torch.as_tensor(value)
+    return numbers
 
 
 def _hook_of(own: Any) -> Hook:
