@@ -65,7 +65,8 @@ class Trainer(BaseTrainer):
             model: called with a batch of inputs. It is sharded in place.
             train_set, val_set: ``items[i]`` are an input and its target, tensors, arrays or numbers. All
                 ranks have the same.
-            config: words of a command, in a text or a list, as for `python -m shardtrain.train`, but for keys of model and data.
+            config: words of a command, a text or a list, as for `python -m shardtrain.train`, but for keys of
+                model and data.
             hooks: objects with some methods of `Hook`; `after_step` at least, unless they are of a subclass.
         """
         self.model = model
@@ -187,7 +188,7 @@ class Trainer(BaseTrainer):
         pair = self.loss(outputs, targets)
         kind = type(pair).__name__
         if isinstance(pair, tuple) and len(pair) == 2:
-            total, weight = (_numbers(value, "Trainer.loss: one of the two").to(targets.device) for value in pair)
+            total, weight = (_numbers(value, "Trainer.loss").to(targets.device) for value in pair)
             if total.ndim == weight.ndim == 0:
                 return total, weight
             kind = f"pair of tensors {[*total.shape]} and {[*weight.shape]}"
@@ -265,9 +266,8 @@ def _first(valid: int, count: int, part: Any) -> Any:
 
 def _numbers(value: Any, whose: str) -> Tensor:
     """Return what a user's method returned as a tensor. Raises UserError if it is none."""
-    with reading(f"{whose} is a {type(value).__name__}", "expected numbers"):
-        numbers = torch.as_tensor(value)
-    return numbers
+    with reading(whose, "expected numbers"):
+        return torch.as_tensor(value)
 
 
 def _hook_of(own: Any) -> Hook:

@@ -1,5 +1,8 @@
 """Hooks, and trainers of a user's own model and data: what they compute, resume and refuse."""
 
+import contextlib
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -8,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import shardtrain.evaluate.__main__ as evaluating
 import shardtrain.export.__main__ as exporting
@@ -247,6 +250,10 @@ def test_other_data_do_not_resume_a_run(tmp_path: Path) -> None:
     for data, told in ((Fewer(), "images=24, this one has 23"), (Others(), "labels of the images .* digest")):
         with pytest.raises(UserError, match=told):
             fit(Trainer(Reader(), data, Words(), keys))
+    told = "validation set with 24 items.* this one has the training set .* validation set with 23 items"
+    for other in (Fewer(), Others()):
+        with pytest.raises(UserError, match=told.replace("23", str(len(other)))):
+            fit(Trainer(Reader(), Words(), other, keys))
     with pytest.raises(UserError, match="the run has model=Reader, this one has Renamed"):
         fit(Trainer(Renamed(), Words(), Words(), keys))
     run = f"run={tmp_path}"
@@ -265,6 +272,109 @@ def test_other_data_do_not_resume_a_run(tmp_path: Path) -> None:
     config = composed(f"config={tmp_path}/config.yaml")
     with pytest.raises(UserError, match=r"^data._target_=shardtrain.train.Trainer: a program has given"):
         sets.load(config.data)
+
+
+@each_rank(1)
+def test_other_parts_of_the_data_do_not_resume_a_run(tmp_path: Path) -> None:
+    """As `random_split` returns, of other seeds; and a part of a part."""
+    keys = words(tmp_path, "train.max_steps=1")
+    whole = points(48)
+    fit(Trainer(linear(), Subset(Subset(whole, range(24, 48)), range(12)), points(4), keys))
+    for inner, outer in ((range(24), range(12)), (range(24, 48), range(12, 24))):
+        with pytest.raises(
+            UserError, match=r"labels of the images .their digest.=the training set with 12 items"
+        ):
+            fit(Trainer(linear(), Subset(Subset(whole, inner), outer), points(4), keys))
+
+
+DIFFER = "Trainer: the {} set differs between ranks: rank 1 has {} items"
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "told"),
+    [
+        ((24, 1), (12, 0), DIFFER.format("training", 24)),
+        ((25, 0), (12, 0), DIFFER.format("training", 25)),
+        ((24, 0), (12, 1), DIFFER.format("validation", 12)),
+        ((24, 0), (13, 0), DIFFER.format("validation", 13)),
+    ],
+)
+@each_rank(2)
+def test_data_that_differ_between_ranks_are_refused_on_all(
+    train: tuple[int, int], val: tuple[int, int], told: str, tmp_path: Path
+) -> None:
+    sets = [points(*(part if comm.rank() else usual)) for part, usual in ((train, (24, 0)), (val, (12, 0)))]
+    with pytest.raises(UserError) as caught:
+        fit(Trainer(linear(), *sets, words(tmp_path)))
+    assert told in str(caught.value)
+    assert "make it alike on all" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "launcher_of", "stays"), [(0, "7", False), (2, None, False), (2, "7", True)]
+)
+@each_rank(1)
+def test_signals_are_handled_after_a_run_as_before_it(
+    code: int, launcher_of: str | None, stays: bool
+) -> None:
+    """But not where a launcher's rank ends with an error, since launchers repeat signals."""
+
+    def start(*_: object) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        if code:
+            sys.exit(code)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("RANK", raising=False)
+        if launcher_of:
+            patched.setenv("RANK", launcher_of)
+        patched.setattr(launcher, "start", start)
+        with contextlib.suppress(SystemExit):
+            Trainer(linear(), points(2), points(2)).fit()
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert after == (dict.fromkeys(before, signal.SIG_IGN) if stays else before)
+
+
+@each_rank(1)
+def test_words_are_a_text_or_a_list(tmp_path: Path) -> None:
+    keys = words(tmp_path, "train.max_steps=1").split()
+    fit(Trainer(linear(), points(24), points(4), keys))
+    assert result_of(tmp_path)["step"] == 1
+
+
+class Parts(nn.Module):
+    """A model whose outputs have parts that are no tensors, or that have no row of each item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return {
+            "logits": self.linear(inputs),
+            "kind": 7,
+            "bias": torch.ones(5),
+            "none": None,
+            "mean": inputs.mean(),
+        }
+
+
+class OfParts(Trainer):
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs["logits"], targets)
+
+    def score(self, outputs: Any, targets: Tensor) -> Any:
+        assert (outputs["kind"], outputs["none"], outputs["bias"].shape) == (7, None, (5,))
+        return {"right": (outputs["logits"].argmax(1) == targets).numpy(), "one": [1.0] * len(targets)}
+
+
+@each_rank(2)
+def test_parts_of_outputs_that_are_no_rows_stay_whole(tmp_path: Path) -> None:
+    """In the second batch of four, rank 1 has one item fewer."""
+    keys = words(tmp_path, "train.max_steps=1", "train.best=one/val")
+    assert fit(OfParts(Parts(), points(24), points(23), keys)) == 1.0
 
 
 class Untold:
@@ -300,6 +410,36 @@ class Unreduced(Trainer):
         return F.cross_entropy(outputs, targets, reduction="none"), len(targets)
 
 
+class Regression(Trainer):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return (outputs - targets).square().sum(), targets.numel()
+
+
+class Negative(Regression):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return outputs.sum(), -1
+
+
+class Nothing(Regression):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return outputs.sum(), None
+
+
+class Broadcast(Trainer):
+    def score(self, outputs: Tensor, targets: Tensor) -> Any:
+        return {"score": outputs[:, :1] - targets}
+
+
+class Bare(Trainer):
+    def score(self, outputs: Tensor, targets: Tensor) -> Any:
+        return None
+
+
+class Named(Trainer):
+    def score(self, outputs: Tensor, targets: Tensor) -> Any:
+        return {"score": None}
+
+
 class Number(Trainer):
     def score(self, outputs: Tensor, targets: Tensor) -> Any:
         return {"score": (outputs.argmax(1) == targets).float().mean()}
@@ -309,6 +449,7 @@ def items(*parts: Any) -> list[Any]:
     return [(torch.zeros(3), 1)] * 12 + [*parts]
 
 
+REAL = [(torch.zeros(3), torch.zeros(5))] * 12
 LEAVE = "a Trainer's model, data and scores are its own; leave the word out"
 
 
@@ -353,9 +494,42 @@ LEAVE = "a Trainer's model, data and scores are its own; leave the word out"
             Unreduced,
             items(),
             "seed=0",
-            "Trainer.loss returned a pair of tensors [1] and [], expected two",
+            "Trainer.loss returned a pair of tensors [2] and [], expected two",
         ),
-        (Number, items(), "train.best=score/val", "Trainer.score: expected tensors by name, each with one n"),
+        (
+            Number,
+            items(),
+            "train.best=score/val",
+            "Trainer.score: score is a tensor [] of targets [2], expected",
+        ),
+        (
+            Broadcast,
+            items(),
+            "seed=0",
+            "score is a tensor [2, 2] of targets [2], expected one number of each",
+        ),
+        (Bare, items(), "seed=0", "Trainer.score returned a NoneType, expected tensors by name"),
+        (
+            Named,
+            items(),
+            "seed=0",
+            "Trainer.score: score: Could not infer dtype of NoneType; expected numbers",
+        ),
+        (Nothing, items(), "seed=0", "Trainer.loss: Could not infer dtype of NoneType; expected numbers"),
+        (
+            Negative,
+            items(),
+            "seed=0",
+            "Trainer.loss: what divides the sum is -1.0 of all targets, expected > 0",
+        ),
+        (
+            Trainer,
+            REAL,
+            "seed=0",
+            "targets are torch.float32, cross entropy needs int64: override Trainer.loss",
+        ),
+        (Regression, REAL, "seed=0", "train.best=acc1/val: no such score (valid: loss/val)"),
+        (Trainer, items(), "run.name='a", "run.name='a\": No closing quotation; close the quotation mark"),
     ],
 )
 @each_rank(1)
@@ -363,6 +537,13 @@ def test_mistakes_of_a_trainer_are_named(
     kind: type[Trainer], data: Any, word: str, told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as caught:
-        fit(kind(linear(), data, items(), words(tmp_path, "checkpoint.keep=0", word)))
+        fit(
+            kind(
+                linear(),
+                data,
+                data[:12] if len(data) >= 12 else items(),
+                words(tmp_path, "checkpoint.keep=0", word),
+            )
+        )
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
