@@ -1,4 +1,4 @@
-"""Where parameters lie in a unit's flat vector, and which interval of it each rank owns.
+"""Where parameters lie in a segment's flat vector, and which interval of it each rank owns.
 
 Pure arithmetic on integers. Each rank owns one contiguous interval; a policy chooses the cut points. Worked
 numbers for parameters a, b, c of 3, 5 and 2 elements, two ranks, alignment 4::
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat vector of one unit: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
+    """The flat vector of one segment: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
 
     ``bounds`` holds ``world + 1`` cut points: rank ``r`` owns ``[bounds[r], bounds[r + 1])``, which may be
     empty. ``whole``: no cut falls into a parameter, so its owner may show it in its own shape. ``cuts``: the
@@ -140,14 +140,14 @@ class Layout:
 
 Policy = Literal["even", "whole"]
 
-# `cut(sizes, align)` returns the layout of one unit. Offsets and bounds are multiples of ``align`` elements.
+# `cut(sizes, align)` returns a segment's layout. Offsets and bounds are multiples of ``align`` elements.
 Cut = Callable[[Sequence[int], int], Layout]
 
 
 def cut_of(policy: Policy, world: int, virtual: int = 0) -> Cut:
-    """Return the function that cuts a model's units by ``policy``.
+    """Return the function that cuts a model's segments by ``policy``.
 
-    ``whole`` counts what each rank has of earlier units, so all ranks must cut the same ones in one order.
+    ``whole`` counts what each rank has of earlier ones, so all ranks must cut the same ones in one order.
     ``virtual``: the number of virtual ranks, a multiple of ``world``; 0 without.
 
     Raises ValueError for an unknown policy.

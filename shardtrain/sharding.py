@@ -1,4 +1,6 @@
-"""`shard`: arguments are checked, units chosen, the engine built, the other rooms attached; and `no_sync`.
+"""`shard`: arguments are checked, units chosen, the engine built, the other rooms attached.
+
+And what works on its result: `no_sync`, and `forward_method` for other methods than forward.
 
 The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
 """

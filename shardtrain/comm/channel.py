@@ -103,7 +103,8 @@ class Channel(Ranks):
     """
 
     uploads = False
-    step: Any = None  # `OptimizerStep`, while an optimizer makes one on pieces; set by the engine
+    # `OptimizerStep`, while an optimizer makes one on pieces; set by ``guardrails/optimizers.py``.
+    step: Any = None
     stages: Sequence[Sequence[int]] = ()
 
     def __init__(

@@ -1,8 +1,8 @@
 """The transport between CPU ranks of one host, which share memory.
 
-The full flat vector of a unit exists once per host, and every rank maps it. A rank's interval *is* that part
-of the vector. So a gather moves nothing, and what the optimizer writes to an interval is what the others read
-in the next forward. Three barriers per step keep owners from writing while others read::
+The full flat vector of a segment exists once per host, and every rank maps it. A rank's interval *is* that
+part of the vector. So a gather moves nothing, and what the optimizer writes to an interval is what the others
+read in the next forward. Three barriers per step keep owners from writing while others read::
 
     entering forward    every rank has left its optimizer step, so all intervals are final
     leaving forward     every rank has finished reading, so owners may write again

@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 
 class Vector(NamedTuple):
-    """A flat vector of a unit, and this rank's interval of it: of parameters, or of their gradient.
+    """A flat vector of a segment, and this rank's interval of it: of parameters, or of their gradient.
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, of the same
     dtype and device. A gather reads ``local`` and fills ``full``. A reduction reads ``full``, which

@@ -2,12 +2,16 @@
 
 ::
 
-    at rest       at_rest, before a step, a state dict or whatever reads parameters
+    at rest       at_rest, before a step, and in `Engine.require_rest`
     forward       before_forward, after_show of each unit, before_hide of each unit, after_forward
     backward      before_backward, after_backward
 
-``whole/`` attaches what gives state dicts their values, ``guardrails/`` what notices users' changes and
-``bits/`` what counts virtual ranks. A method may raise; then the step ends as after any error.
+A unit may be whole after a forward. Then before_hide comes also before a state dict or an optimizer's step
+looks at shards.
+
+``guardrails/`` notices users' changes. ``bits/`` refuses a backward outside of `virtual_rank`, or a second
+one in it. ``whole/`` hooks state dicts in `attach`, and sees no moment. A method may raise; then the step
+ends as after any error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The algorithm of a step: what calls and autograd's progress do to units, by the schedule's decisions.
+"""What carries out a step: ``schedule.py`` decides, the driver here does it.
 
-`Engine` calls the events here. Each passes on to `Schedule` what it needs to decide, and does around it what
-is no decision: fences between ranks that share memory, gradients that are put aside, and the moments at which
-an `Attachment` sees the step.
+The hooks of ``hooks.py`` and autograd call the events here, the schedule the verbs. Each event passes on to
+`Schedule` what it needs to decide, and does around it what is no decision: fences between ranks that share
+memory, gradients that are put aside, and the moments at which an `Attachment` sees the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class Driver:
-    """The algorithm of a step: calls and autograd's progress come in, movements of units go out.
+    """What carries out a step: calls and autograd's progress come in, movements of units go out.
 
     ``attachments``: what sees the step. ``micro_batch``: which of this rank's runs now, if it has virtual
     ranks. ``asked``: parameters without a gradient on this rank, of which backwards had to ask the device.
@@ -66,7 +66,10 @@ class Driver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is under way: every parameter shows its local shard."""
+        """Whether neither the root's forward, a backward nor `unsharded` is under way.
+
+        After a forward the root, among others, may still be whole (see `show_shards`).
+        """
         schedule = self.schedule
         return not (schedule.in_forward or schedule.backward or self.root.shown is Shown.PRIVATE)
 
@@ -131,7 +134,10 @@ class Driver:
     # forward
 
     def begin_forward(self) -> None:
-        """Begin a forward as the root module is called."""
+        """Begin a forward as the root module is called.
+
+        Nothing begins in a backward, where activation checkpointing calls the root to compute it again.
+        """
         if self.schedule.backward:
             return
         with torch_private.DisableTorchFunctionSubclass():
@@ -165,7 +171,10 @@ class Driver:
         return {unit for unit in self.units if unit.trains}
 
     def end_forward(self, failed: bool) -> None:
-        """End the forward as the root module returns or (``failed``) raises."""
+        """End the forward as the root module returns or (``failed``) raises.
+
+        In a backward none has begun (see `begin_forward`).
+        """
         if self.schedule.backward:
             return
         try:

@@ -1,6 +1,6 @@
 """The way from full gradients to this rank's interval of their mean. No other file lays gradients out.
 
-take      take a unit's new gradients: one launch copies them into the unit's flat gradient
+take      take a unit's new gradients: one launch copies those of a segment into its flat gradient
 reduce    start the reduce-scatter: each owner gets the mean of its interval. The result is a pending mean
 give      give each parameter its part of the mean, when backward is over
 
@@ -334,7 +334,7 @@ def _join(sums: list[Sum], micro_batch: int) -> None:
 
 
 def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> tuple[list[nn.Parameter], list[str]]:
-    """Set the gradients of parameters to their means, after backward's last barrier.
+    """Give parameters their means, after backward's last fence: add to a gradient put aside, else set it.
 
     Return these parameters, and the names of those of which the device was asked.
 

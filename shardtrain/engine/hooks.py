@@ -5,7 +5,8 @@
 - A hook on the autograd node of each tensor that such a call returns, and of each that a module inside it
   returns which holds parameters of the unit: a loss may depend on the latter alone. It tells how far backward
   has come.
-- A hook on each trainable parameter. It refuses gradients of local shards by name.
+- A hook on each trainable parameter. It notes that a gradient has come, refuses one of a local shard by name,
+  and opens a unit that no node has announced.
 
 `Engine` attaches these, and what other rooms attach to a step (see `Attachment`).
 """

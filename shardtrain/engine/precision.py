@@ -9,6 +9,8 @@ With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
     update           fp32 shard, fp32 gradient
 
 ``reduce=torch.bfloat16`` alone computes in fp32 and halves the bytes of gradients.
+
+`leaves` and `tensors_in` find what is nested in inputs and outputs of modules, for casts and for hooks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""When units are gathered, shown, released and reduced. No tensors: events come in, calls of verbs go out.
+"""When units are gathered, shown, released and reduced: decided here, and carried out by ``driver.py``.
 
-One step over units ``A B C`` and the root ``R`` (the parameters of no other unit)::
+No tensors: events come in, calls of verbs go out. One step over units ``A B C`` and the root ``R`` (the
+parameters of no other unit)::
 
     event                  verbs
     begin                  release all

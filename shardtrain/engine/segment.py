@@ -1,7 +1,8 @@
-"""One rank's shard of a unit's parameters, and what these show.
+"""The segments of a unit: one rank's shard of its parameters (`Segment`), what each shows (`ShardedParam`).
 
-A unit's parameters fall into segments, each of one dtype and one ``requires_grad``: so frozen parameters
-never enter a reduction. A segment has two or three storages:
+A unit's parameters fall into segments, each of one dtype, one dtype to compute in, one device and one
+``requires_grad``, as `shard` finds them: so a segment that is frozen then enters no reduction while all of it
+stays so. A segment has two or three storages:
 
 ``local``  this rank's shard: its interval of the flat vector. The optimizer updates it; it is always valid
 ``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
@@ -10,8 +11,9 @@ never enter a reduction. A segment has two or three storages:
 With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device.
 
 At rest each parameter shows its part of ``local``, with that part's gradient. While its unit computes it
-shows its shaped view of ``full``. Its ``.grad`` is None in forward, and while autograd accumulates into it.
-Parameter objects stay the same: only ``.data`` and ``.grad`` change, and autograd's version counters do not.
+shows its shaped view of ``full``. Its ``.grad`` is the user's until a backward begins, which puts it aside.
+Autograd then accumulates one of the full shape, until `Reduction.take`. Parameter objects stay the same: only
+``.data``, ``.grad`` and the class change, and autograd's version counters do not.
 
 ``full`` is one tensor for the life of the segment. Autograd may have saved a parameter or a view of one, such
 as ``weight.t()``. Resizing the storage and filling it again makes both valid again. A new tensor would leave
@@ -138,8 +140,9 @@ class ShardedParam:
             )
         return self.part.shown(self.part.of(whole))
 
-    # Only these write ``.grad``. Between steps it is the user's. A backward puts that aside with `take_grad`,
-    # then takes each gradient that autograd has made. At its end `set_grad` and `give_grad` return both.
+    # In a step only these write ``.grad``. Between steps it is the user's. A backward puts that aside with
+    # `take_grad`, then takes each gradient that autograd has made. At its end `set_grad` and `give_grad`
+    # return both.
 
     def take_grad(self) -> torch.Tensor | None:
         """Return ``.grad``, and let it be None."""
@@ -187,7 +190,7 @@ class ShardedParam:
 
 
 class Segment:
-    """The parameters of one unit that share dtype and ``requires_grad``, as one flat vector.
+    """The parameters of one unit that share dtypes, device and ``requires_grad``, as one flat vector.
 
     The constructor is collective: all ranks get rank 0's values, on ``device``.
 

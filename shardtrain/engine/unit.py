@@ -22,7 +22,7 @@ class State(Enum):
     """Where the full vector is."""
 
     SHARDED = "full is empty, nothing is moving"  # --gather--> GATHERING
-    GATHERING = "a gather is filling full"  # --show--> GATHERED
+    GATHERING = "a gather is filling full"  # --show--> GATHERED, --release--> SHARDED: prefetched, not used
     GATHERED = "full is valid"  # --release--> SHARDED
 
 
@@ -80,7 +80,7 @@ class Unit:
 
     ``modules``: by name; a call of any of them needs the parameters. ``title``: the unit's name in messages.
     ``state``, ``shown``: only this class writes them. ``account``, ``shards``: shared by all units of a
-    model.
+    model; `Engine` sets the first, `Driver` the second.
     """
 
     def __init__(
@@ -121,7 +121,10 @@ class Unit:
 
     @property
     def keeps(self) -> bool:
-        """Whether the full vector is to stay gathered from forward to backward, until users change that."""
+        """Whether `shard` was to keep the full vector gathered from forward to backward.
+
+        Users may change that: only `Schedule.keeps` is current.
+        """
         return not self.options.reshard_after_forward
 
     @property
@@ -177,7 +180,11 @@ class Unit:
             member.param.__class__ = kind
 
     def show_private(self, values: Mapping[ShardedParam, torch.Tensor]) -> None:
-        """Let parameters show ``values``, full tensors that no other rank sees."""
+        """Let parameters show ``values``, full tensors that no other rank sees, until `hide`.
+
+        The schedule does not know of it: ``whole/state_dict.py`` and ``guardrails/initialization.py`` have a
+        unit resharded first, outside of steps.
+        """
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
         self.wake()
         for member, value in values.items():

@@ -1,1 +1,1 @@
-"""What keeps users' code and a sharded model apart: changes between steps, optimizers, copies, wrappers."""
+"""What notices or refuses wrong uses of a sharded model: changes in place, optimizers, copies, wrappers."""

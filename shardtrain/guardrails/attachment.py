@@ -2,7 +2,7 @@
 
 at rest           what users have changed of parameters is adopted or refused; optimizers' failed steps end
 before forward    ranks compare which parameters are frozen, and which optimizers have stepped, with what
-in forward        whole values and shards may not change, nor a unit's modules be called far apart
+in forward        whole values and shards may not change; a warning if a unit's modules are called far apart
 in backward       there is no double backward, none inside `unsharded`, and no `torch.autograd.grad`
 an optimizer      may step if it is right on shards, or is looked at: see ``optimizers.py``
 """

@@ -1,4 +1,4 @@
-"""Memory that cannot be sharded: a tie by `.data`, of which PyTorch knows nothing; sparse buffers."""
+"""What `shard` refuses for its memory: ties by `.data`, unknown to PyTorch; sparse or expanded buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that describe steps of optimizers and averages, whose class and options ranks compare.
+"""What ranks compare of steps of optimizers and averages: lines of class and options, held until a forward.
 
 Ranks whose learning rates differ would train one model by several rules. So each step posts what has changed
 since the step before, one line per option, and a digest of all. They are noted as

@@ -1,4 +1,4 @@
-"""Parameters that show a shard have a class that says so, at every moment at which they do.
+"""Parameters that show a shard have a class that says so, unless the engine or an optimizer works on shards.
 
 What a parameter shows decides its class. Whole, it has its own. While it shows this rank's shard it is a
 `PieceParameter`: a function asked of it is asked of a piece that is its shard, by the list of
@@ -11,8 +11,9 @@ that forward means. Then all is refused but what tells neither (`PASSING`)::
     def forward(self, x):
         return self.head(x) * self.blocks[1].weight.abs().mean()     refused
 
-``engine/unit.py`` alone gives and takes the class. It does so where the engine works (in backward, in an
-optimizer's step), so that no hot loop asks Python. Giving an object another class costs 0.1 µs.
+``engine/unit.py`` alone gives and takes the class. It takes it away where the engine or an optimizer works on
+shards (in backward, in an optimizer's step), so that no hot loop asks Python. Giving an object another class
+costs 0.1 µs.
 """
 
 from __future__ import annotations

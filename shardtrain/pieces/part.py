@@ -8,7 +8,8 @@ forms::
 
 At rest a piece of n elements has as many dimensions as its parameter, (n, 1, 1, 1) for a filter. So groups
 chosen by ``p.ndim`` are the same before and after `shard`. A scalar's piece may be empty, so it has one
-dimension. The owner of a whole parameter shows it in its own shape.
+dimension. The owner of a whole parameter shows it in its own shape. So "shown" is of a shard here; of a unit
+it means that the parameters are whole.
 """
 
 from __future__ import annotations

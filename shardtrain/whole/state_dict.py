@@ -1,4 +1,4 @@
-"""Full parameters for users, to read, edit, save and load; and buffers made equal on all ranks.
+"""Full parameters for users, inside `unsharded` or in a state dict; and buffers made equal on all ranks.
 
 All public functions here but `optimizer_state_dict` are collective: every rank must call them.
 """
