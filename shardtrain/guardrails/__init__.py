@@ -1,1 +1,1 @@
-"""What notices or refuses wrong uses of a sharded model: changes in place, optimizers, copies, wrappers."""
+"""What notices or refuses wrong uses of a sharded model: changes, optimizers, copies, wrappers."""
