@@ -305,7 +305,8 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
             return
         unit = reduction.unit
         if unit not in drives.schedule.opened or grad.shape != shape:
-            if grad.shape != shape:
+            is_whole = unit.shown is not Shown.SHARD or unit in drives.schedule.unannounced
+            if grad.shape != shape or not is_whole:
                 refuse_gradient(name, unit.title)
             drives.arrive(unit)
 

@@ -1,6 +1,5 @@
-"""Run a training job.
+"""A training job, from its configuration to its end: the loop of `steps.py`, checkpoints, the run directory.
 
-Its own file, since `trainer.py`, which has the loop, knows neither checkpoints nor run directories.
 `resume.py` finds where the loop begins.
 """
 

@@ -141,7 +141,6 @@ def test_memory_is_freed_once_the_run_has_ended_or_is_on_disk(
     assert bool(steps_left(folder)) == is_needed
     assert bool(left_of(folder)) == is_needed
     log = (folder / "log.txt").read_text()
-    assert ("checkpoint.keep=0 saves nothing to the disk: the step after which it is s" in log) == (not keep)
     if (how, keep) == ("SIGTERM", 0):
         assert "after step 5; step 5 is in memory, from which the same run.dir resumes within ten m" in log
 
@@ -155,7 +154,7 @@ def mistakes(folder: str) -> list[str]:
     endings = [run_in(folder, QUIET, at={4: crash})]
     endings.append(run_in(folder, QUIET, "optim.lr=0.5"))
     endings.append(run_in(folder, QUIET, "resume=none", "data=imagefolder", "data.root=/nowhere"))
-    with patch.object(loop, "build", interrupted):
+    with patch.object(loop, "restore", interrupted):
         try:
             run_in(folder, QUIET)
         except KeyboardInterrupt:

@@ -90,24 +90,6 @@ def test_one_backward_over_calls_of_units_and_of_the_root(losses: list[Any]) -> 
     assert shardtrain.introspect(model).take_gathered_peak().units <= 3  # with the root
 
 
-class Keeps(nn.Linear):
-    """A unit that keeps a number of its weight, of which no output tells."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = self.weight.sum() * x.mean()
-        return super().forward(x)
-
-
-@each_rank(2)
-def test_a_loss_of_what_a_unit_has_kept() -> None:
-    def step(net: Any, number: int) -> None:
-        out = net(batch(number)).square().mean()
-        loss = net[0].kept if number % 2 else out + net[0].kept
-        loss.backward()
-
-    like_a_replica(lambda: nn.Sequential(Keeps(5, 7), Keeps(7, 3)), step, units=[Keeps])
-
-
 @each_rank(2)
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_refused_autograd_grad_leaves_gradients_of_earlier_backwards(waits: bool) -> None:

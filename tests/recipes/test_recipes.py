@@ -367,15 +367,6 @@ def test_schedules_are_torchs() -> None:
     assert halfway == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("epochs", "said"), [(1.0, []), (1.5, ["warning: sched.warmup_epochs=1.5 is more"])])
-def test_a_warm_up_that_is_cut_short_is_told(epochs: float, said: list[str]) -> None:
-    config = composed("train.epochs=2", f"sched.warmup_epochs={epochs}")
-    job = Mock(steps=20, steps_per_epoch=10)
-    messages = start_messages(Mock(), Newest(None, 0, []), job, config)
-    assert [line.partition(" than half the run: the warm-up takes 10 steps")[0] for line in messages] == said
-
-
 def test_a_checkpoint_that_is_continued_is_not_said_to_be_ignored() -> None:
     """`RUN/best` leads to another directory, as `~` does."""
     opened = Opened(Path("there/checkpoints/step-00000003"), Manifest(1, {}, {}, None, {}))
