@@ -18,7 +18,6 @@ from small import Block, OddNet, classify, sgd, shard
 PACKAGE = Path(shardtrain.__file__).parent
 
 
-@pytest.mark.long
 def test_the_picture_is_the_one_that_is_drawn_now() -> None:
     """Otherwise: python docs/course/house.py docs/pictures."""
     assert (Path(__file__).parents[2] / "docs/pictures/house.svg").read_text() == house()
