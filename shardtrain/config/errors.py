@@ -91,7 +91,10 @@ def reason_with_line(error: Exception) -> str:
 
 
 def path_of(key: str, text: str) -> Path:
-    """Return the path that the option ``key`` gives. Raises UserError for what can be none, or be closed."""
+    """Return ``text``, the value of ``key``, as a path, with `~` replaced.
+
+    Raises UserError if no file can have that name, or if it is a folder that may not be entered.
+    """
     # It may be too long, the home of nobody, or have a NUL.
     with reading(f"{key}={text}", "expected a path that can be entered"):
         if not text:

@@ -447,7 +447,10 @@ class TotalNorm(Tensor):
 
 
 def _as_pieces(value: Any) -> Any:
-    """Mark each norm in ``value``, a tensor or a list of them, as a number that belongs to one gradient."""
+    """Return ``value`` with each norm in it as a `Piece`, a number that belongs to one gradient.
+
+    ``value``: a tensor, or a list or tuple of them.
+    """
     if isinstance(value, PieceNorm):
         return Piece.on(value.plain, value.owners)
     return type(value)(map(_as_pieces, value)) if type(value) in (list, tuple) else value

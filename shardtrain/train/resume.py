@@ -266,7 +266,10 @@ class SavedKeys:
 
 @contextlib.contextmanager
 def saved_model(opened: Opened, keys: SavedKeys, device: torch.device) -> Iterator[nn.Module]:
-    """Give the model of ``opened``, sharded, in evaluation, with the weights of ``keys``. Collective."""
+    """Yield the model of a run, sharded, in eval mode, without gradients. Collective.
+
+    ``opened``: the checkpoint that it loads. ``keys.weights``: the run's own weights, or their average.
+    """
     model = plain_model(opened.manifest.facts["config"]["model"], keys.allow)
     shardtrain.shard(model.to(device))
     ema = Ema(model, 0.0) if keys.weights == "ema" else None

@@ -34,7 +34,7 @@ from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.train.loop import Parts, train
 from shardtrain.train.steps import BaseTrainer, Hook
 
-EVENTS = ("before_fit", "after_step", "after_evaluation", "before_save", "at_end")
+EVENTS = [name for name in vars(Hook) if not name.startswith("_")]
 # Keys of what images have, at the values that leave them out, and groups of which nothing is taken.
 LEFT_OUT: dict[str, Any] = {
     "data.limit": None,
@@ -42,8 +42,10 @@ LEFT_OUT: dict[str, Any] = {
     "data.validation": 0,
     "train.mixup": 0,
     "train.cutmix": 0,
+    "train.loss": "cross_entropy",
+    "train.class_weights": None,
+    "train.capture": False,
 }
-LEFT_OUT |= {"train.loss": "cross_entropy", "train.class_weights": None, "train.capture": False}
 Words = str | Sequence[str]
 NOT_HERE = ("model", "data", "augment", "monitor.scores")
 
