@@ -337,7 +337,7 @@ OTHERS = {  # names of others
         queue_callback reduce_dtype retain_graph use_orig_params""",
     "the system's": "fcntl flock pickle",
     "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 log.txt outputs/ result.json
-        classes.csv digits.safetensors.json held_out.csv photos/ smoke traces/ val/ weights""",
+        classes.csv digits.safetensors.json photos/ smoke traces/ val/ weights""",
 }
 KNOWN = {name for names in OTHERS.values() for name in names.split()}
 

@@ -427,7 +427,7 @@ class MonitorConfig:
     # event files | PACKAGE.CLASS, with allow=[PACKAGE]: subclasses of shardtrain.monitor.Writer, which get
     # every event; []: none
     writers: tuple[str, ...] = key((TENSORBOARD,))
-    # the first of three steps that torch's profiler records; null: when RUN_DIR/profile is touched
+    # the first of three steps that torch's profiler records; null: none
     profile_at: int | None = key(None, at_least=2)
 
     def __post_init__(self) -> None:

@@ -6,11 +6,9 @@ until they are on the device. There they are resized, normalised, augmented and 
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +20,7 @@ from torch.utils.data import DataLoader
 from shardtrain.config.errors import UserError
 from shardtrain.data.preprocessing import Preprocessing
 from shardtrain.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
-from shardtrain.data.workers import PATIENCE_S, arriving, context
+from shardtrain.data.workers import PATIENCE_S, arriving
 from shardtrain.device import is_accelerator
 from shardtrain.launch.signals import end_with_parent
 
@@ -44,10 +42,6 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
-
-    def path(self, index: int) -> str | None:
-        """Return the file of an image; None if images are not files."""
-        return None
 
 
 class DataSet(NamedTuple):
@@ -84,9 +78,9 @@ class DataSet(NamedTuple):
         return counts
 
     @property
-    def labels_digest(self) -> str:
-        """A digest of the labels of the training images in their order; empty where they are not known."""
-        return digest_of(self.train.labels)
+    def labels(self) -> dict[str, str]:
+        """A digest of the labels of training and validation images; empty where they are not known."""
+        return {"train": digest_of(self.train.labels), "val": digest_of(self.val.labels)}
 
 
 def digest_of(labels: Tensor | None) -> str:
@@ -129,19 +123,6 @@ class Chosen(Batches):
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.source[self.indices[indices].tolist()]
-
-    def path(self, index: int) -> str | None:
-        return self.source.path(int(self.indices[index]))
-
-
-def files_as_csv(images: Batches, classes: Sequence[str]) -> str:
-    """Return a table of the images' files and classes."""
-    text = io.StringIO()
-    table = csv.writer(text)
-    table.writerow(("image", "label"))
-    for index, label in enumerate(() if images.labels is None else images.labels.tolist()):
-        table.writerow((images.path(index), classes[label]))
-    return text.getvalue()
 
 
 def of_length(source: Batches, count: int) -> Chosen:
@@ -384,7 +365,6 @@ def loader_of(
         batch_size=None,
         num_workers=workers,
         timeout=PATIENCE_S if workers else 0,
-        multiprocessing_context=context() if workers else None,
         pin_memory=is_accelerator(device),
         generator=generator("workers", seed, rank),
         worker_init_fn=end_with_parent if sys.platform == "linux" else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.resources
-import inspect
 import io
 from collections.abc import Sequence
 from typing import IO, Any
@@ -176,11 +175,7 @@ def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
 
 def _returned(config: OwnData, allow: Sequence[str]) -> Any:
     """Call the user's function, with `data.image_size` if that is set and the function takes it."""
-    target = find_target(config._target_, "data", tuple, allow)
-    size = inspect.signature(target).parameters.get("image_size")
     sized = {"image_size": config.image_size} if config.image_size else {}
-    if size is not None and size.default is size.empty and not sized:
-        raise UserError(f"data._target_={config._target_} takes image_size: add data.image_size=N (pixels)")
     node = {"_target_": config._target_, **config.keywords, **sized}
     return instantiate(node, "data", tuple, allow)
 

@@ -1,51 +1,23 @@
 """Batches that workers load, and the report of those that never arrive.
 
 A worker hands a batch over by a thread. If that fails, for want of shared memory for example, Python prints a
-traceback and drops the batch, and the loader waits for ever. Here the error takes the batch's place.
+traceback and drops the batch, and the loader waits until its time-out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import multiprocessing
 from collections.abc import Iterator
-from functools import partial
-from multiprocessing.context import BaseContext
-from multiprocessing.queues import Queue
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
-from shardtrain.config.errors import UserError, WorkerError
+from shardtrain.config.errors import UserError
 from shardtrain.launch.ranks import START_UP
 from shardtrain.launch.signals import held_back
 
 PATIENCE_S = START_UP.total_seconds()  # for a single batch; a cold network disk takes minutes
 WAY_OUT = "make /dev/shm larger (docker run --shm-size=…), or data.workers=0 loads without workers"
-
-
-class LostBatch(WorkerError):
-    """A batch that a worker could not hand over."""
-
-
-class _Batches(Queue):  # type: ignore[type-arg]  # not subscriptable before Python 3.12
-    """A queue of a worker's batches, each with its number. An error takes the place of one it cannot send."""
-
-    def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
-        worker = get_worker_info()
-        reason = " ".join(str(error).split())
-        count = worker.num_workers if worker else 0
-        lost = LostBatch(f"data.workers={count}: a worker cannot hand over a batch: {reason}; {WAY_OUT}")
-        self.put((batch[0], ExceptionWrapper((LostBatch, lost, None))))
-
-
-def context() -> BaseContext:
-    """Return the usual way to start workers, with such queues."""
-    own = copy.copy(multiprocessing.get_context())
-    own.Queue = partial(_Batches, ctx=own)  # type: ignore[method-assign, assignment]
-    return own
 
 
 def arriving(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -27,9 +27,8 @@ from shardtrain.config.command import Command, Program, read_base, read_command,
 from shardtrain.config.config import Config, Data
 from shardtrain.config.errors import UserError
 from shardtrain.config.schema import key, typed
-from shardtrain.job.build import completed, forward_flops, opened_images, rehearsed_loss, scoring_of
+from shardtrain.job.build import completed, opened_images, rehearsed_loss, require_logits, scoring_of
 from shardtrain.job.evaluation import Evaluation, evaluate
-from shardtrain.job.losses import loss_notes
 from shardtrain.job.model import converted, ema_of, initial_model, model_notes, sharded
 from shardtrain.launch import launcher
 from shardtrain.launch.ranks import RankInfo
@@ -95,7 +94,7 @@ def score(command: Command, rank_info: RankInfo, device: torch.device) -> list[E
     config = completed(config, images)
     model = initial_model(config, deferred=True, resumed=opened is not None)
     side = config.data.side_in_eval
-    forward_flops(model, (2, images.preprocessing.channels, side, side), len(images.classes))
+    require_logits(model, (2, images.preprocessing.channels, side, side), len(images.classes))
     notes = [*images.notes, *model_notes(model, config.model, resumed=opened is not None)]
     model = sharded(converted(model, config, device), config, device=device)
     ema = None
@@ -111,7 +110,7 @@ def score(command: Command, rank_info: RankInfo, device: torch.device) -> list[E
     step = 0 if opened is None else int(opened.manifest.facts["step"])
     if rank_info.rank == 0:
         where = "" if opened is None else f"evaluating step {step} ({opened.path})"
-        print("\n".join(filter(None, [*notes, *loss_notes(loss, scoring.classes), where])), flush=True)
+        print("\n".join(filter(None, [*notes, where])), flush=True)
     feeds = [data.EvalFeed(part, share, prepare, config.data.workers) for part in parts]
     scored = [evaluate(model, feed, scoring, ema=ema) for feed in feeds]
     if rank_info.rank == 0:

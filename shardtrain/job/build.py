@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
 from shardtrain import data
@@ -52,12 +50,11 @@ class Job(NamedTuple):
     device: torch.device  # of computation and batches; shards may lie in host memory
     inference: Inference | None  # None: the model does not get images of the program's data sets
     class_counts: Mapping[str, Mapping[str, int]]  # images by part (train, val, test) and class, where known
-    labels_digest: str
+    labels: Mapping[str, str]  # their digest by part (train, val), "" where they are not known
     steps: int
     first_step: int  # steps that earlier processes have done
     steps_per_epoch: int
     data_name: str
-    forward_flops: Mapping[int, float]  # FLOP of one image's forward, by the image's side in pixels
     notes: Sequence[str] = ()  # lines that the run prints at its start
 
 
@@ -78,11 +75,8 @@ def build(
     steps = length[0]
     model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (max(1, share.micro_batch), images.preprocessing.channels)
-    # For every size, so that a size that the model refuses fails now, not after hours.
-    flops = {
-        side: forward_flops(model, (*sample, side, side), len(images.classes)) / sample[0]
-        for side in sorted(config.data.sides)
-    }
+    for side in sorted(config.data.sides):  # a size that the model refuses fails now, not after hours
+        require_logits(model, (*sample, side, side), len(images.classes))
     inference = inference_of(config, images.preprocessing, model)
     notes = (*images.notes, *model_notes(model, config.model, resumed=first_step > 0))
     model = converted(model, config, device)
@@ -100,9 +94,8 @@ def build(
         test=test,
         inference=inference,
         class_counts=images.counts,
-        labels_digest=images.labels_digest,
+        labels=images.labels,
         data_name=name_and_sizes(images),
-        forward_flops=flops,
         notes=notes,
         **update_of(config, model, optimizer, device, first_step, length),
     )
@@ -191,26 +184,24 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
-    """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails.
+def require_logits(model: nn.Module, sample: tuple[int, ...], classes: int) -> None:
+    """Raise UserError unless ``model`` takes images of shape ``sample``, and returns logits of all classes.
 
-    NaN if that cannot be counted, since the model's forward reads values.
+    It is called without data, so a model whose forward reads values cannot be tried.
     """
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     what = f"the model does not take images of shape {'×'.join(map(str, sample))}"
     refusals = (RuntimeError, ValueError, AssertionError)
-    counter = FlopCounterMode(display=False)
-    with reading(what, "data.image_size and train.batch_size decide the shape", refusals), counter:
+    with reading(what, "data.image_size and train.batch_size decide the shape", refusals):
         try:
             logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
         except RuntimeError as error:
             if "meta tensor" in str(error):  # its forward reads a value, which there is not
-                return math.nan
+                return
             raise
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
         result = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(f"the model returns {result}, expected logits for at least {classes} classes")
-    return float(counter.get_total_flops())
 
 
 def completed(config: Config, images: data.DataSet) -> Config:

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardtrain.config.config import Config
 from shardtrain.config.errors import UserError, path_of, plain_file, reading
 from shardtrain.config.format import first_of
@@ -25,9 +23,8 @@ from shardtrain.launch.ranks import on_rank_0
 def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Preprocessing, list[str]]:
     """Return ``own`` with the classes, mean and std of the card of `model.weights`; and lines that say so.
 
-    Keys of the command, and names that the ``data_set`` has, come first. If the card has other mean and std,
-    a line warns; other classes are refused. Without a card ``own`` is returned as it is. Collective. Raises
-    UserError for a card that cannot be read.
+    Keys of the command, and names that the ``data_set`` has, come first; other classes are refused. Without a
+    card ``own`` is returned as it is. Collective. Raises UserError for a card that cannot be read.
     """
     weights = config.model.get("weights")
     card = _card(str(weights)) if weights is not None else None
@@ -39,16 +36,10 @@ def as_on_card(config: Config, own: Preprocessing, data_set: str) -> tuple[Prepr
     notes = []
     for name in ("mean", "std"):
         on_card = getattr(card, name)
-        chosen = getattr(own, name)
-        if len(on_card) != len(chosen) or np.allclose(on_card, chosen, rtol=0, atol=1e-5):
-            continue
-        if getattr(config.data, name) is None:
+        if getattr(config.data, name) is None and card.channels == own.channels:
             changes[name] = on_card
-            notes.append(f"data.{name}={_in_words(on_card)} is taken from {weights}.json")
-        else:
-            notes.append(
-                f"warning: data.{name}={_in_words(chosen)}, but {weights}.json has {_in_words(on_card)}"
-            )
+            values = ",".join(f"{value:.4g}" for value in on_card)
+            notes.append(f"data.{name}=[{values}] is taken from {weights}.json")
     return replace(own, **changes), notes
 
 
@@ -83,7 +74,3 @@ def _classes(card: Inference, own: tuple[str, ...], data_set: str, source: str) 
         f"{source}: its classes are {first_of([*on_card])}, and those of {data_set} are {own_names}; "
         "model.reset_head=true makes the last layer anew"
     )
-
-
-def _in_words(values: tuple[float, ...]) -> str:
-    return f"[{','.join(f'{value:.4g}' for value in values)}]"

@@ -121,15 +121,6 @@ def rehearse_loss(
         raise UserError(f"{called}: returned {[*value.shape]} {gradients} gradients; {expected}")
 
 
-def loss_notes(loss: Loss, classes: Sequence[str]) -> list[str]:
-    """Return the line that a run prints about the weights of classes in its loss."""
-    weights = given_weights(loss)
-    if weights is None:
-        return []
-    texts = [f"{name} {weight:.4g}" for name, weight in zip(classes, weights, strict=True)]
-    return [f"class weights  {', '.join(texts)}"]
-
-
 def weights_of(asked: str | Sequence[float] | None, images: DataSet) -> Tensor | None:
     """Return the weight of each class, float32 [classes], as `train.class_weights` says. Collective.
 

@@ -10,7 +10,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +107,8 @@ def head_of(model: nn.Module) -> str:
 
 
 def model_notes(model: nn.Module, keys: Mapping[str, Any], *, resumed: bool) -> list[str]:
-    """Return lines about what the keys of an unsharded ``model`` have chosen: stem, new head, what trains."""
+    """Return lines about what the keys of an unsharded ``model`` have chosen: a new head, what trains."""
     notes = []
-    if isinstance(model, models.ResNet) and keys.get("stem") == "auto":
-        chosen = "standard, torchvision's own"
-        if isinstance(model.maxpool, nn.Identity):
-            chosen = "small: a 3×3 convolution of stride 1, no pooling; model.stem=standard needs less time"
-        notes.append(f"model.stem=auto is {chosen}")
     if keys.get("weights") and keys.get("reset_head") and not resumed:
         notes.append(f"model.reset_head: {head_of(model)} is new, all else is from {keys['weights']}")
     sizes = [param.numel() for param in model.parameters()]
@@ -222,14 +216,7 @@ def optimizer_of(
     node |= vars(keys).get("keywords", {})
     if keys.name in ("sgd", "adamw"):
         node["fused"] = True  # one pass over all parameters
-    made = partial(instantiate, node, "optim", torch.optim.Optimizer, allow)
-    optimizer: torch.optim.Optimizer = made(groups)
-    if keys.name == "own":
-        tried = torch.nn.Parameter(torch.ones(2, 2))
-        tried.grad = torch.ones_like(tried)
-        with reading(f"optim._target_={keys._target_}", "choose another optimizer, or other keys"):
-            made([{"params": [tried]}]).step()
-            optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
+    optimizer: torch.optim.Optimizer = instantiate(node, "optim", torch.optim.Optimizer, allow, groups)
     return optimizer
 
 

@@ -55,8 +55,6 @@ class Results(NamedTuple):
         """Add a result of one of the kinds; raise TypeError for another kind."""
         if isinstance(value, str):
             self.texts[name] = value
-        elif hasattr(value, "canvas"):
-            self.pictures[name] = pictures.pixels_of(value)
         elif np.ndim(value) == 3 and np.shape(value)[2] == 3 and np.asarray(value).dtype == np.uint8:
             self.pictures[name] = np.asarray(value)
         else:
@@ -113,7 +111,7 @@ def per_class(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[st
     for name, recall, count in zip(names, recalls.tolist(), images.tolist(), strict=True):
         if count:
             results[f"recall/{name}"] = recall
-    results["confusion"] = pictures.confusion(counts, names)
+    results["confusion"] = pictures.confusion(counts)
     if len(names) <= MOST_PRINTED:
         results["by class"] = confusion_table(counts, names)
     return results
@@ -190,8 +188,8 @@ def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Resul
             results.add(name, value)
         except (TypeError, ValueError):
             raise TypeError(
-                f"{name} is a {type(value).__name__}, expected a number, a picture (Matplotlib's Figure, or "
-                "uint8 [height, width, 3]) or a text"
+                f"{name} is a {type(value).__name__}, expected a number, a picture (uint8 [height, width, "
+                "3]) or a text"
             ) from None
         if name in results.numbers and higher_is_better is not None:
             results.higher_is_better[name] = higher_is_better

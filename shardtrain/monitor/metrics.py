@@ -10,7 +10,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -67,34 +66,6 @@ def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
     return SlowRank(rank, phase, text)
 
 
-@dataclass
-class Spent:
-    """The seconds of this process's training, summed up as means over ranks."""
-
-    since: float = field(default_factory=time.perf_counter)
-    # By phases of a step, without waiting; ``waiting`` for other ranks; interruptions such as ``evaluation``.
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    steps: int = 0
-    images: int = 0
-
-
-ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "profile")
-
-
-def judge(spent: Spent) -> dict[str, Any]:
-    """Return entries of result.json: where the run's time went, in seconds and in words, and its speed."""
-    seconds = time.perf_counter() - spent.since
-    parts = {part: spent.seconds[part] for part in ORDER if spent.seconds[part]}
-    parts["the rest"] = max(0.0, seconds - sum(parts.values()))
-    shares = {part: 100 * value / seconds for part, value in parts.items()}
-    text = ", ".join(f"{part} {share:.0f} %" for part, share in shares.items())
-    return {
-        "spent_s": {part: round(value, 3) for part, value in parts.items()},
-        "run_img_per_s": spent.images / seconds,
-        "time": text.replace("waiting", "exposed communication"),
-    }
-
-
 def scores_in_words(scalars: Mapping[str, Any]) -> dict[str, str]:
     """Return scores in words, by what was scored: ``val``, ``average`` or ``test``.
 
@@ -121,6 +92,13 @@ def trained_in_words(scalars: Mapping[str, Any]) -> list[str]:
     return [f"loss {scalars[tags.TRAIN_LOSS]:.4f}", *accuracy]
 
 
+def time_in_words(scalars: Mapping[str, Any]) -> str:
+    """Return where the time of steps went: the phases, without waiting, and waiting for other ranks."""
+    parts = {phase: scalars[tags.phase_pct(phase)] for phase in PHASES}
+    parts["exposed communication"] = scalars[tags.EXPOSED_COMM_PCT]
+    return ", ".join(f"{part} {share:.0f} %" for part, share in parts.items())
+
+
 def unit_of_speed(inference: object) -> str:
     """Return the unit of a run's speed, whose model classifies images as ``inference`` says, or does not."""
     return "items/s" if inference is None else "img/s"
@@ -131,7 +109,6 @@ class Report(NamedTuple):
 
     scalars: dict[str, float]  # by tag; memory and speed as this rank measured them, all else equal on all
     slow: SlowRank | None = None
-    profile_requested: bool = False  # by any rank
 
 
 class StepMetrics:
@@ -145,14 +122,12 @@ class StepMetrics:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.device = job.device
-        self.spent = Spent()
         self._rows = table_rows(job.model)
         self._restart()
 
     def start(self) -> None:
         """Exclude start-up's time and memory from reports."""
         self.since = time.perf_counter()
-        self.spent.since = self.since
         device.reset_peak_memory(self.device)
 
     def state(self) -> dict[str, Any]:
@@ -211,15 +186,13 @@ class StepMetrics:
         self._marks.append((phase, device.moment(self.device)))
 
     @contextmanager
-    def paused(self, part: str) -> Iterator[None]:
-        """Exclude the block's time from the steps, and count it as ``part``."""
+    def paused(self) -> Iterator[None]:
+        """Exclude the block's time from the steps."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            elapsed = time.perf_counter() - start
-            self.since += elapsed
-            self.spent.seconds[part] += elapsed
+            self.since += time.perf_counter() - start
 
     def add(self, batch: Batch, loss: Tensor, logits: Tensor) -> None:
         """Add a micro-batch, its mean loss, 0-dim, and its logits [batch, classes]."""
@@ -240,7 +213,7 @@ class StepMetrics:
         self.scored += len(batch.labels)
         self._added += 1
 
-    def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
+    def report(self, step: int, grad_norm: Tensor) -> Report:
         """Report the steps since the last call. Gradients must not have been cleared. Collective.
 
         Raises RuntimeError if the loss is not finite.
@@ -248,7 +221,7 @@ class StepMetrics:
         steps = len(self._meters)
         ranks = comm.world_size()
         busy, waited, sent = self._own()
-        own = torch.tensor([waited, profile_requested, *busy.values()], device=self.device)
+        own = torch.tensor([waited, *busy.values()], device=self.device)
         rows = table_of(own.double()[None], range(comm.rank(), comm.rank() + 1)).cpu()
         loss, right = table_of(self.sums, self._rows).sum(0).tolist()
         if not math.isfinite(loss):
@@ -256,7 +229,7 @@ class StepMetrics:
         elapsed = time.perf_counter() - self.since
         images = self.images * ranks  # every rank has equally many
         scored = self.scored * ranks
-        mean = dict(zip(("waiting", "", *PHASES), rows.mean(0).tolist(), strict=True))
+        mean = dict(zip(("waiting", *PHASES), rows.mean(0).tolist(), strict=True))
         scalars = {
             **self._means(loss, right, scored),
             tags.GRAD_NORM: float(grad_norm),
@@ -269,13 +242,9 @@ class StepMetrics:
             **{tags.sent_mib(kind): sent[kind] / steps / MIB for kind in REPORTED_TRAFFIC if ranks > 1},
             **_memory(self.job),
         }
-        per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 2:] / steps).tolist()]
-        self.spent.steps += steps
-        self.spent.images += images
-        for part in (*PHASES, "waiting"):
-            self.spent.seconds[part] += mean[part]
+        per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 1:] / steps).tolist()]
         self._restart()
-        return Report(scalars, slow_rank(per_step), bool(rows[:, 1].any()))
+        return Report(scalars, slow_rank(per_step))
 
     def _means(self, loss: float, right: float, scored: int) -> dict[str, float]:
         """Return the means over what was trained on. ``right``: of a user's trainer, the weight."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import math
 import shlex
 import subprocess
 import sys
@@ -17,11 +16,10 @@ import torch
 from omegaconf import OmegaConf
 
 from shardtrain import introspect
-from shardtrain.config.config import Config, ImageFolder
+from shardtrain.config.config import Config
 from shardtrain.config.format import MIB, counted
 from shardtrain.config.marks import record_of
 from shardtrain.config.target import instantiate
-from shardtrain.data.feed import files_as_csv
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.evaluation import Evaluation
@@ -30,15 +28,12 @@ from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import versions
 from shardtrain.launch.signals import Stopped
 from shardtrain.monitor.metrics import (
-    StepMetrics,
-    judge,
     scores_in_words,
+    time_in_words,
     trained_in_words,
     unit_of_speed,
 )
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
-
-MOST_CLASSES = 6  # whose images are counted one by one in the first lines
 
 
 class Monitor:
@@ -116,7 +111,6 @@ def open_monitor(
     config: Config,
     context: Context,
     job: Job,
-    metrics: StepMetrics,
     best: tuple[int, float, str] | None = None,
 ) -> Iterator[Monitor]:
     """Open the run's monitor. Its files are complete after the block, also after an exception.
@@ -139,10 +133,6 @@ def open_monitor(
     file = context.run_dir / "config.yaml"
     text = OmegaConf.to_yaml(record_of(config))
     monitor.write(file, lambda: file.write_text(text, encoding="utf-8"))
-    if config.data.validation and isinstance(config.data, ImageFolder):
-        table = context.run_dir / "held_out.csv"
-        files = files_as_csv(job.val.images, job.scoring.classes)
-        monitor.write(table, lambda: table.write_text(files, encoding="utf-8", errors="surrogateescape"))
     monitor.facts(facts)
     status = "failed"
     ending: list[str] = []
@@ -155,8 +145,7 @@ def open_monitor(
             ending.append(f"{interrupt} {interrupt.ending}")
         raise
     finally:
-        spent = judge(metrics.spent) if metrics.spent.steps else {}
-        monitor.facts({"status": status, "step": monitor.latest, **spent})
+        monitor.facts({"status": status, "step": monitor.latest})
         if status != "failed":  # after a failure only the exception is reported
             monitor.say("\n".join([*monitor.texts.values(), end_table(result.result), *ending]))
 
@@ -207,13 +196,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     own = max(sizes) / MIB
     most = "at most " if min(sizes) < max(sizes) else ""
     size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"
-    flops = ""
-    pixels = ""
-    if job.inference is not None:
-        flops = f", {job.forward_flops[side] / 1e9:.3g} GFLOP per image forward"
-        pixels = f", {side}×{side} pixels{_counts_in_words(job.class_counts)}"
-        if math.isnan(job.forward_flops[side]):
-            flops = ", unknown FLOP per image forward (its forward reads values)"
+    pixels = "" if job.inference is None else f", {side}×{side} pixels"
     rate = f"lr {optim.lr:g}, {config.sched.name}"
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(share.world_size, "rank")
@@ -221,7 +204,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     virtual = f", as {share.virtual} virtual ranks" if share.virtual else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     lines = [
-        ("model", f"{_model_name(config.model)}, {size}{flops}"),
+        ("model", f"{_model_name(config.model)}, {size}"),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
         ("data", f"{job.data_name}{pixels}"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
@@ -231,20 +214,6 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("run", str(context.run_dir)),
     ]
     return _labelled(lines)
-
-
-def _counts_in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the number of images of each class: training + validation + test; of many classes, the range."""
-    train = counts.get("train")
-    if train is None:
-        return ""
-    if len(train) > MOST_CLASSES:
-        return f"; {len(train)} classes of {min(train.values()):,} to {max(train.values()):,}"
-    texts = []
-    for name in train:
-        numbers = " + ".join(str(part[name]) for part in counts.values())
-        texts.append(f"{name}: {numbers}")
-    return f"; {', '.join(texts)}"
 
 
 def _model_name(model: Mapping[str, Any]) -> str:
@@ -259,12 +228,9 @@ def end_table(result: Mapping[str, Any]) -> str:
     unit = unit_of_speed(result.get("inference", ""))
     lines = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
     if tags.TRAIN_LOSS in result:
-        lines.append(
-            (
-                "train",
-                f"{', '.join(trained_in_words(result))}, {result[tags.IMG_PER_S]:.0f} {unit} at the end",
-            )
-        )
+        speed = f"{result[tags.IMG_PER_S]:.0f} {unit} at the end"
+        lines.append(("train", ", ".join([*trained_in_words(result), speed])))
+        lines.append(("time", f"{time_in_words(result)} at the end"))
     if tags.VAL_LOSS in result:
         tag = result.get(tags.BEST_BY, tags.VAL_ACC1)
         best = ""
@@ -272,9 +238,6 @@ def end_table(result: Mapping[str, Any]) -> str:
             score = tags.in_words(tag, result[tags.best(tag)])
             best = f", best {tags.name(tag)} {score} at step {result[tags.BEST_STEP]}"
         lines += _score_rows(result, best)
-    if "time" in result:
-        lines.append(("speed", f"{result['run_img_per_s']:.0f} {unit} over all"))
-        lines.append(("time", result["time"]))
     return _labelled([*lines, ("run", result["run_dir"])])
 
 

@@ -1,8 +1,7 @@
-"""The names of slow ranks, and profiles of steps on request, by torch's profiler.
+"""The names of slow ranks, and a profile of some steps, by torch's profiler.
 
-Three steps are profiled from `monitor.profile_at` on, or when somebody touches the file ``profile`` in the
-run directory. Rank 0 looks for it with each report, and the report's exchange tells the other ranks. Each
-rank writes its own trace, for Perfetto or Chrome. `comm/trace.py` lists the named ranges in it.
+Three steps are profiled from `monitor.profile_at` on. Each rank writes its own trace, for Perfetto or Chrome.
+`comm/trace.py` lists the named ranges in it.
 """
 
 from __future__ import annotations
@@ -19,55 +18,40 @@ from shardtrain.monitor.metrics import Report, SlowRank, StepMetrics
 from shardtrain.monitor.monitor import Monitor
 
 PROFILED = 3  # steps per trace
-REQUEST = "profile"
 FOLDER = "traces"
 
 
 class Watch(contextlib.AbstractContextManager["Watch"]):
-    """Profiles of steps on request, and the names of slow ranks. Called after every step, on every rank."""
+    """The profile of some steps, and the names of slow ranks. Called after every step, on every rank."""
 
     def __init__(self, config: Config, context: Context, metrics: StepMetrics, monitor: Monitor) -> None:
-        self._config = config
         self._context = context
         self._metrics = metrics
         self._monitor = monitor
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
         self._named: tuple[int, str] | None = None  # the slow rank that was last named
-        self._requested = False
         self._profile: profile | None = None  # running since the step before `_first`
-        self._first = 0
+        self._first = config.monitor.profile_at or 0
 
     def __exit__(self, *_: object) -> None:
         if self._profile is not None:
             self._profile.stop()
 
-    def requested(self) -> bool:
-        """Return whether somebody asked for a trace since the last call. Removes the file."""
-        with contextlib.suppress(OSError):
-            if self._context.rank_info.rank == 0:
-                (self._context.run_dir / REQUEST).unlink()
-                return True
-        return False
-
     def step_done(self, step: int, report: Report | None) -> None:
-        """Begin or end a profile after ``step``; name slow ranks. Collective after the last profiled step."""
+        """Begin or end the profile after ``step``; name a slow rank. Collective when a profile ends."""
         if report is not None:
-            self._requested |= report.profile_requested
             self._name_slow_rank(step, report.slow)
-        self._requested |= step + 1 == self._config.monitor.profile_at
         last = self._metrics.job.steps
         if self._profile is not None and step in (self._first + PROFILED - 1, last):
             self._finish(self._profile, step)
-        if self._requested and self._profile is None and step < last:
-            self._requested = False
-            self._first = step + 1
-            with self._metrics.paused("profile"):
+        if step + 1 == self._first <= last:
+            with self._metrics.paused():
                 self._profile = profile()
                 self._profile.start()
 
     def _finish(self, current: profile, last: int) -> None:
         self._profile = None
-        with self._metrics.paused("profile"):
+        with self._metrics.paused():
             current.stop()
             name = f"{self._context.run_dir}/{FOLDER}/steps-{self._first}-{last}-rank"
             path = Path(f"{name}{self._context.rank_info.rank}.json")

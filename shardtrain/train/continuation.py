@@ -61,7 +61,7 @@ def _compared(
             f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
             "train.epochs or train.max_steps, choose another run.name, or resume=none starts anew"
         )
-    other_images = _moved_images(facts["position"], job)
+    other_images = _other_labels(facts["position"], job, "train")
     if images != job.train.sampler.images:
         other_images.insert(0, Change("images", images, job.train.sampler.images, Mark.IMAGES))
     strict = step == job.steps or not is_path(config.resume)
@@ -121,30 +121,19 @@ def forgotten(
 
 def validation_warnings(opened: Opened, job: Job) -> list[str]:
     """Return a warning if the validation images differ from those of the checkpoint."""
-    others = _other_counts(opened.manifest.facts.get("position", {}), job, "val")
+    others = _other_labels(opened.manifest.facts["position"], job, "val")
     if not others:
         return []
     return [
-        f"warning: the validation images have changed ({first_of([each.in_words() for each in others])}): "
-        "scores from here on cannot be compared with earlier ones, nor with the best"
+        f"warning: the validation data have changed ({others[0].in_words()}): scores from here on cannot be "
+        "compared with earlier ones, nor with the best"
     ]
 
 
-def _moved_images(position: Mapping[str, Any], job: Job) -> list[Change]:
-    """Return how the labels of the training images differ from those in a checkpoint's ``position``."""
-    moved = _other_counts(position, job, "train")
-    saved = position.get("labels", "")
-    if not moved and saved and job.labels_digest and saved != job.labels_digest:
-        moved.append(Change("labels of the images (their digest)", saved, job.labels_digest, Mark.NONE))
-    return moved
-
-
-def _other_counts(position: Mapping[str, Any], job: Job, part: str) -> list[Change]:
-    """Return how the numbers of images per class in ``part`` differ from those in ``position``."""
-    before = position.get("counts", {}).get(part, {})
-    now = job.class_counts.get(part, {})
-    changes = []
-    for name in {**before, **now} if before and now else ():
-        change = Change(f"images of class {name}", before.get(name, 0), now.get(name, 0), Mark.NONE)
-        changes += [change] if change.before != change.now else []
-    return changes
+def _other_labels(position: Mapping[str, Any], job: Job, part: str) -> list[Change]:
+    """Return the change of the labels of ``part`` since a checkpoint's ``position``, where both are known."""
+    before = position["labels"].get(part)
+    now = job.labels.get(part)
+    if not before or not now or before == now:
+        return []
+    return [Change(f"{part} labels (their digest)", before, now, Mark.NONE)]

@@ -26,7 +26,7 @@ class Samples(Hook):
 
 
 class Reports(Hook):
-    """A report every `train.log_every` steps and after the last one, and profiles on request."""
+    """A report every `train.log_every` steps and after the last one, and the profile of some steps."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -36,6 +36,6 @@ class Reports(Hook):
         report = None
         every = trainer.config.train.log_every or max(1, min(10, trainer.job.steps // 10))
         if step % every == 0 or step == trainer.job.steps:
-            report = trainer.metrics.report(step, trainer.norm, self._watch.requested())
+            report = trainer.metrics.report(step, trainer.norm)
             trainer.monitor.log(step, report.scalars)
         self._watch.step_done(step, report)

@@ -16,7 +16,6 @@ from shardtrain.config.config import Config
 from shardtrain.config.errors import Unreadable, UserError
 from shardtrain.config.target import instantiate
 from shardtrain.job.build import Job, build
-from shardtrain.job.losses import loss_notes
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import virtual_threads
 from shardtrain.launch.signals import StopSignals
@@ -72,13 +71,12 @@ def _train(
     state, changes = restore(store, start, config, context, job, metrics)
     with (
         run_directory(store, start, config, context, identity) as messages,
-        open_monitor(config, context, job, metrics, state.best) as monitor,
+        open_monitor(config, context, job, state.best) as monitor,
         StopSignals() as signals,
     ):
         notes = [
             *messages,
             *job.notes,
-            *loss_notes(job.loss, job.scoring.classes),
             *changes,
             *start_messages(store, start, job, config),
         ]

@@ -106,7 +106,7 @@ class Saver(Hook):
         trainer.end = trainer.end or self._why_stale(step)
         last = step == self._job.steps or bool(trainer.end)
         stopping = signal and (self.pending_evaluation or not last)
-        with self._metrics.paused("checkpoint"):
+        with self._metrics.paused():
             is_due = bool(signal) or last or better or step % self._every == 0
             to_disk = self._config.checkpoint.keep > 0 and is_due
             every = self._config.checkpoint.memory_every_steps
@@ -129,10 +129,10 @@ class Saver(Hook):
 
         Raises SaveFailed on every rank if it failed, and Stopped if one got a signal while evaluating.
         """
-        with self._metrics.paused("checkpoint"):
+        with self._metrics.paused():
             self._store.finish()
         if self._job.test is not None:
-            with self._metrics.paused("evaluation"):
+            with self._metrics.paused():
                 self._monitor.tested(self._monitor.latest, self._evaluate(self._job.test))
 
     def _why_stale(self, step: int) -> str:
@@ -151,7 +151,7 @@ class Saver(Hook):
         If a rank gets a signal meanwhile, the evaluation stays pending for the process that resumes.
         """
         self.pending_evaluation = True
-        with self._metrics.paused("evaluation"):
+        with self._metrics.paused():
             try:
                 evaluation = self._evaluate(self._job.val)
             except Stopped as stopped:
@@ -241,8 +241,7 @@ class Saver(Hook):
         facts = {  # with the step they determine which images have been used
             "position": {
                 "images": job.train.sampler.images,
-                "counts": job.class_counts,
-                "labels": job.labels_digest,
+                "labels": job.labels,
             },
             "inference": job.inference and asdict(job.inference),
             "class_weights": given_weights(job.loss),  # as numbers, if `train.class_weights` has any

@@ -13,15 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -50,7 +47,6 @@ SHARED = ("run.name", "run.dir", "train.best")  # keys that decide where jobs ar
 # Hydra makes no folders but the sweep's own, and no logs.
 QUIET = {"output_subdir": None, "sweep": {"subdir": "."}, "job": {"name": "shardtrain", "chdir": False}}
 OUTCOME = "outcome.json"  # in a job's folder
-LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun copies the first failing rank's there
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  # with their exit codes
 
 
@@ -182,7 +178,7 @@ def run_job(fixed: Sequence[str], ranks: int, directory: Path, _: DictConfig) ->
     if outcome.problem:
         print(f"job {number} has failed: {outcome.problem}", flush=True)
     else:
-        result = json_in(folder / "result.json")
+        result = json.loads((folder / "result.json").read_text())
         score = result.get(tags.best(result[tags.BEST_BY]))
         if score is not None:
             outcome = outcome._replace(score=score, rank=score if result[tags.BEST_IS_LOWEST] else -score)
@@ -193,28 +189,20 @@ def run_job(fixed: Sequence[str], ranks: int, directory: Path, _: DictConfig) ->
 
 
 def refuse_ranks(arguments: Sequence[str], speak: bool) -> Any:
-    """Raise UserError with the command for several ranks: a sweep starts the ranks of each job itself."""
-    words = [text for text in arguments if text not in FLAGS]
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "N")
-    command = f"python -m shardtrain.train -m {RANKS}={ranks} {shlex.join(words)}"
-    raise UserError(f"-m: a sweep starts torchrun itself, once per job; use {command}")
+    """Raise UserError: a sweep starts the ranks of each job itself."""
+    command = f"python -m shardtrain.train -m {RANKS}=N"
+    raise UserError(f"-m: a sweep starts torchrun itself, once per job; use {command} with the same words")
 
 
 def problem_of(command: Sequence[str]) -> str:
-    """Run one job; return why it failed, in one line, or an empty text."""
-    with tempfile.TemporaryDirectory() as name:
-        error_file = Path(name) / "error.json"
-        code = exit_code_of(command, {**os.environ, LAUNCHER_ERROR_FILE: str(error_file)})
-        message = json_in(error_file).get("message", "")
+    """Run one job, which prints its own mistakes; return how it failed, or an empty text."""
+    code = exit_code_of(command)
     if not code:
         return ""
-    text = str(message["message"] if isinstance(message, Mapping) else message)
-    if text:
-        return text.removeprefix("error: ").partition("\n")[0]
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def exit_code_of(command: Sequence[str]) -> int:
     """Run ``command``, and return its exit code: if a signal ended it, minus the signal's number.
 
     A signal to this process ends the job, which saves, and then this process.
@@ -230,7 +218,7 @@ def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
     before = {signum: signal.signal(signum, pass_on) for signum in STOPS}
     try:
         # In a session of its own, so that Ctrl-C reaches the job once, from here.
-        processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        processes.append(subprocess.Popen(command, start_new_session=True))
         if received:  # while it started
             processes[0].send_signal(received[0])
         code = processes[0].wait()
@@ -240,14 +228,6 @@ def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
     if received:
         sys.exit(STOPS[signal.Signals(received[0])])
     return code
-
-
-def json_in(file: Path) -> dict[str, Any]:
-    """Return the content of ``file``; nothing if there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        content: dict[str, Any] = json.loads(file.read_text())
-        return content
-    return {}
 
 
 def quoted(path: Path) -> str:

@@ -125,7 +125,7 @@ class Trainer(BaseTrainer):
             devices.choose_deterministic_kernels()
         train = Pairs(self.train_set, "the training set")
         val = Pairs(self.val_set, "the validation set", train)
-        summaries = [f"{part.name} with {_same_on_all(part)}" for part in (train, val)]
+        labels = {"train": _same_on_all(train), "val": _same_on_all(val)}
         name = type(self.train_set).__name__
         pairs = data.DataSet(train, val, name, Preprocessing.of_arrays((), (), (), 0))
         length = length_of(config, pairs, share)
@@ -140,9 +140,8 @@ class Trainer(BaseTrainer):
             test=None,
             inference=None,
             class_counts={},
-            labels_digest=", ".join(summaries),
+            labels=labels,
             data_name=name_and_sizes(pairs),
-            forward_flops={},
             **update_of(config, self.model, optimizer, device, first_step, length),
         )
         self._rehearse(job, val, config.train.best)

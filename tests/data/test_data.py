@@ -588,7 +588,7 @@ LOST = """
 import os, sys
 import torch.utils.data._utils as torchs
 from torch.utils.data import DataLoader
-from shardtrain.data.workers import arriving, context
+from shardtrain.data.workers import arriving
 
 torchs.MP_STATUS_CHECK_INTERVAL = 0.1  # the time after which a worker that reads for ever is ended
 
@@ -596,9 +596,7 @@ class Items(list):
     def __getitem__(self, index):
         return os.read(os.pipe()[0], 1) if "read" in sys.argv else lambda: None
 
-options = {"timeout": 1} if "read" in sys.argv else {}
-options |= {"num_workers": 2, "multiprocessing_context": context()}
-loader = DataLoader(Items([1]), sampler=[0], batch_size=None, **options)
+loader = DataLoader(Items([1]), sampler=[0], batch_size=None, num_workers=2, timeout=1)
 try:
     next(arriving(loader))
 except ValueError as error:
@@ -606,21 +604,14 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("lambda", r"data.workers=2: a worker cannot hand over a batch: .*pickle.*; make .* loads without w"),
-        pytest.param(
-            "read",
-            r"data.workers=2: no batch has come for 1 s: a worker waits for its files, or has lost the bat",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_a_batch_that_never_arrives_is_an_error(kind: str, told: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["lambda", "read"])
+def test_a_batch_that_never_arrives_is_an_error(kind: str) -> None:
     """One that cannot be handed over, as without shared memory, and one in files that never answer."""
     done = subprocess.run([sys.executable, "-c", LOST, kind], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert ("PicklingError" in done.stderr or "Can't pickle" in done.stderr) == (kind == "lambda")
+    told = r"data.workers=2: no batch has come for 1 s: a worker waits for its files, or has lost the batch; "
     assert re.match(told, done.stdout), done.stdout
     assert done.stdout.count("\n") == 1
 

@@ -1,12 +1,9 @@
 """What a run reports on the console, in files and in tables, how it is measured; slow ranks; profiles."""
 
 import contextlib
-import io
 import json
-import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +27,7 @@ from shardtrain.job.evaluation import Evaluation, Scores
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import RankInfo
 from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, writers
-from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, slow_rank
+from shardtrain.monitor.metrics import PHASES, Report, SlowRank, slow_rank
 from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.watch import Watch
 from shardtrain.train.steps import BaseTrainer
@@ -44,6 +41,8 @@ SCALARS = {
     "system/img_per_s": 123.0,
     "lr/group0": 0.1,
     "grad_norm": 2.0,
+    "system/exposed_comm_pct": 60.0,
+    **{f"system/{phase}_pct": 10.0 for phase in PHASES},
 }
 TWO = torch.zeros(2, 1, 8, 8)  # images
 ONE = torch.ones(())
@@ -65,7 +64,7 @@ def built(*arguments: str, model: Sequence[str] = VIT) -> tuple[Job, Config]:
 
 def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, config = built()
-    with open_monitor(config, context(tmp_path / "a/run"), job, StepMetrics(job)) as monitor:
+    with open_monitor(config, context(tmp_path / "a/run"), job) as monitor:
         monitor.step(1)
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
@@ -167,8 +166,7 @@ def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
         "48 = 1 rank × 2 micro-batches × 24",
     ):
         assert expected in table
-    (stem,) = job.notes
-    assert stem.startswith("model.stem=auto is small: ")
+    assert not job.notes
 
 
 def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,18 +179,14 @@ def test_the_end_has_the_average_beside_the_best_and_where_the_time_went(capsys:
     evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0))
     writers.Console(FOUR).log(4, evaluation.scalars())
     assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
-    with patch("time.perf_counter", lambda: 110.0):
-        spent = Spent(since=100.0, steps=50, images=600)
-        spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
-        found = judge(spent)
-    assert sum(found["spent_s"].values()) == 10
     best = {tags.best(tags.VAL_ACC1): 20.0, tags.BEST_STEP: 4, "run_dir": "here"}
     told = end_table(
-        {"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best, **found}
+        {"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best, **SCALARS}
     )
     assert "average   loss 1.0000, acc1 20.00 %, best acc1 20.00 % at step 4" in told
-    assert "speed     60 img/s over all" in told
-    assert "time      data 60 %, forward 10 %, exposed communication 10 %, the rest 20 %" in told
+    assert "train     loss 0.5000, acc1 80.00 %, 123 img/s at the end" in told
+    time = "data 10 %, forward 10 %, backward 10 %, optimizer 10 %, exposed communication 60 % at the end"
+    assert f"time      {time}" in told
 
 
 def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> None:
@@ -213,11 +207,10 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
         metrics.start()
         with metrics.step(), metrics.phase("data"):
             let_pass(1000)
-        with metrics.paused("evaluation"):  # no part of them, either
+        with metrics.paused():  # no part of them, either
             let_pass(1e6)
         step_of(metrics, TWO, TWO, loss=1.5)
         scalars = metrics.report(2, 3 * ONE).scalars
-        assert 1000 < time.perf_counter() - metrics.spent.since - 1e6 < 2000
     assert (scalars["loss/train"], scalars["acc1/train"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
     assert scalars["system/img_per_s"] == pytest.approx(2 / scalars["system/step_s"])
     assert 500 < scalars["system/step_s"] < 1000
@@ -230,37 +223,6 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
     step_of(metrics, TWO, loss=float("nan"))
     with pytest.raises(RuntimeError, match=r"loss/train is nan at step 7; a lower optim.lr may help"):
         metrics.report(7, ONE)
-
-
-def printed(terminal: bool, width: int = 200) -> list[str]:
-    """Return the lines that stand on the screen after reports, a text, and a failure with its traceback."""
-    output = io.StringIO()
-    output.isatty = lambda: terminal  # type: ignore[method-assign]
-    with (
-        patch.object(sys, "stdout", output),
-        patch.object(shutil, "get_terminal_size", lambda: os.terminal_size((width, 9))),
-    ):
-        console = writers.Console(SimpleNamespace(**vars(FOUR), inference=None))  # type: ignore[arg-type]
-        console.log(1, SCALARS)
-        console.log(2, SCALARS)
-        console.say("said")
-        console.log(3, SCALARS)
-        console.facts({"status": "failed"})
-        print("Traceback")
-        console.log(4, SCALARS)
-    return [line.rpartition(writers.ERASE)[2] for line in output.getvalue().split("\n")[:-1]]
-
-
-def test_a_report_overwrites_the_one_before_on_a_terminal_alone() -> None:
-    steps = [
-        f"step {step}/4  epoch {step / 2}  loss 0.5000  acc1 80.00 %  lr 0.1  123 it" for step in range(5)
-    ]
-    lines = [line.partition("ems/s")[0] for line in printed(terminal=True)]
-    assert lines == ["said", steps[3], "Traceback", steps[4]]
-    lines = [line.partition("ems/s")[0] for line in printed(terminal=False)]
-    assert lines == [steps[1], steps[2], "said", steps[3], "Traceback", steps[4]]
-    narrow = printed(terminal=True, width=20)
-    assert narrow[:3] == ["said", steps[3][:19], "Traceback"]
 
 
 def rows(*busy_ms: dict[str, float]) -> list[dict[str, float]]:
@@ -309,14 +271,11 @@ def ranges_of(path: Path) -> list[str]:
     return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
-def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_path: Path) -> None:
-    (tmp_path / "profile").touch()  # seen with the first report, so steps 2 to 4
+def test_profiles_are_made_when_planned(on_ranks: Any, tmp_path: Path) -> None:
     steps = ("data.limit=96", "train.max_steps=8", "train.log_every=1", "monitor.writers=[]")
     on_ranks(2, run, str(tmp_path), *steps, "debug=profile", "monitor.profile_at=5")
-    assert not (tmp_path / "profile").exists()
-    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
-        f"steps-{first}-{first + 2}-rank{rank}.json" for first in (2, 5) for rank in range(2)
-    ]
+    names = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert names == [f"steps-5-7-rank{rank}.json" for rank in range(2)]
     for rank in range(2):
         names = ranges_of(tmp_path / f"traces/steps-5-7-rank{rank}.json")
         assert names.count("train step") == 3
@@ -384,9 +343,8 @@ def test_a_run_is_one_file_with_all_tags_hyperparameters_texts_and_pictures(fini
         for tag in sorted(events.Tags()["tensors"])
         if tag.endswith("/text_summary")
     }
-    assert [*texts] == ["changed", "config"]  # as TensorBoard shows them
-    assert shlex.join(sys.argv) in texts["changed"]
-    assert "| `train.batch_size` | 12 |" in texts["changed"]
+    assert [*texts] == ["command", "config"]  # as TensorBoard shows them
+    assert shlex.join(sys.argv) in texts["command"]
     assert "batch_size: 12" in texts["config"]
     assert {*events.Tags()["images"]} == {"samples/as_trained", "confusion/val", "mistakes/val"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
@@ -437,9 +395,9 @@ def test_grids_show_pixels_as_they_were() -> None:
     start = pictures.GAP
     centres = [page[start + tile // 2, start + index * (tile + start) + tile // 2] for index in range(3)]
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
-    ink = [page[start + tile :, start + 84 * index :][:, :84].min() < 100 for index in range(4)]
-    assert ink == [True, False, True, False]
-    two = 2 * (tile + 2 * pictures.LINE + start) + start
+    ink = [page[start + tile :, start + 84 * index :][:, :84].min() < 100 for index in range(3)]
+    assert ink == [True, False, True]
+    two = 2 * (tile + pictures.LINES + start) + start
     for side, scale in ((8, 1), (tile + 1, 2)):
         zeros = torch.zeros(5, 2, side, side)
         two_rows = pictures.grid(zeros, ["a\nb"] * 5)
@@ -498,8 +456,6 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     least, most = torch.tensor([[*map(float, text.split())] for text in told]).double().mean(0).tolist()
     assert 0.999 * least < sum(shares) * elapsed / 100 < 1.001 * most
     assert scalars["system/img_per_s_per_rank"] == pytest.approx(scalars["system/img_per_s"] / 2)
-    assert (metrics.spent.steps, metrics.spent.images) == (5, 60)
-    assert min(metrics.spent.seconds[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
 
 
 def test_event_files_sort_as_they_were_written_whatever_the_clock(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     train += ["model.freeze=[body]"]
     done = ended(2, *train, "allow=[mine]", "train.max_steps=2", folder=tmp_path)
     assert (done.codes, done.errors) == ([0, 0], "")
-    assert (done.output.count("GFLOP per image"), done.output.count("finished")) == (1, 1)
+    assert done.output.count("finished") == 1
     result = result_of(tmp_path / "outputs/own")
     assert result["parameters"] == 7 * 9 + 7 + 7 * 10 + 10
     assert result["seven/val"] == 7

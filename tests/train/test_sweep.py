@@ -148,8 +148,9 @@ def test_a_sweep_of_four_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardtrain.train", "-m", *TWO_STEPS, *swept, "ranks=2", "run.dir=sweep"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "error: 3 of 4 jobs have failed, the first, job 1, with: train.batch_size=13 is" in done.stderr
-    assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in done.stdout
+    assert "error: 3 of 4 jobs have failed, the first, job 1, with: exit code 1" in done.stderr
+    assert "error: train.batch_size=13 is not divisible by 2 ranks" in done.stderr
+    assert "job 1 has failed: exit code 1" in done.stdout
     assert done.stdout.count("\nworld ") == 2  # the first lines are those of each job that begins
     first = tmp_path / "sweep/0-lr-0.001-batch_size-12"
     best = result_of(first)["best/acc1"]
@@ -161,17 +162,13 @@ def test_a_sweep_of_four_on_two_ranks(tmp_path: Path) -> None:
 
 
 def problem_of(program: str) -> str:
-    return sweep.problem_of([sys.executable, "-c", f"import json, os, sys\n{program}"])
+    return sweep.problem_of([sys.executable, "-c", f"import os, sys\n{program}"])
 
 
 def test_a_job_that_dies_ends_itself_alone() -> None:
     assert problem_of("pass") == ""
     assert problem_of("os.kill(os.getpid(), 9)") == "ended by SIGKILL"
     assert problem_of("sys.exit(3)") == "exit code 3"
-    write = "json.dump({'message': %r}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w')); sys.exit(1)"
-    assert problem_of(write % "error: no such thing\nin 2 lines") == "no such thing"
-    assert problem_of(write % {"message": "RuntimeError: of nothing"}) == "RuntimeError: of nothing"
-    assert problem_of(write % "") == "exit code 1"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -200,9 +197,8 @@ def test_a_signal_starts_no_other_job(tmp_path: Path) -> None:
     assert (left.value.code, jobs.call_count) == (130, 1)
 
 
-def test_a_sweep_inside_of_ranks_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    command = r"python -m shardtrain.train -m ranks=2 \+recipe=resnet 'seed=range\(2\)'$"
+def test_a_sweep_inside_of_ranks_names_the_command() -> None:
+    command = "python -m shardtrain.train -m ranks=N with the same words$"
     with pytest.raises(UserError, match=rf"^-m: a sweep starts torchrun itself, once per job; use {command}"):
         sweep.refuse_ranks(["-m", "+recipe=resnet", "seed=range(2)"], True)
 
