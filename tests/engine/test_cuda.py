@@ -1,7 +1,6 @@
-"""The CUDA paths, and the table of ways on real devices. Tests skip where they lack one device, or two.
+"""The CUDA paths, and the table of ways on real devices. Tests skip where there is no card.
 
-    python -m pytest -n 1 -rs tests/engine/test_cuda.py           on a machine with a card
-    python -m pytest -n 1 tests/engine/test_cuda.py --long        without: rows that only this file has
+    python -m pytest -n 1 -rs tests/engine/test_cuda.py
 
 Ranks may share one card where NCCL is 2.30 or newer and ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set.
 
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,7 +30,6 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain import device as devices
-from shardtrain.checkpoint.store import copied
 from shardtrain.comm import ProcessGroupTransport, backends
 from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.launch import launcher
@@ -60,7 +57,6 @@ LIMIT_S = 400  # of all rows in one world
 ROW_S = 90  # a row that takes longer is given up; the first one has the start-up of its processes, too
 pytestmark = pytest.mark.timeout(120, method="thread")
 one_gpu = pytest.mark.skipif(not CARDS, reason="needs a CUDA device")
-two_gpus = pytest.mark.skipif(CARDS < 2, reason="needs two CUDA devices")
 
 
 def nccl_ranks(count: int) -> pytest.MarkDecorator:
@@ -102,13 +98,11 @@ class Place(NamedTuple):
         return options
 
     def model(self, way: Way) -> torch.nn.Module:
-        compiler = "inductor" if self.device.type == "cuda" else "eager"
-        return sharded(way, self.device, compiler, **self.options(way))
+        return sharded(way, self.device, "inductor", **self.options(way))
 
     def expects(self, way: Way) -> contextlib.AbstractContextManager[Any]:
         """Expect that gloo refuses a way by name: with tensors of a device it moves equal intervals only."""
-        cannot = self.backend == "gloo" and self.device.type != "cpu" and self.world > 1
-        if cannot and (way.virtual or "layout" in way.options):
+        if self.backend == "gloo" and (way.virtual or "layout" in way.options):
             return pytest.raises(ValueError, match="gloo")
         return contextlib.nullcontext()
 
@@ -165,16 +159,25 @@ def recurring(kind: type[torch.nn.RNNBase], units: list[type[torch.nn.Module]], 
     return f"{apart:.1e} from the plain model" * (not apart <= 1e-4)
 
 
-def rows_of(kind: str) -> dict[str, Row]:
-    """Return the rows by name on a device of ``kind``; `test_engine.py` runs the table on the CPU."""
-    table = {} if kind == "cpu" else WAYS
-    rows: dict[str, Row] = {name: partial(compared, way, sgd) for name, way in table.items()}
+def minus_zero(dtype: torch.dtype, at: Place) -> str:
+    """Reduce -0.0 of every rank, which stays, and -0.0 where one rank has 0.0, which becomes 0.0."""
+    full = torch.full((at.world * 1024,), -0.0, dtype=dtype, device=at.device)
+    full[::2] = 0.0 if at.rank == 0 else -0.0
+    out = torch.empty(1024, dtype=dtype, device=at.device)
+    dist.reduce_scatter_tensor(out, full)
+    negative = out.signbit()
+    return "other signs" * bool(negative[::2].any() or not negative[1::2].all())
+
+
+def rows_of() -> dict[str, Row]:
+    """Return the rows by name."""
+    rows: dict[str, Row] = {name: partial(compared, way, sgd) for name, way in WAYS.items()}
     for name, optimizer in OPTIMIZERS.items():
-        capturable = name == "AdamW, capturable"
-        if kind != "cpu" or not capturable:
-            rows[name] = partial(compared, Way(tolerance=1e-3), optimizer)
-        if not capturable:
+        rows[name] = partial(compared, Way(tolerance=1e-3), optimizer)
+        if name != "AdamW, capturable":
             rows[f"offload, {name}"] = partial(compared, Way(OFFLOAD, tolerance=1e-3), optimizer)
+    rows["-0.0"] = partial(minus_zero, torch.float32)
+    rows["-0.0, bf16"] = partial(minus_zero, torch.bfloat16)
     for network in (torch.nn.LSTM, torch.nn.GRU):
         rows[f"{network.__name__} in the root"] = partial(recurring, network, [])
         rows[f"{network.__name__} as a unit"] = partial(recurring, network, [network])
@@ -185,12 +188,7 @@ def rows_of(kind: str) -> dict[str, Row]:
     return rows
 
 
-MakeRows = Callable[[str], dict[str, Row]]
-
-
-def run_rows(
-    rank: int, world: int, backend: str, kind: str, folder: Path, make: MakeRows, first: int
-) -> None:
+def run_rows(rank: int, world: int, backend: str, folder: Path, first: int) -> None:
     """Run rows from the ``first`` on as one of ``world`` ranks; write a line per row into the folder.
 
     Ends after a row that raises.
@@ -198,7 +196,7 @@ def run_rows(
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of cuBLAS, for virtual ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    device = torch.device("cpu") if kind == "cpu" else devices.use(rank % CARDS)
+    device = devices.use(rank % CARDS)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     store = dist.FileStore(str(folder / "store"), world)
@@ -206,7 +204,7 @@ def run_rows(
     both = f"cpu:gloo,cuda:{backend}"  # what is moved after it was sharded is on the CPU at first
     dist.init_process_group(both, store=store, rank=rank, world_size=world, timeout=patience)
     with (folder / f"{rank}.jsonl").open("w") as file:
-        for index, (name, row) in enumerate([*make(kind).items()][first:]):
+        for index, (name, row) in enumerate([*rows_of().items()][first:]):
             raised = False
             try:
                 problem = row(Place(backend, rank, world, device, folder / str(index)))
@@ -251,16 +249,16 @@ def spawned(
     return ""
 
 
-def problems_of(backend: str, world: int, kind: str, folder: Path, make: MakeRows) -> list[str]:
+def problems_of(backend: str, world: int, folder: Path) -> list[str]:
     """Run all rows, in new processes after each that raises, aborts or hangs; return what went wrong."""
-    names = [*make(kind)]
+    names = [*rows_of()]
     problems = list[str]()
     deadline = time.monotonic() + LIMIT_S
     first = 0
     while first < len(names):
         place = folder / str(first)
         place.mkdir()
-        arguments = (world, backend, kind, place, make, first)
+        arguments = (world, backend, place, first)
         ending = spawned(run_rows, arguments, world, place, deadline - time.monotonic())
         files = [place / f"{rank}.jsonl" for rank in range(world)]
         reports = [
@@ -285,17 +283,16 @@ def problems_of(backend: str, world: int, kind: str, folder: Path, make: MakeRow
 
 @pytest.mark.timeout(LIMIT_S + 60, method="thread")
 @pytest.mark.parametrize(
-    ("backend", "world", "kind"),
+    ("backend", "world"),
     [
-        pytest.param("gloo", 2, "cpu", marks=pytest.mark.release),
-        pytest.param("nccl", 1, "cuda", marks=one_gpu),
-        pytest.param("gloo", 2, "cuda", marks=one_gpu),
-        pytest.param("nccl", 2, "cuda", marks=nccl_ranks(2)),
-        pytest.param("nccl", 4, "cuda", marks=nccl_ranks(4)),
+        pytest.param("nccl", 1, marks=one_gpu),
+        pytest.param("gloo", 2, marks=one_gpu),
+        pytest.param("nccl", 2, marks=nccl_ranks(2)),
+        pytest.param("nccl", 4, marks=nccl_ranks(4)),
     ],
 )
-def test_every_way_equals_the_plain_model(backend: str, world: int, kind: str, tmp_path: Path) -> None:
-    problems = problems_of(backend, world, kind, tmp_path, rows_of)
+def test_every_way_equals_the_plain_model(backend: str, world: int, tmp_path: Path) -> None:
+    problems = problems_of(backend, world, tmp_path)
     assert not problems, "\n".join(problems)
 
 
@@ -417,17 +414,3 @@ def test_the_meter_times_what_the_stream_waits_for() -> None:
         torch.cuda._sleep(20_000_000)  # cycles; at least 5 ms
     assert meter.exposed()[comm.WaitKey("all_gather", "unit")] > 0.005
     assert sum(meter.exposed().values()) < 1
-
-
-@two_gpus
-def test_a_thread_waits_for_the_copies_of_another_device() -> None:
-    device = torch.device("cuda", 1)
-    values = torch.zeros(1 << 20, device=device)
-    with torch.cuda.device(device):
-        torch.cuda._sleep(500_000_000)
-    values.fill_(1.0)
-    heard: list[bool] = []
-    thread = Thread(target=lambda: heard.append(bool(copied({"values": values})["values"].all())))
-    thread.start()
-    thread.join()
-    assert heard == [True]

@@ -6,12 +6,10 @@
 
 A scene takes some steps on changing inputs as they are, and the same steps captured: losses and parameters
 must be equal in every bit. Where they are not, it takes the eager steps again: kernels that add in no fixed
-order differ from themselves. Then it measures more steps of both kinds. Peers (the plain model, DDP, FSDP2)
-are captured by hand. Two ranks need two GPUs, or NCCL 2.30 and ``NCCL_MULTI_RANK_GPU_ENABLE=1``. The last
-scene is the training program. Each has processes of its own and a time-out: nobody knows what an error in a
-capture leaves behind. ``FOLDER/captured.jsonl`` gets findings, ``FOLDER/captured.md`` the table.
-
-Dry, scenes run on the simulated device. DDP and FSDP2 cannot: they take their steps on the CPU, eagerly.
+order differ from themselves. Then it measures more steps of both kinds. Two ranks need two GPUs, or NCCL 2.30
+and ``NCCL_MULTI_RANK_GPU_ENABLE=1``. Each scene has processes of its own and a time-out: nobody knows what an
+error in a capture leaves behind. ``FOLDER/captured.jsonl`` gets findings, ``FOLDER/captured.md`` the table.
+Peers are those of `tests/bench/steps.py`. Dry, scenes run on the simulated device.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,9 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -50,7 +45,7 @@ from shardtrain import device as devices
 
 sys.path.append(str(Path(__file__).parents[1]))  # a folder of scripts
 import simulated_graph
-from processes import CHECKOUT, run
+from processes import run
 from simulated_device import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
@@ -102,14 +97,12 @@ DRY_MODELS = {
     CONVOLUTIONS: Model(lambda dropout: resnet(dropout, BasicBlock, 1, 1, 1, 1), 2, 8),
 }
 
-PLAIN, DDP, FSDP2 = "plain", "DDP", "FSDP2"  # under autocast; under autocast; all in bf16
-SHARDED, SILENT, ALL_LOW = "shardtrain", "silent rank", "shardtrain, all bf16"  # the first two: norms in fp32
-PEERS = (PLAIN, DDP, FSDP2)
-CARD_ONLY = (DDP, FSDP2)
+SHARDED, SILENT = "shardtrain", "silent rank"
+WARM_UP = 3  # steps before one is recorded
 
 
 class Scene(NamedTuple):
-    """What is trained by what, and what a step does besides forward, backward and update."""
+    """What is trained over what, and what a step does besides forward, backward and update."""
 
     model: str = SMALL
     wrapper: str = SHARDED
@@ -120,19 +113,11 @@ class Scene(NamedTuple):
     saves: bool = False
 
 
-WRAPPERS = {
-    SMALL: (SHARDED, PLAIN, FSDP2, DDP, ALL_LOW, SILENT),
-    LARGE: (SHARDED, PLAIN, FSDP2, DDP),
-    MANY: (SHARDED, PLAIN, FSDP2, DDP),
-    CONVOLUTIONS: (SHARDED, PLAIN, FSDP2, DDP),
-}
 RANKS = "two ranks"
 UNSHARED = "they need two GPUs, or one that they share: NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1"
-PROGRAM = "program"
-SCENES = dict[str, Scene]()
-for _model, _wrappers in WRAPPERS.items():
-    SCENES |= {f"{_model}: {wrapper}": Scene(_model, wrapper) for wrapper in _wrappers}
-SCENES |= {
+SCENES = {
+    **{name: Scene(name) for name in MODELS},
+    SILENT: Scene(wrapper=SILENT),
     "clip": Scene(clip=1.0),
     "accumulate 4": Scene(micro_batches=4),
     "dropout": Scene(dropout=0.1),
@@ -144,46 +129,20 @@ SCENES |= {
 # One scene, in the process of scenes.
 
 
-def warm_up_of(scene: Scene) -> int:
-    """Return the steps before one is recorded. DDP times its first ten by events, which no graph can hold."""
-    return 11 if scene.wrapper == DDP else 3
-
-
 def wrapped(scene: Scene, model: nn.Module, device: torch.device) -> nn.Module:
-    """Return ``model``, on ``device``, in the scene's wrapper."""
-    if scene.wrapper == FSDP2:
-        model.to(memory_format=torch.contiguous_format)  # it refuses others
+    """Return ``model``, on ``device``, sharded."""
     model.to(device)
-    if scene.wrapper == PLAIN:
-        return model
-    if scene.wrapper == DDP:
-        ids = [device.index] if devices.is_accelerator(device) else None
-        # As in the benchmark: no other contender broadcasts statistics in every step.
-        return DistributedDataParallel(
-            model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
-    if scene.wrapper == FSDP2:
-        # It does not compute BatchNorm in bf16 on a CPU.
-        policy = MixedPrecisionPolicy(param_dtype=LOW if devices.is_accelerator(device) else None)
-        for module in model.modules():
-            if isinstance(module, BLOCKS):
-                fully_shard(module, mp_policy=policy)
-        return fully_shard(model, mp_policy=policy)
-    precision = Precision(LOW, keep=()) if scene.wrapper == ALL_LOW else Precision(LOW)
     transport: Any = "auto" if scene.wrapper == SILENT else comm.ProcessGroupTransport(dist.group.WORLD)
     kinds = {type(module) for module in model.modules() if isinstance(module, BLOCKS)}
-    return shardtrain.shard(model, units=kinds, precision=precision, transport=transport)
+    return shardtrain.shard(model, units=kinds, precision=Precision(LOW), transport=transport)
 
 
 def step_of(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    casts = scene.wrapper in (PLAIN, DDP)
-
     def step(*batches: tuple[Tensor, Tensor]) -> list[Tensor]:
         losses = []
         for number, (x, y) in enumerate(batches, 1):
             with contextlib.nullcontext() if number == len(batches) else shardtrain.no_sync(model):
-                with torch.autocast(x.device.type, LOW, enabled=casts):
-                    loss = F.cross_entropy(model(x).float(), y)
+                loss = F.cross_entropy(model(x).float(), y)
                 (loss / len(batches)).backward()
             losses.append(loss.detach())
         if scene.clip:
@@ -193,30 +152,6 @@ def step_of(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         return losses
 
     return step
-
-
-def by_hand(step: Step, recorder: devices.Recorder, warmup: int) -> Step:
-    """Return ``step`` captured as the package does it, for models that it does not know."""
-    calls = 0
-    inputs: Any = None
-    results: list[Tensor] = []
-    launch: Callable[[], None] | None = None
-
-    def call(*batches: tuple[Tensor, Tensor]) -> list[Tensor]:
-        nonlocal calls, inputs, results, launch
-        calls += 1
-        if calls <= warmup:
-            return recorder.warm_up(partial(step, *batches))
-        if launch is None:
-            inputs = [(x.clone(), y.clone()) for x, y in batches]
-            results, launch = recorder.record(partial(step, *inputs))
-        for own, new in zip(inputs, batches, strict=True):
-            for to, source in zip(own, new, strict=True):
-                to.copy_(source)
-        launch()
-        return [result.clone() for result in results]
-
-    return call
 
 
 class Figures(NamedTuple):
@@ -239,8 +174,7 @@ class Figures(NamedTuple):
 def digest_of(model: nn.Module) -> str:
     sha = hashlib.sha256()
     for param in model.parameters():
-        value = param.detach()
-        value = value.to_local() if hasattr(value, "to_local") else value.as_subclass(Tensor)  # FSDP2's
+        value = param.detach().as_subclass(Tensor)
         sha.update(value.float().cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()[:16]
 
@@ -292,26 +226,20 @@ def play(
     torch.manual_seed(0)
     with contextlib.nullcontext() if is_dry else device:  # on a host it takes seconds
         own = model.make(scene.dropout)
-    is_peer = scene.wrapper in PEERS
-    # Torch: DDP is built on a side stream. Peers are, on the one that warms up and records.
-    recorder = devices.recorder(device) if captures and is_peer else None
-    build = partial(wrapped, scene, own, device)
-    net = build() if recorder is None else recorder.warm_up(build)
+    net = wrapped(scene, own, device)
     rate = torch.tensor(RATE, device=device)
     optimizer = torch.optim.AdamW(
         net.parameters(), lr=rate, fused=True, capturable=devices.is_accelerator(device)
     )
     step = step_of(scene, net, optimizer)
-    if recorder is not None:
-        step = by_hand(step, recorder, warm_up_of(scene))
-    elif captures:
-        step = shardtrain.capture(step, net, optimizer, warmup=warm_up_of(scene))
+    if captures:
+        step = shardtrain.capture(step, net, optimizer, warmup=WARM_UP)
     schedule = LambdaLR(optimizer, lambda number: 1 / (number + 1))
 
     sets = [drawn(model, 4 * scene.micro_batches, device)[at::4] for at in range(4)]
     losses = list[float]()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(warm_up_of(scene) + 1 + REPLAYS):
+        for number in range(WARM_UP + 1 + REPLAYS):
             devices.seed(device, number)
             losses += [loss.item() for loss in step(*sets[number % 4])]
             if scene.schedules:
@@ -350,9 +278,6 @@ def played(name: str, scene: Scene, is_dry: bool, device: torch.device) -> None:
     eager, step = figures(False)
     say(name, eager_ms=eager.ms, eager_mb=eager.reserved_mb, eager_launches=launches(step, device))
     del step
-    if is_dry and scene.wrapper in CARD_ONLY:
-        say(name, card_only="makes tensors where parameters really lie, in C++: it cannot be simulated")
-        return
     captured, step = figures(True)
     off = eager.off(captured)
     right = bool(least(eager.equals(captured), device))
@@ -377,9 +302,6 @@ def place(scene: Scene, is_dry: bool) -> Iterator[torch.device]:
         alone = {} if ranks else {"store": store, "rank": 0, "world_size": 1}
         dist.init_process_group("nccl", device_id=device, **alone)
         yield device
-    elif scene.wrapper in CARD_ONLY:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield torch.device("cpu")
     else:
         with SimulatedDevice()(pytest.MonkeyPatch()) as simulated, simulated_graph.recorder(simulated):
             fake: Any = {"backend": "cpu:fake,cuda:fake", "store": FakeStore(), "rank": 0, "world_size": 1}
@@ -387,34 +309,6 @@ def place(scene: Scene, is_dry: bool) -> Iterator[torch.device]:
             yield GPU
     gc.collect()  # a graph that lives would let the end of its group wait for ever
     dist.destroy_process_group()
-
-
-def program(out: Path, is_dry: bool) -> None:
-    """Train `+recipe=resnet` as it is and with `train.capture=true`; compare scores and images per second."""
-    finding: dict[str, Any] = {"what": PROGRAM}
-    for kind in ("eager", "captured"):
-        folder = out / f"program_{kind}"
-        command = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet", "seed=0", "resume=none"]
-        command += [f"train.max_steps={4 if is_dry else 150}", f"device={'cpu' if is_dry else 'cuda'}"]
-        command += [f"run.dir={folder}", "monitor.writers=[]"]
-        command += [f"train.capture={str(kind == 'captured').lower()}", *(["threads=1"] if is_dry else [])]
-        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
-        text = done.stdout + done.stderr
-        print(text, flush=True)
-        if is_dry and kind == "captured" and "train.capture=true needs a GPU" in text:
-            finding["card_only"] = (
-                "the program refuses a CPU; test_capture.py runs it on the simulated device"
-            )
-        elif done.returncode:
-            finding["error"] = f"{kind}: exit code {done.returncode}: {text[-900:]}"
-            break
-        else:
-            facts = json.loads((folder / "result.json").read_text())
-            for key in ("acc1/val", "loss/val", "loss/train", "run_img_per_s", "captured_steps"):
-                finding[f"{kind}_{key}"] = facts.get(key)
-    if "captured_acc1/val" in finding:  # rates are rounded to fp32 where steps are captured
-        finding["right"] = abs(finding["eager_acc1/val"] - finding["captured_acc1/val"]) <= 1.0
-    print("FOUND " + json.dumps(finding), flush=True)
 
 
 # All scenes, from a process that computes nothing.
@@ -434,8 +328,7 @@ def finding_of(name: str, out: Path, is_dry: bool, limit_s: float) -> dict[str, 
     if ended.failure and "summary" in finding:
         return finding | {"captured_launches": -1, "note": f"after its figures: {ended.failure}"}
     if ended.failure:
-        is_peer = name in SCENES and SCENES[name].wrapper in PEERS
-        finding["peer_error" if is_peer else "error"] = f"{ended.failure}: {ended.text[-900:]}"
+        finding["error"] = f"{ended.failure}: {ended.text[-900:]}"
     return finding
 
 
@@ -460,7 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*SCENES, RANKS, PROGRAM]
+    names = [*SCENES, RANKS]
     parser.add_argument("scenes", nargs="*", metavar="SCENE", help="; ".join(names))
     parser.add_argument("--out", type=Path, required=True, help="a folder for what is found")
     parser.add_argument("--dry", action="store_true")
@@ -470,9 +363,6 @@ def main() -> None:
     out = arguments.out.absolute()
     if arguments.dry:
         torch.set_num_threads(1)
-    if arguments.scene == PROGRAM:
-        program(out, arguments.dry)
-        return
     if arguments.scene:
         scene = SCENES.get(arguments.scene, Scene())
         with place(scene, arguments.dry) as device:
@@ -495,8 +385,7 @@ def main() -> None:
     (out / "captured.md").write_text(table(found) + "\n", encoding="utf-8")
     print(table(found))
     for title, keys in (
-        ("left out", ("cut", "left_out", "card_only")),
-        ("peers that failed", ("peer_error",)),
+        ("left out", ("cut", "left_out")),
         ("went wrong", ("error",)),
     ):
         reasons = [f"{each['what']}: {each[key]}" for each in found for key in keys if key in each]

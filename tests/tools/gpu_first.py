@@ -1,16 +1,16 @@
 """A quarter of an hour on one GPU: the parts that are most likely to fail first, one JSON line per finding.
 
     python tests/tools/gpu_first.py --out FOLDER                all parts, at most nine minutes
-    python tests/tools/gpu_first.py --out FOLDER nccl gloo      some of them
+    python tests/tools/gpu_first.py --out FOLDER same_bits      one of them
     python tests/tools/gpu_first.py --out FOLDER --dry          tiny sizes on the CPU: does it run at all
 
 Each part runs in processes of its own with a time-out of its own, so a hang or an abort ends that part alone.
 Parts come in order of importance. Where the host is slow, figures have fewer rounds, or are left out, before
 the time-out; a finding says what was cut. What went wrong is listed last, and the program then ends with 1.
 ``FOLDER/findings.jsonl`` gets the findings, and ``FOLDER/log.txt`` what the parts printed. One GPU is enough:
-one rank runs over NCCL, two ranks share the GPU over gloo, and torch's fake process group makes one rank of
-eight. All ways against the plain model, on up to four ranks, are `tests/engine/test_cuda.py`, and captured
-steps are `gpu_capture.py`: commands of their own.
+one rank runs over NCCL, and torch's fake process group makes one rank of eight. All ways against the plain
+model, on up to four ranks, are `tests/engine/test_cuda.py`, and captured steps are `gpu_capture.py`: commands
+of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision.models.vision_transformer import VisionTransformer
 
@@ -58,172 +57,23 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def say(**finding: Any) -> None:
-    """Report a finding, once however many ranks there are."""
-    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_rank() == 0:
-        print("FOUND " + json.dumps(finding, default=str), flush=True)
+    """Report a finding."""
+    print("FOUND " + json.dumps(finding, default=str), flush=True)
 
 
 @contextlib.contextmanager
-def noted(what: str, expected: str = "", kind: str = "error") -> Iterator[None]:
-    """Report an exception inside as ``kind``, or as refused if its text has ``expected``, and go on."""
+def noted(what: str, kind: str = "error") -> Iterator[None]:
+    """Report an exception inside as ``kind``, and go on."""
     try:
         yield
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"[:600]
-        say(what=what, **{"refused" if expected and expected in text else kind: text})
+        say(what=what, **{kind: f"{type(error).__name__}: {error}"[:600]})
 
 
 def seconds_left() -> float:
     """Return the seconds until this part should end by itself, some before it is stopped."""
     limit_s = float(os.environ.get("GPU_FIRST_LIMIT_S", "inf"))
     return 0.9 * limit_s - (time.monotonic() - STARTED)
-
-
-def seconds(action: Callable[[], object], times: int = 3 if DRY else 20) -> float:
-    """Return the time of one ``action``, after three to warm up."""
-    for _ in range(3):
-        action()
-    devices.synchronize(DEVICE)
-    start = time.perf_counter()
-    for _ in range(times):
-        action()
-    devices.synchronize(DEVICE)
-    return (time.perf_counter() - start) / times
-
-
-def held_bytes() -> int:
-    return 0 if DRY else torch.cuda.memory_allocated()
-
-
-def net(units: int = 6, width: int = 64) -> nn.Module:
-    """Return equal units of a linear layer, a norm and a ReLU on ``DEVICE``, the same at every call."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(units)]
-    return nn.Sequential(*layers).to(DEVICE)
-
-
-def train(model: nn.Module, rank: int, steps: int = 4) -> list[float]:
-    """Train on other data on each rank; return this rank's losses."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = model(x.to(DEVICE)).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def compare_ways(ways: dict[str, dict[str, Any]], expected: list[float], **usual: Any) -> None:
-    """Report how far each way to shard is from ``expected`` losses, and the memory it holds afterwards."""
-    for name, options in ways.items():
-        on_gloo = dist.get_backend() == "gloo" and not DRY
-        with noted(name, "gloo" if on_gloo and "layout" in options else ""):
-            before = held_bytes()
-            model = net()
-            size = sum(param.nbytes for param in model.parameters())
-            shardtrain.shard(model, units=[nn.Sequential], **usual, **options)
-            losses = train(model, dist.get_rank())
-            held = (held_bytes() - before) / size
-            pairs = zip(losses, expected, strict=True)
-            off = max(abs(a - b) for a, b in pairs)
-            right = off <= (0.02 if "precision" in options else 1e-4)
-            say(what=name, off=off, right=right, copies_of_parameters_held=held)
-
-
-def train_virtual_ranks(transport: Any) -> None:
-    """Report whether two runs of three steps of four virtual ranks have one digest of losses."""
-    with noted("virtual ranks", "gloo" if dist.get_backend() == "gloo" and not DRY else ""):
-        torch.use_deterministic_algorithms(True)
-        digests = [digest_of_virtual_ranks(transport) for _ in range(2)]
-        say(what="virtual ranks", digest=digests[0], right=digests[0] == digests[1])
-        torch.use_deterministic_algorithms(False)
-
-
-def digest_of_virtual_ranks(transport: Any) -> str:
-    model = shardtrain.shard(net(), units=[nn.Sequential], transport=transport, virtual_ranks=4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    losses = []
-    for step in range(3):
-        for number in shardtrain.introspect(model).virtual_ranks:
-            with shardtrain.virtual_rank(model, number, seed=0, step=step):
-                loss = model(torch.randn(16, 64, device=DEVICE)).square().mean()
-                loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return hashlib.sha256(str(losses).encode()).hexdigest()[:16]
-
-
-def check_minus_zero() -> None:
-    """Report whether -0.0 from every rank stays -0.0, and becomes 0.0 where one rank has 0.0."""
-    world = dist.get_world_size()
-    for dtype in (torch.float32, torch.bfloat16):
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            with noted(f"-0.0 {dtype} {op}", "AVG" if dist.get_backend() == "gloo" else ""):
-                full = torch.full((world * 1024,), -0.0, dtype=dtype, device=DEVICE)
-                full[::2] = 0.0 if dist.get_rank() == 0 else -0.0
-                out = torch.empty(1024, dtype=dtype, device=DEVICE)
-                dist.reduce_scatter_tensor(out, full, op)
-                negative = out.signbit()
-                right = bool(negative[1::2].all() and not negative[::2].any())
-                say(what=f"-0.0 {dtype} {op}", right=right)
-
-
-# Parts that run as ranks, each in a process group.
-
-
-def nccl() -> None:
-    """One rank over NCCL: every way to shard beside the plain model; real streams and launches."""
-    check_minus_zero()
-    expected = train(net(), 0)
-    ways: dict[str, dict[str, Any]] = {
-        "even": {},
-        "whole": {"layout": "whole"},
-        "kept after forward": {"reshard_after_forward": False},
-        "offload": {"offload": True},
-        "bf16": {"precision": Precision(torch.bfloat16)},
-        "gradients in bf16": {"precision": Precision(reduce=torch.bfloat16)},
-        "offload, bf16": {"offload": True, "precision": Precision(torch.bfloat16)},
-        "fp16": {"precision": Precision(torch.float16)},
-    }
-    compare_ways(ways, expected, transport=ProcessGroupTransport(dist.group.WORLD))
-    compare_ways({"a single rank, silent": {}}, expected)
-    train_virtual_ranks(ProcessGroupTransport(dist.group.WORLD))
-    values = [torch.ones(4, device=DEVICE) for _ in range(2)]
-    with (
-        noted(
-            "an error inside a coalesced collective", "oalesc" if DRY else "planted"
-        ),  # gloo coalesces nothing
-        dist._coalescing_manager(device=DEVICE),
-    ):
-        dist.all_reduce(values[0])
-        raise ValueError("planted")
-    with noted("after an error inside a coalesced collective"):
-        dist.all_reduce(values[1])
-        say(what="after an error inside a coalesced collective", right=values[1].tolist() == [1.0] * 4)
-
-
-def gloo() -> None:
-    """Two ranks over gloo, with tensors of one GPU: ways to shard beside DDP."""
-    check_minus_zero()
-    expected = train(nn.parallel.DistributedDataParallel(net()), dist.get_rank())
-    mesh = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("replicate", "shard"))
-    ways: dict[str, dict[str, Any]] = {
-        "even": {},
-        "kept after forward": {"reshard_after_forward": False},
-        "offload": {"offload": True},
-        "bf16": {"precision": Precision(torch.bfloat16)},
-        "gradients in bf16": {"precision": Precision(reduce=torch.bfloat16)},
-        "replicas": {"mesh": mesh},
-        "replicas, bf16": {"mesh": mesh, "precision": Precision(torch.bfloat16)},
-        "whole": {"layout": "whole"},
-    }
-    compare_ways(ways, expected, transport="process_group")
-    train_virtual_ranks("process_group")
-    compare_ways({"the automatic transport": {}}, expected)
 
 
 # Figures: contenders take turns in one process.
@@ -423,18 +273,15 @@ def same_bits() -> None:
 
 
 class Part(NamedTuple):
-    """A part: what runs it, its limit in seconds, and the process group that its ranks open."""
+    """A part: what runs it, its limit in seconds, and the process group that it opens."""
 
     run: Callable[[], None]
     limit_s: int
-    backend: str = ""  # empty: no process group
-    ranks: int = 1
+    backend: str = ""  # of a process group; empty: there is none
 
 
 PARTS = {  # the most important ones first
     "versions": Part(versions, 20),
-    "nccl": Part(nccl, 60, "nccl"),
-    "gloo": Part(gloo, 70, "gloo", 2),
     "same_bits": Part(same_bits, 100),
     "compiled_program": Part(compiled_program, 120),
     "one_of_eight": Part(one_of_eight, 80, "fake"),
@@ -449,15 +296,15 @@ def is_problem(finding: dict[str, Any]) -> bool:
 
 
 def run_part(name: str) -> None:
-    """Run the part ``name`` as one of its ranks."""
+    """Run the part ``name`` in this process."""
     part = PARTS[name]
     if not DRY:
         torch.cuda.set_device(0)
     if part.backend == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
     elif part.backend:
-        device_id = DEVICE if part.backend == "nccl" and not DRY else None
-        dist.init_process_group("gloo" if DRY else part.backend, device_id=device_id)
+        device_id = None if DRY else DEVICE
+        dist.init_process_group(OVER, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     with noted(name):
         part.run()
     if dist.is_initialized():
@@ -466,11 +313,8 @@ def run_part(name: str) -> None:
 
 
 def start_part(name: str, out: Path, limit_s: float) -> list[dict[str, Any]]:
-    """Run the part ``name`` in its own processes; return its findings, of a failure the end of its output."""
-    part = PARTS[name]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)]
-    command = [sys.executable, *(launcher if part.backend not in ("", "fake") else []), __file__]
-    command += ["--out", str(out), "--part", name, *(["--dry"] if DRY else [])]
+    """Run the part ``name`` in its own process; return its findings, of a failure the end of its output."""
+    command = [sys.executable, __file__, "--out", str(out), "--part", name, *(["--dry"] if DRY else [])]
     environ = {**os.environ, "OMP_NUM_THREADS": "1" if DRY else "4", "GPU_FIRST_LIMIT_S": str(limit_s)}
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of cuBLAS, for the same bits in every run
