@@ -429,19 +429,6 @@ def test_units_show_full_parameters_between_unshard_and_reshard() -> None:
     assert list(shardtrain.full_state_dict(model)) == list(plain.state_dict())
 
 
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_torch_compile_before_the_first_call() -> None:
-    """Of a module that no call has enclosed, which is sharded by that call."""
-    expected = train(ours.fully_shard(decoder()))
-    model = ours.fully_shard(decoder())
-    with warnings.catch_warnings():
-        # torch looks for the gradient of each tensor in a graph
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
-        found = train(torch.compile(model, backend="eager"))
-    assert found == pytest.approx(expected, rel=1e-6)  # compiled code may add up in another order
-
-
 @each_rank(2)
 def test_blocks_without_their_root_are_warned_of() -> None:
     model = decoder()

@@ -33,7 +33,7 @@ from shardtrain.comm.trace import ENTER, GATHER, LEAVE
 from shardtrain.layout import even
 
 from pool import Pool, Ranks, each_rank
-from small import Block, OddNet, Parts, classify, mesh, raised_soon, sgd, shard, train, until
+from small import Block, OddNet, classify, mesh, raised_soon, sgd, shard, train, until
 
 
 class TwoPaths(nn.Module):
@@ -525,23 +525,6 @@ def test_a_forked_child_leaves_the_reports_alone() -> None:
     train(model, optimizer, 1)
 
 
-@each_rank(2)
-def test_what_one_rank_does_alone_is_not_blamed_on_a_scaler() -> None:
-    model, optimizer = trained()
-    model(torch.ones(2, 3, 5, 5)).sum().backward()
-
-    def evaluate_on_rank_0() -> None:
-        if dist.get_rank() == 0:
-            with torch.no_grad():
-                model(torch.ones(2, 3, 5, 5))
-        optimizer.step()
-        train(model, optimizer, 1)
-
-    text = raised_soon(comm.Diverged, evaluate_on_rank_0)
-    assert "rank 1 is stepping SGD" in text
-    assert "run what stands under `if rank == 0:`, an evaluation for example, on every rank" in text
-
-
 @pytest.mark.long
 @each_rank(2)
 def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
@@ -551,19 +534,6 @@ def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
     text = raised_soon(comm.PeerLost, lambda: models[dist.get_rank()](torch.ones(2, 3, 5, 5)))
     told = r"rank \d (waits elsewhere|has ended): rank \d (has waited \d+ s|was) at forward 3, "
     assert re.match(told, text), text
-
-
-@pytest.mark.long
-@each_rank(2, 3)
-def test_any_number_of_movements_may_come_without_a_wait() -> None:
-    """Sockets hold a few hundred."""
-
-    def forward(self: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
-        return functools.reduce(lambda h, _: self.cell(x, h), range(steps), x)
-
-    model = shard(Parts(forward, cell=nn.RNNCell(5, 5)), units=[nn.RNNCell])
-    with torch.no_grad():
-        model(torch.ones(2, 5), 2_000 if dist.get_world_size() == 2 else 700)
 
 
 def held() -> tuple[list[str], int]:

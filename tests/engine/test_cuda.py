@@ -12,8 +12,11 @@ process, and pytest, with ``-n 1``, goes on in another one. With ``-n 0`` it wou
 import contextlib
 import datetime
 import gc
+import hashlib
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,7 +38,7 @@ from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.launch import launcher
 from shardtrain.launch.ranks import RankInfo
 
-from small import MakeOptimizer, assert_at_rest, images, sgd
+from small import MakeOptimizer, assert_at_rest, images, sgd, until
 from ways import (
     BF16,
     FP16,
@@ -405,6 +408,47 @@ def test_two_units_fit_however_far_the_host_is_ahead(
     # All local gradients, each as large as its unit on a single rank: earlier ones are added when backward
     # ends. Two units, the gradient that autograd makes, and a whole gradient on its way.
     assert torch.cuda.max_memory_allocated() - held <= (len(layers) + 4.1) * size
+
+
+def started(folder: Path, *keys: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet", "device=cuda", f"run.dir={folder}"]
+    return subprocess.Popen([*command, *keys], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> None:
+    text, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, text[-2000:]
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of the weights, statistics and optimizer state of a run's checkpoints."""
+    files = sorted(folder.glob("checkpoints/*/*.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@one_gpu
+@pytest.mark.timeout(240, method="thread")
+def test_runs_of_virtual_ranks_have_the_same_bits(tmp_path: Path) -> None:
+    """Twice, killed and resumed, and with replays."""
+    keys = "parallel.virtual_ranks=4", "train.max_steps=60", "checkpoint.keep=1", "checkpoint.every_steps=30"
+    runs = {name: started(tmp_path / name, *keys) for name in ("one", "two", "killed")}
+    runs["replayed"] = started(tmp_path / "replayed", *keys, "train.replay_every=15")
+    killed = runs["killed"]
+    until(lambda: killed.poll() is not None or [*(tmp_path / "killed").glob("checkpoints/step-*/manifest*")])
+    killed.kill()
+    killed.communicate()
+    runs["killed"] = started(tmp_path / "killed", *keys)
+    for process in runs.values():
+        finished(process)
+    assert len({digest_of(tmp_path / name) for name in runs}) == 1
+
+
+@one_gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_compiled_blocks_of_the_program_take_images_of_a_single_pixel(precision: str, tmp_path: Path) -> None:
+    finished(
+        started(tmp_path, f"parallel.precision={precision}", "parallel.compile=true", "train.max_steps=4")
+    )
 
 
 @one_gpu

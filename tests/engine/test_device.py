@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from shardtrain.launch.launcher import Context
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
-import gpu_first
 import ways
 from contenders import POOL, Contender, adamw
 from pool import each_rank
@@ -506,20 +504,3 @@ for keep in (lambda: None, device.keep_freed_memory):
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
     returned, kept = map(int, subprocess.check_output([sys.executable, "-c", code]).split())
     assert kept < 100 < 10_000 < returned  # pages that one round touches anew
-
-
-@pytest.mark.release
-@pytest.mark.timeout(800)
-def test_the_first_minutes_on_a_gpu_run_dry(tmp_path: Path) -> None:
-    command = [sys.executable, gpu_first.__file__, "--dry", "--out", str(tmp_path)]
-    environ = os.environ | {"PYTHONPATH": str(Path(shardtrain.__file__).parents[1])}
-    subprocess.run(command, check=True, timeout=780, env=environ)
-    found = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
-    assert [*dict.fromkeys(each["part"] for each in found)] == [*gpu_first.PARTS]
-    missed = [each for each in found if gpu_first.is_problem(each) or "skipped" in each or "cut" in each]
-    assert not missed
-    # FSDP2 does not compute BatchNorm in bf16 on a CPU.
-    assert {each["part"] for each in found if "peer_error" in each} == {"steps", "one_of_eight"}
-    assert not [each for each in found if "nccl" in each.get("way", "") or "resnet50" in each.get("what", "")]
-    digests = {each["what"]: each["digest"] for each in found if "digest" in each}
-    assert len({digests[f"same bits, {run}"] for run in ("1", "2", "killed", "replayed")}) == 1

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
 import shardtrain
@@ -368,35 +367,6 @@ def test_an_infinite_gradient_on_one_rank_is_seen_by_all() -> None:
         shardtrain.clip_grad_norm_(model, 1.0, norm_type=0.0)
 
 
-class Checkpointed(OddNet):
-    """A net that recomputes each block by itself, or (``together``) both and a layer of the root's unit."""
-
-    def __init__(self, together: bool, reentrant: bool) -> None:
-        super().__init__()
-        self.together = together
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for part in [self.blocks] if self.together else self.blocks:
-            x = checkpoint(part, x, use_reentrant=self.reentrant)
-        x = x.mean((2, 3)) * self.scale
-        return checkpoint(self.fc, x, use_reentrant=self.reentrant) if self.together else self.fc(x)
-
-
-@pytest.mark.long
-@each_rank(3, transport="auto")
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("together", [False, True])
-def test_activation_checkpointing_costs_no_extra_gather(together: bool, reentrant: bool) -> None:
-    model = like_a_replica(lambda: Checkpointed(together, reentrant), transport="process_group")
-    optimizer = sgd(model)
-    with comm.meter() as meter:
-        train(model, optimizer, 1)
-    # Without gradients forward does not know that backward comes.
-    assert meter.calls == {"all_gather": 7 if reentrant else 5, "reduce_scatter": 4}
-
-
 def freeze() -> nn.Module:
     net = OddNet()
     net.blocks.requires_grad_(False)
@@ -415,21 +385,6 @@ def test_frozen_parameters_are_neither_reduced_nor_given_gradients() -> None:
     assert meter.calls["reduce_scatter"] == 2 * (world > 1)
     assert meter.bytes["reduce_scatter"] <= (world - 1) * (trainable / world + 3 * ALIGN_BYTES)
     assert all(p.grad is None for p in (model.blocks[0].conv.weight, *model.blocks[1].parameters()))
-
-
-@pytest.mark.long
-@each_rank(1, 3)
-def test_edits_and_conversions_after_sharding_take_effect() -> None:
-    def wide(net: nn.Module, number: int) -> None:
-        if number == 0:
-            net.to(torch.float64)
-            with torch.no_grad():
-                for param in net.parameters():
-                    param.mul_(0.5)
-        x, y = images(number)
-        F.cross_entropy(net(x.double()), y).backward()
-
-    like_a_replica(step=wide, tolerance=1e-9)
 
 
 @pytest.mark.long
@@ -459,10 +414,6 @@ def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
 
 
 # against replicas: DistributedDataParallel, and the naive twin
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, foreach=True)
 
 
 @pytest.mark.smoke

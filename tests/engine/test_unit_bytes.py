@@ -1,6 +1,5 @@
 """`unit_bytes`: neighbours that are called in a row are one unit; any other order of calls is right, too."""
 
-import copy
 import random
 import re
 import warnings
@@ -21,7 +20,7 @@ from shardtrain.engine.driver import Driver
 from shardtrain.engine.unit import Shown
 
 from pool import each_rank
-from small import Block, OddNet, Parts, classify, like_a_replica, raised_soon, sgd
+from small import Parts, like_a_replica, raised_soon, sgd
 from small import shard as shard_small
 
 MIB = 1 << 20
@@ -213,29 +212,6 @@ def test_calls_in_any_order_train_as_a_replica(call: str) -> None:
             loss.backward()
 
         like_a_replica(Row, step, units=[Layer], unit_bytes=(2 + seed % 2) * SIZE)
-
-
-@each_rank(2)
-@pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)], ids=["fp32", "bf16"])
-def test_joining_changes_no_bit(precision: Precision | None) -> None:
-    """Also where steps wait under no_sync, and with an evaluation between. Clipping would: another cut."""
-    torch.manual_seed(0)
-    plain = OddNet(blocks=5)
-    digests = []
-    for most in (0, 4000, MIB):
-        model = shard_small(copy.deepcopy(plain), units=[Block], precision=precision, unit_bytes=most)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for number in range(3):
-            with shardtrain.no_sync(model):
-                classify(model, 10 + number).backward()
-            classify(model, number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                classify(model, number)
-        digests.append(shardtrain.full_state_dict(model))
-    for digest in digests[1:]:
-        assert all(torch.equal(value, digest[name]) for name, value in digests[0].items())
 
 
 # what a unit of several modules costs

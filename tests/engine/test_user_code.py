@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
@@ -28,7 +27,7 @@ from shardtrain import comm
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.schedule import UnitCall
 
-from behaviours.rows import Net, Outer, Unit, batch, squares
+from behaviours.rows import Net, Unit, batch, squares
 from pool import each_rank
 from small import (
     Block,
@@ -45,15 +44,9 @@ from small import (
     train_alike,
 )
 
-Step = Callable[[nn.Module, int], Any]
-
 
 def sharded(**options: Any) -> Any:
     return shard(Net(), **{"units": [Unit], **options})
-
-
-def is_unit(_: str, module: nn.Module) -> bool:
-    return isinstance(module, Unit | Outer | Block)
 
 
 @each_rank(2)
@@ -104,17 +97,6 @@ def test_a_refused_autograd_grad_leaves_gradients_of_earlier_backwards(waits: bo
     squares(replica, 2)
     sgd(replica).step()
     assert_same_parameters(model, replica)
-
-
-def twice(self: Any, x: torch.Tensor) -> Any:
-    if x.shape[1] == 5:
-        return self(self.blocks[0](self.stem(x))) + self.head(self.blocks[1](torch.ones(1, 7)))
-    return self.head(self.blocks[1](x)) * self.scale
-
-
-@each_rank(2, transport="auto")
-def test_a_root_that_calls_itself() -> None:
-    like_a_replica(lambda: Net(root=twice), squares, units=[Unit])
 
 
 def test_a_backward_inside_a_forward_in_another_dtype() -> None:
@@ -343,21 +325,6 @@ def test_copies_of_a_plain_module_have_no_methods_of_the_sharded_one() -> None:
                 copies(module)
 
 
-@each_rank(2)
-def test_nothing_is_left_of_a_method_called_as_forward_and_a_step_calls_hooks_once() -> None:
-    model = sharded()
-    block = model.blocks[0]
-    shardtrain.forward_method(block, "plain")
-    before = {*vars(block)}
-    steps = []
-    block.plain(torch.ones(2, 7)).sum().backward()
-    assert {*vars(block)} == before
-    hook = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
-    sgd(model).step()
-    hook.remove()
-    assert steps == [1]
-
-
 @pytest.mark.long
 @each_rank(2)
 def test_uses_of_a_sharded_model_are_refused() -> None:
@@ -483,38 +450,6 @@ def test_edits_are_refused_by_name() -> None:
     model = sharded()
     model.blocks.append(nn.Identity())  # has no parameters
     squares(model, 0)
-
-
-def edit(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-
-
-@pytest.mark.long
-@each_rank(3)
-def test_edits_of_whole_parameters_between_forward_and_backward_are_refused() -> None:
-    """After a forward with gradients the root is whole, as for CLIP's temperature."""
-    changed = r"^scale, stem.weight, .* changed while the root was whole"
-    for then in (
-        lambda model, loss: model(batch(0)),
-        lambda model, loss: loss.backward(),
-        lambda model, loss: model.state_dict(),
-        lambda model, loss: shardtrain.full_state_dict(model),
-        lambda model, loss: sgd(model).step(),
-    ):
-        model = sharded()
-        loss = model(batch(0)).sum()
-        edit(model)
-        with refused(changed):
-            then(model, loss)
-    model = sharded()
-    before = shardtrain.full_state_dict(model)
-    with torch.no_grad():
-        model(batch(0))
-    edit(model)
-    after = shardtrain.full_state_dict(model)
-    assert all(torch.equal(after[name], 2 * value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -690,21 +625,6 @@ def test_initialization_that_cannot_be_right_is_refused() -> None:
     seen: list[int] = []
     model.apply(lambda module: seen.extend(p.numel() for p in module.parameters(recurse=False)))
     assert sum(seen) == sum(value.numel() for value in before.values())
-
-
-@each_rank(2)
-def test_errors_of_users_code_keep_their_reason() -> None:
-    def fails(self: Any, x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("a", self.inside.weight.shape)
-
-    def mistyped(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.inside(x[:, :5])
-
-    for unit, error in ((fails, KeyError), (mistyped, RuntimeError)):
-        with pytest.raises(error) as caught:
-            shard(Net(unit), units=[Unit])(batch(0))
-        assert error is RuntimeError or caught.value.args == ("a", (7, 7))
-        dist.barrier()
 
 
 @each_rank(2)

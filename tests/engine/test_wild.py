@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain, count, pairwise
+from itertools import chain, count
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributions import Categorical
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
 
 import shardtrain
 
@@ -34,7 +33,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(bool(MISSING), reason=f'pip install -e ".[wild]": {", ".join(MISSING)} missing'),
 ]
-STEPS = range(3)
 VOCABULARY = 53
 
 Wrap = Callable[[nn.Module], Any]
@@ -109,35 +107,8 @@ def require_as_replicas(loop: Loop, tolerance: float = 0.0) -> None:
 # loops
 
 
-def mlp(*widths: int) -> nn.Sequential:
-    layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(widths)]
-    return nn.Sequential(*layers[:-1], layers[-1][0])
-
-
 def photos(n: int = 3, size: int = 32) -> torch.Tensor:
     return torch.randn(n, 3, size, size)
-
-
-def dcgan(wrap: Wrap, sync: Sync) -> list[Any]:
-    up = nn.ConvTranspose2d
-    generator = wrap(
-        nn.Sequential(
-            nn.Sequential(up(9, 21, 4, bias=False), nn.BatchNorm2d(21), nn.ReLU(True)),
-            nn.Sequential(up(21, 11, 4, 2, 1, bias=False), nn.BatchNorm2d(11), nn.ReLU(True)),
-            nn.Sequential(up(11, 3, 4, 2, 1), nn.Tanh()),
-        )
-    )
-    down = [spectral_norm(nn.Conv2d(a, b, 4, 2, 1)) for a, b in ((3, 11), (11, 21))]
-    critic = wrap(nn.Sequential(down[0], nn.LeakyReLU(0.2, True), down[1], nn.Flatten(), nn.Linear(336, 1)))
-    for_critic = adamw(critic)
-    for_generator = adamw(generator)
-    for step in STEPS:
-        seed(step)
-        made = generator(torch.randn(4, 9, 1, 1))
-        loss = F.softplus(-critic(photos(4, 16))).mean() + F.softplus(critic(made.detach())).mean()
-        update(for_critic, loss, sync, critic)
-        update(for_generator, F.softplus(-critic(made)).mean(), sync, generator)
-    return [generator, critic]
 
 
 def gpt2() -> nn.Module:
@@ -240,16 +211,14 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(model, loss, sync, optimizer=optimizer, after=after), accuracy.compute()]
 
 
-LOOPS = [dcgan, lora, generation, timm_recipe, trainer]
-# Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
-# Norms of the Trainer's clipping are added up piece by piece; without clipping its bits are equal.
-ROUNDED = (dcgan, trainer)
+LOOPS = [lora, generation, timm_recipe, trainer]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @each_rank(2, transport="auto")
 def test_loops(loop: Loop) -> None:
-    require_as_replicas(loop, tolerance=1e-6 if loop in ROUNDED else 0.0)
+    # Norms of the Trainer's clipping are added up piece by piece; without clipping its bits are equal.
+    require_as_replicas(loop, tolerance=1e-6 if loop is trainer else 0.0)
 
 
 # models: equal bit for bit
@@ -258,18 +227,6 @@ def test_loops(loop: Loop) -> None:
 def tokens(**more: Any) -> dict[str, torch.Tensor]:
     ids = torch.randint(2, VOCABULARY, (2, 11))
     return {"input_ids": ids, "labels": ids, **more}
-
-
-def labelled() -> dict[str, torch.Tensor]:
-    return {"pixel_values": photos(), "labels": torch.randint(2, (3,))}
-
-
-def pairs() -> dict[str, Any]:
-    return {"input_ids": tokens()["input_ids"], "pixel_values": photos(2), "return_loss": True}
-
-
-def speech() -> dict[str, torch.Tensor]:
-    return {"input_features": torch.randn(2, 9, 40), "labels": tokens()["labels"]}
 
 
 def text(**more: Any) -> dict[str, Any]:
@@ -283,15 +240,6 @@ def grouped(**more: Any) -> dict[str, Any]:
     return text(num_key_value_heads=1, head_dim=6, **more)
 
 
-def translator(**more: Any) -> dict[str, Any]:
-    heads = {"encoder_attention_heads": 5, "decoder_attention_heads": 5, "encoder_layers": 2}
-    return text(**heads, decoder_layers=2, encoder_ffn_dim=37, decoder_ffn_dim=37, **more)
-
-
-def picture(**more: Any) -> dict[str, Any]:
-    return text(**{"image_size": 32, "patch_size": 8, **more})
-
-
 # class: its configuration and its batch, one row per way to build a model
 TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "GPT2LMHeadModel": (text(n_embd=28, n_layer=3, n_head=4), tokens),
@@ -300,28 +248,10 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "MixtralForCausalLM": (grouped(hidden_size=28, intermediate_size=36, num_local_experts=3), tokens),
     "MambaForCausalLM": (text(state_size=5), tokens),
     "AlbertForMaskedLM": (text(embedding_size=7), tokens),
-    "DebertaV2ForMaskedLM": (text(relative_attention=True, pos_att_type=["p2c", "c2p"]), tokens),
     "T5ForConditionalGeneration": (text(d_kv=7, d_ff=37, num_heads=4), tokens),
-    "WhisperForConditionalGeneration": (
-        translator(num_mel_bins=9, max_source_positions=20, max_target_positions=31),
-        speech,
-    ),
-    "ViTMAEForPreTraining": (
-        picture(decoder_hidden_size=28, decoder_num_hidden_layers=2, decoder_num_attention_heads=4),
-        lambda: {"pixel_values": photos()},
-    ),
-    "SwinForImageClassification": (
-        {"image_size": 32, "embed_dim": 15, "depths": [2, 2], "num_heads": [3, 3], "window_size": 4},
-        labelled,
-    ),
-    "CLIPModel": ({"text_config": text(), "vision_config": picture(), "projection_dim": 15}, pairs),
 }
 
-# names in timm.models, and arguments of some
-TIMM = ["test_vit", "test_nfnet", "test_mambaout", "ghostnet_050", "mobilevit_xxs"]
-TIMM_SIZES: dict[str, dict[str, Any]] = {
-    "MetaFormer": {"dims": (7, 9, 11, 13), "depths": (1, 1, 2, 1)},
-}
+TIMM = ["test_vit", "test_nfnet", "test_mambaout"]  # in timm.models
 
 
 def compare(make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
@@ -342,7 +272,7 @@ def test_transformers(name: str) -> None:
     compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss)
 
 
-@pytest.mark.parametrize("name", [*TIMM, *TIMM_SIZES])
+@pytest.mark.parametrize("name", TIMM)
 @each_rank(2, transport="auto")
 def test_timm(name: str) -> None:
     import timm.models
@@ -350,4 +280,4 @@ def test_timm(name: str) -> None:
     def loss(model: nn.Module) -> torch.Tensor:
         return F.cross_entropy(model(photos()), torch.randint(11, (3,)))
 
-    compare(lambda: getattr(timm.models, name)(num_classes=11, **TIMM_SIZES.get(name, {})), loss)
+    compare(lambda: getattr(timm.models, name)(num_classes=11), loss)

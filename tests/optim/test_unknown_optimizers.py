@@ -1,7 +1,5 @@
 """Optimizers that are not known by name make some steps on pieces, and are right, or refused by name."""
 
-import copy
-import io
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +19,6 @@ from shardtrain.pieces.piece import Piece
 
 import small
 from pool import each_rank
-
-STEPS = 130
-MIDDLE = 50  # where a run is resumed, and a group added
 
 
 class Own(torch.optim.Optimizer):
@@ -380,53 +375,6 @@ def test_averagers_of_parameters_are_refused() -> None:
     assert all(map(torch.equal, before.values(), shardtrain.full_state_dict(net).values()))
 
 
-# The survey: optimizers that are right, over 130 steps, against a replica.
-def lion(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
-    momentum = s.setdefault("m", torch.zeros_like(p)) if "m" not in s else s["m"]
-    update = (momentum * 0.9 + g * 0.1).sign_()
-    momentum.lerp_(g, 0.01)
-    return update
-
-
-def late(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
-    """Make the momentum at step 30."""
-    if s["step"] < 30:
-        return g
-    if "m" not in s:
-        s["m"] = torch.zeros(p.shape, dtype=p.dtype)
-    return s["m"].mul_(0.9).add_(g)
-
-
-class Elsewhere(Own):
-    """An optimizer with its slow weights in an attribute, and its momentum in a closure."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        momenta = dict[Tensor, Tensor]()
-        slow = dict[Tensor, Tensor]()
-
-        def direction(p: Tensor, g: Tensor, s: dict[str, Any], o: Any) -> Tensor:
-            momenta[p] = momenta[p].mul(0.9).add_(g) if p in momenta else g.clone()
-            if s["step"] % 6 == 0:
-                slow.setdefault(p, p.detach().clone()).lerp_(p.detach(), 0.5)
-                p.copy_(slow[p])
-            return momenta[p]
-
-        super().__init__(params, direction, lr)
-
-
-class ByLists(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            momenta = [self.state[param].setdefault("m", torch.zeros_like(param)) for param in params]
-            torch._foreach_lerp_(momenta, [param.grad for param in params], 0.1)
-            torch._foreach_add_(params, momenta, alpha=-group["lr"])
-
-
 class Tail(torch.optim.AdamW):
     """AdamW that averages weights after ``super().step()``."""
 
@@ -442,15 +390,6 @@ class Tail(torch.optim.AdamW):
                     param.copy_(slow)
 
 
-class Clips(torch.optim.AdamW):
-    """AdamW that clips all gradients by their norm inside its step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
-        super().step(closure)
-
-
 def test_state_that_the_rest_of_a_step_makes_is_plain() -> None:
     net = with_gradients(model())
     torch.optim.AdamW(net.parameters())  # from now on torch calls hooks in its step, also inside of another
@@ -458,88 +397,3 @@ def test_state_that_the_rest_of_a_step_makes_is_plain() -> None:
     optimizer.step()
     for state in optimizer.state.values():
         assert type(state["slow"]) is Tensor
-
-
-def own(direction: Direction) -> Callable[..., torch.optim.Optimizer]:
-    return lambda params, lr: Own(params, direction, lr)
-
-
-SURVEY: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "Lion": own(lion),
-    "state that begins late": own(late),
-    "state elsewhere": Elsewhere,
-    "by lists": ByLists,
-    "AdamW with a tail": Tail,
-    "AdamW that clips": Clips,
-}
-
-
-def trained(
-    net: nn.Module,
-    make: Callable[..., torch.optim.Optimizer],
-    scene: str,
-    again: Callable[[nn.Module], nn.Module],
-) -> nn.Module:
-    """Return the model after 130 steps; ``scene``: what comes in the middle."""
-
-    def optimizer_of(net: nn.Module, in_the_middle: bool) -> torch.optim.Optimizer:
-        layers = [[*layer.parameters()] for layer in net]
-        optimizer = make([*layers[0], *([] if scene == "grows" else layers[1])], lr=0.01)
-        if scene == "grows" and in_the_middle:
-            optimizer.add_param_group({"params": layers[1], "lr": 0.02})
-        return optimizer
-
-    optimizer = optimizer_of(net, False)
-    for step in range(STEPS):
-        if step == MIDDLE and scene == "grows":
-            optimizer.add_param_group({"params": [*net[1].parameters()], "lr": 0.02})
-        if step == MIDDLE and scene == "resumes":
-            file = io.BytesIO()
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
-            net = again(net)
-            optimizer = optimizer_of(net, True)
-            optimizer.load_state_dict(torch.load(file))
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()
-        net.zero_grad()
-        net(x).sin().square().mean().backward()
-        if not hasattr(net, "sharded"):
-            small.average_gradients(net)
-        optimizer.step()
-    return net
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).double()
-
-
-def sharded_layers(net: nn.Module) -> nn.Module:
-    made = small.shard(net, units=[nn.Linear])
-    vars(made)["sharded"] = True
-    return made
-
-
-# By default one that asks for a sum over ranks, and one whose state comes after its first steps.
-SHORT = ("AdamW that clips", "state that begins late")
-
-
-def sharded_again(net: nn.Module) -> nn.Module:
-    other = layers()
-    other.load_state_dict(shardtrain.full_state_dict(net))
-    return sharded_layers(other)
-
-
-@pytest.mark.parametrize("scene", ["grows", "resumes"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in SURVEY]
-)
-@each_rank(3, transport="shared")
-def test_survey(name: str, scene: str) -> None:
-    """Over 130 steps, of which most are plain, the weights are a replica's."""
-    if name == "state elsewhere" and scene == "resumes":
-        return  # nobody saves that
-    replica = trained(layers(), SURVEY[name], scene, copy.deepcopy)
-    model = trained(sharded_layers(layers()), SURVEY[name], scene, sharded_again)
-    expected = dict(replica.state_dict())
-    torch.testing.assert_close(shardtrain.full_state_dict(model), expected, rtol=1e-8, atol=1e-9)

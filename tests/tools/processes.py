@@ -1,4 +1,4 @@
-"""Processes of the programs for a card: findings are lines of their output that begin with ``FOUND``."""
+"""Processes of the program for a card: findings are lines of their output that begin with ``FOUND``."""
 
 from __future__ import annotations
 

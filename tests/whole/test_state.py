@@ -28,7 +28,7 @@ from shardtrain.pieces.part import Part
 from shardtrain.pieces.piece import Piece
 from shardtrain.whole.deferred import deferred
 
-from pool import Ranks, each_rank
+from pool import each_rank
 from small import (
     Block,
     OddNet,
@@ -40,7 +40,6 @@ from small import (
     sharded_and_replica,
     train,
     train_alike,
-    whole_state,
 )
 
 loads_pieces = pytest.mark.skipif(
@@ -95,21 +94,6 @@ def test_unsharded_gradients_and_an_edit_of_a_shape(writeback: bool) -> None:
     with pytest.raises(ValueError, match=re.escape(named)), shardtrain.unsharded(model):
         model.fc.weight.data = torch.zeros(6, 7)
     assert_at_rest(model)
-
-
-def of_dtypes(value: float, **dtypes: torch.dtype) -> nn.Module:
-    values = [torch.full((7,), value).to(dtype) for dtype in dtypes.values()]
-    params = [nn.Parameter(v, v.is_floating_point() or v.is_complex()) for v in values]
-    return shard(Parts(None, **dict(zip(dtypes, params, strict=True))))
-
-
-@each_rank(3)
-def test_whole_gradients_of_any_dtype() -> None:
-    model = of_dtypes(1.0, number=torch.int64, fp8=torch.float8_e4m3fn, complex=torch.complex64)
-    for param in (params := [param for param in model.parameters() if param.requires_grad]):
-        param.grad = torch.ones(param.shape).to(param.dtype)
-    with shardtrain.unsharded(model, grads=True):
-        assert [param.grad.tolist() for param in params] == [[1.0] * 7] * 2
 
 
 @pytest.mark.long
@@ -379,42 +363,6 @@ def test_a_plain_model_reads_it_and_is_read(layout: Any, tmp_path: Path) -> None
     assert_same(model, plain)
     model.load_state_dict(state["model"])
     assert_same(model, plain)
-
-
-def resume(path: Path) -> dict[str, torch.Tensor]:
-    """Load the model and the optimizer that other ranks saved, as FSDP2's examples do."""
-    model, _ = various(3)
-    optimizer = adam(model, lr=7.0)
-    state = {"model": model.state_dict(), "optim": shardtrain.optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
-    optimizer.load_state_dict(state["optim"])
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    assert all(type(v) is torch.Tensor for s in optimizer.state.values() for v in s.values())
-    return whole_state(model, optimizer)
-
-
-def save_trained(path: Path) -> dict[str, torch.Tensor]:
-    model, _ = various(1)
-    optimizer = adam(model, steps=2)
-    shardtrain.average_buffers(model)  # else each rank has its own, and DCP stores those of one
-    dcp.save(
-        {"model": model.state_dict(), "optim": shardtrain.optimizer_state_dict(model, optimizer)},
-        checkpoint_id=path,
-    )
-    return whole_state(model, optimizer)
-
-
-@pytest.mark.long
-@loads_pieces
-@pytest.mark.parametrize(
-    ("saved_by", "loaded_by"), [(3, 2), (1, 3), pytest.param(2, 4, marks=pytest.mark.long)]
-)
-def test_any_world_size_reads_any_other(
-    on_ranks: Ranks, saved_by: int, loaded_by: int, tmp_path: Path
-) -> None:
-    expected = on_ranks(saved_by, save_trained, tmp_path)[0]
-    for found in on_ranks(loaded_by, resume, tmp_path):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)  # means of buffers round
 
 
 def plain_model() -> nn.Module:
