@@ -150,24 +150,6 @@ def test_a_lasting_fault_is_found_and_named(ranks: Any, world: int, faults: rang
     check_found(ranks(world, found, faults), faults, world)
 
 
-def not_found_alone(faults: range) -> int:
-    """How many lasting faults a rank finds that replays itself."""
-    model, _ = prepared()
-    number = 0
-    for fault in faults:
-        with planted(model, fault):
-            try:
-                shardtrain.replay(model, step_of(model, fault))
-            except ReplayMismatch:
-                number += 1
-        model.zero_grad()
-    return number
-
-
-def test_a_rank_that_replays_itself_finds_no_lasting_fault(on_ranks: Any) -> None:
-    assert on_ranks(1, not_found_alone, range(5)) == [0]
-
-
 def passing(at: int) -> str:
     """What ranks are told of a fault of rank 0 that comes in its computation number ``at`` alone."""
     model, _ = prepared()
@@ -442,14 +424,6 @@ def trained(every: int, bf16: bool = False, steps: int = 4, **options: Any) -> l
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_replay_changes_no_bit_of_a_run(ranks: Any, world: int) -> None:
     assert ranks(world, trained, 2) == ranks(world, trained, 0)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("reshards", [False, True])
-def test_honest_replays_raise_no_alarm(ranks: Any, bf16: bool, reshards: bool) -> None:
-    ranks(2, trained, 1, bf16, steps=30, reshard_after_forward=reshards)
-    ranks(4, trained, 1, bf16, steps=8, reshard_after_forward=reshards)
 
 
 def not_finite(in_backward: bool) -> str:
