@@ -35,16 +35,6 @@ if TYPE_CHECKING:  # what is imported here alone is no public name
     from PIL import Image
     from torch import Tensor, nn
 
-_REMOVED = {
-    "compile_units": "call, before shard(): for block in shardtrain.blocks(model).values(): block.compile()",
-    "checkpoint_activations": "call, before shard(), torch's apply_activation_checkpointing or "
-    "checkpoint_wrapper (torch.distributed.algorithms._checkpoint.checkpoint_wrapper)",
-    "mean_over_samples": "multiply the loss by (this rank's samples * ranks / samples of all ranks) "
-    "(docs/example/mean_over_samples.py)",
-    "load_weights": "use torch.distributed.checkpoint.load(model.state_dict(), "
-    "storage_reader=HuggingFaceStorageReader(directory)), which reads .safetensors",
-}
-
 
 def load_exported(
     file: str | Path, allow: Sequence[str] = ()
@@ -65,9 +55,3 @@ def load_exported(
 
     # The program is above the public names, and is imported by this call alone.
     return import_module("shardtrain.job.inference").load_exported(file, allow)  # type: ignore[no-any-return]
-
-
-def __getattr__(name: str) -> object:
-    if name in _REMOVED:  # not AttributeError, whose text `from shardtrain import ...` does not show
-        raise ValueError(f"shardtrain.{name} was removed; {_REMOVED[name]}")
-    raise AttributeError(f"module 'shardtrain' has no attribute {name!r}")

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 import shardtrain
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.channel import Channel
-from shardtrain.comm.trace import ENTER, LEAVE, meter
+from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.comm.transport import Pending, Transport, Vector
 from shardtrain.errors import Diverged
 from shardtrain.layout import Layout, cut_of
@@ -77,7 +77,7 @@ def _work(make: Make, rank: int, world: int, answers: Any) -> None:
 def run_checks(transport: Transport) -> None:
     """Run all checks on this rank. Collective. The last one diverges, so ``transport`` is of no use then."""
     channel = Channel(transport)
-    for check in (broadcasts, all_reduces, gathers, reductions, many_at_once, traffic, training, divergence):
+    for check in (broadcasts, all_reduces, gathers, reductions, many_at_once, training, divergence):
         check(channel)
 
 
@@ -183,20 +183,6 @@ def many_at_once(channel: Channel) -> None:
     reduction.wait()
     assert torch.equal(unit.full, whole)
     channel.fence(LEAVE)
-
-
-def traffic(channel: Channel) -> None:
-    """Check that the meter counts as many calls and bytes as the algorithm needs."""
-    layout = next(_layouts(channel))
-    full, local = channel.allocate(layout, torch.empty(0), torch.float32)
-    channel.fence(ENTER)
-    with meter() as traffic:
-        channel.gather("a unit", [Vector(full, local, layout)]).wait()
-        _start_reduction(channel, layout, torch.float32).wait()
-    channel.fence(LEAVE)
-    others = 4 * layout.padded * (channel.world - 1) // channel.world
-    assert traffic.calls == {"all_gather": 1, "reduce_scatter": 1}, dict(traffic.calls)
-    assert traffic.bytes == {"all_gather": others, "reduce_scatter": others}, dict(traffic.bytes)
 
 
 def training(channel: Channel) -> None:

@@ -329,7 +329,6 @@ OTHERS = {  # names of others
     "a user's": """FOLDER/recipe/NAME.yaml configs/optim/NAME.yaml data.train logit_scale mine.py mine.yaml
         net.blocks opening.shards self.h self.mean self.w""",
     "other packages'": """Accelerator.prepare ConfigStore.__deepcopy__ EventFileWriter Figure
-        GraphModule.recompile
         ModelParallelStrategy PeriodicModelAverager PostLocalSGDOptimizer apply_fsdp cpu_ram_efficient_loading
         empty_init load_state merge_and_unload mixed_precision save_file save_pretrained timm.create_model""",
     "torch's arguments and private names": """FakeTensorMode _foreach _post_backward_hook_state autograd.grad

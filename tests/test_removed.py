@@ -4,22 +4,6 @@ import pytest
 
 import shardtrain
 
-REMOVED = {
-    "compile_units": r"for block in shardtrain.blocks\(model\).values\(\): block.compile\(\)",
-    "checkpoint_activations": r"call, before shard\(\), torch's apply_activation_checkpointing or ",
-    "mean_over_samples": r"by \(this rank's samples \* ranks / samples of all ranks\) \(docs/",
-    "load_weights": r"storage_reader=HuggingFaceStorageReader\(directory\)\), which reads .safetensors",
-}
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
-    message = rf"^shardtrain\.{name} was removed; .*{REMOVED[name]}"
-    with pytest.raises(ValueError, match=message):
-        getattr(shardtrain, name)
-    with pytest.raises(ValueError, match=message):
-        exec(f"from shardtrain import {name}")
-
 
 @pytest.mark.parametrize("name", ["Flat", "Gradient"])
 def test_what_moved_says_where_it_is(name: str) -> None:

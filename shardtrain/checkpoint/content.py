@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -46,8 +45,7 @@ Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter 
 Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
-_PAIRS = "__pairs__"  # {"__pairs__": [[1, "one"]]} stands for a dict with keys that are integers
-_COUNTER = "__counter__"  # the same for a Counter
+_PAIRS = "__pairs__"  # {"__pairs__": [[1, "one"]]} stands for a dict: JSON would turn its numbers into texts
 
 
 class LocalShard(NamedTuple):
@@ -83,10 +81,6 @@ def local_shards(engine: Engine) -> list[LocalShard]:
 
 def misfits(shards: Sequence[LocalShard], averages: Averages) -> list[str]:
     """Return a line per parameter whose average is missing, or not sharded like it."""
-    if not isinstance(averages, Mapping):
-        kind = type(averages).__name__
-        expected = "expected a tensor per parameter: pass ema.averages, and ema.state() in extra"
-        return [f"averages is of class {kind}, {expected}"]
     problems = []
     for param, part, _ in shards:
         average = averages.get(param)
@@ -326,33 +320,22 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Return a dict for JSON, or pairs if some keys are integers, which JSON would turn into texts.
-
-    A Counter has a mark of its own: a MultiStepLR holds its milestones in one.
-    """
-    items = {}
+    pairs = []
     for key, item in value.items():
-        if type(key) not in (str, int) or key in (_TENSOR, _COUNTER, _PAIRS):
+        if type(key) not in (str, int):
             raise ValueError(
-                f"{where} has the key {key!r}, expected integers, and texts other than {_TENSOR!r}, "
-                f"{_PAIRS!r} and {_COUNTER!r}: store pairs, [*values.items()], and make a dict of them after "
-                "load"
+                f"{where} has the key {key!r}, expected texts and integers: store pairs, [*values.items()], "
+                "and make a dict of them after load"
             )
-        items[key] = encode_extra(item, tensors, f"{where}[{key!r}]")
-    if isinstance(value, Counter):
-        return {_COUNTER: [*items.items()]}
-    return items if all(isinstance(key, str) for key in items) else {_PAIRS: [*items.items()]}
+        pairs.append((key, encode_extra(item, tensors, f"{where}[{key!r}]")))
+    return {_PAIRS: pairs}
 
 
 def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Undo `encode_extra`, except that tuples are lists."""
 
     def decode(node: dict[str, Any]) -> Any:
-        if _TENSOR in node:
-            return tensors[node[_TENSOR]]
-        if _PAIRS in node:
-            return dict(node[_PAIRS])
-        return Counter(dict(node[_COUNTER])) if _COUNTER in node else node
+        return tensors[node[_TENSOR]] if _TENSOR in node else dict(node[_PAIRS])
 
     return json.loads(text, object_hook=decode)
 

@@ -118,11 +118,6 @@ class Channel(Ranks):
         return self._all_ranks or self
 
     @property
-    def returns_memory(self) -> bool:
-        """See `Transport`."""
-        return self.transport.returns_memory
-
-    @property
     def silent(self) -> bool:
         return isinstance(self.all_ranks.transport, Alone)
 
@@ -130,10 +125,6 @@ class Channel(Ranks):
     def primary_ranks(self) -> Sequence[int]:
         """The ranks of the first shard group, in order. They count or save what replicas hold alike."""
         return range(self.world) if self.all_ranks.world == self.world else self.stages[0]
-
-    @property
-    def reserved(self) -> int:
-        return self.transport.reserved
 
     def place(self, devices: Iterable[torch.device]) -> None:
         """Let flat vectors lie on ``devices`` from now on. Models that share a channel share devices."""
@@ -146,10 +137,6 @@ class Channel(Ranks):
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         """See `Transport.gradient`."""
         return self.transport.gradient(layout, like)
-
-    def discard(self, gradient: Tensor) -> None:
-        """See `Transport.discard`."""
-        self.transport.discard(gradient)
 
     def gather(self, name: str, flats: Sequence[Vector]) -> Pending[None]:
         """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""

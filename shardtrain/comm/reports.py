@@ -63,7 +63,6 @@ _STATES = (
     ("does nothing", "do nothing"),
     ("is still at work", "are still at work"),
 )
-_MARK = 1 << 30  # of the number that ranks agree on: no model has as many parameters
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
@@ -260,21 +259,12 @@ def _end_all() -> None:
 def _agree_on_number(group: dist.ProcessGroup) -> int:
     """Return a random number of 24 bits, rank 0's. Collective.
 
-    DistributedDataParallel begins with the same collective, of its number of parameters. So neither side
-    waits: here a number below `_MARK` is refused, and there torch refuses ours.
-
-    Raises ValueError if a rank has sent another number than this does.
+    DistributedDataParallel begins with the same collective, so torch names a rank that makes one instead.
     """
-    own = torch.tensor([_MARK | int.from_bytes(os.urandom(3), "big")], device="cpu")
+    own = torch.tensor([int.from_bytes(os.urandom(3), "big")], device="cpu")
     numbers = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(numbers, own, group=group)
-    for rank, number in enumerate(numbers):
-        if int(number) < _MARK:
-            raise ValueError(
-                f"rank {rank} does not call shard(): it has sent {int(number)}, as DistributedDataParallel "
-                "of that many parameters does; every rank must call shard(), between the same collectives"
-            )
-    return int(numbers[0]) - _MARK
+    return int(numbers[0])
 
 
 class Reports(Guard):

@@ -175,7 +175,7 @@ class Reduction:
         self._expected: list[Segment] = []
         self._required: set[ShardedParam] = set()
         self._freed: dict[Segment, Sum] = {}
-        self._keeps_views = unit.channel.returns_memory and not self._virtual
+        self._keeps_views = unit.channel.transport.returns_memory and not self._virtual
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
 
     def begin_backward(self) -> None:
@@ -318,7 +318,7 @@ class Reduction:
         self._required.clear()
         for segment, sums in self._sums.items():
             if sums and sums[0].full is not None:
-                segment.channel.discard(sums[0].full)
+                segment.channel.transport.discard(sums[0].full)
             sums.clear()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 # So modules of one class still have one class. Weak, since torch.fx makes a class per module.
 _CLASSES: weakref.WeakValueDictionary[tuple[type, ...], type] = weakref.WeakValueDictionary()
@@ -26,14 +26,6 @@ class Addition(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep a user's ``__init_subclass__`` from seeing classes that the user did not write."""
-
-
-class _OfGraph(Addition):
-    """A module made by torch.fx, which writes code into the class that it made."""
-
-    def recompile(self) -> Any:
-        with own_class(self):
-            return self.recompile()
 
 
 @contextmanager
@@ -53,9 +45,6 @@ def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:
     if isinstance(module, addition):
         return
     kind = type(module)
-    if isinstance(module, fx.GraphModule) and addition is not _OfGraph:
-        add(module, _OfGraph)
-        kind = type(module)
     extended_class = _CLASSES.get((kind, addition))
     if extended_class is None:
         described = {

@@ -47,22 +47,13 @@ class Precision:
     output: torch.dtype | None = None
     cast_inputs: bool = True
     keep: tuple[type[nn.Module], ...] = NORMS
-    gather: dataclasses.InitVar[object] = None  # removed
 
-    def __post_init__(self, gather: object) -> None:
-        if gather is not None:
-            raise ValueError(
-                "precision.gather was removed: parameters move in the dtype that they compute in, "
-                "precision.param=torch.bfloat16"
-            )
+    def __post_init__(self) -> None:
         for name in ("param", "reduce", "output"):
             dtype = getattr(self, name)
             floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if not (dtype is None or floating):
-                instead = "; use torch.bfloat16" if dtype is torch.int8 else ""
-                raise ValueError(
-                    f"precision.{name} must be a floating-point dtype or None, got {dtype!r}{instead}"
-                )
+                raise ValueError(f"precision.{name} must be a floating-point dtype or None, got {dtype!r}")
 
     def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
         """Return the dtype of ``param``, held by ``holder``, while its unit computes."""

@@ -74,7 +74,7 @@ def capture(
 
     Raises:
         ValueError: the step cannot be captured, with the reason, which the call that records may find. Later
-            calls then run ``step`` as it is.
+            calls then run ``step`` as it is. If ``step`` waits for the device, the error is torch's.
     """
     engine = engine_of(model)
     engine.require_rest("capture() cannot be called")

@@ -21,7 +21,7 @@ from shardtrain import torch_private
 from shardtrain.comm import trace
 from shardtrain.comm.trace import GRAPH
 from shardtrain.engine.hooks import Engine
-from shardtrain.graphs.uncapturable import Operations, explained, refuse_drawn, tensors_of
+from shardtrain.graphs.uncapturable import Operations, refuse_drawn, tensors_of
 from shardtrain.guardrails.attachment import Guardrails
 
 _CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def record(
             devices.set_random_state(_CPU, random_state)
             _recover(engine)
             set_gradients(params.values(), before)
-            raise explained([*errors, error][0]) from error
+            raise [*errors, error][0] from None
     return Recording(
         inputs=buffers,
         outputs=outputs,

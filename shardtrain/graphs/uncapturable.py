@@ -1,7 +1,7 @@
 """Why a step cannot be captured: what a graph cannot hold is refused by name.
 
 By `capture` where it can be, in warm-up (`watched`), or while the step is recorded (`Operations`,
-`refuse_drawn`, `explained`). What the step changes of what is fixed is found in ``capture.py``.
+`refuse_drawn`). What the step changes of what is fixed is found in ``capture.py``.
 """
 
 from __future__ import annotations
@@ -174,16 +174,3 @@ def refuse_drawn(before: Sequence[Any], after: Sequence[Any]) -> None:
 def _comparable(states: Sequence[Any]) -> tuple[Any, ...]:
     of_torch, of_python, (_, keys, *rest) = states
     return of_torch.numpy().tobytes(), of_python, (keys.tobytes(), *rest)
-
-
-def explained(error: BaseException) -> BaseException:
-    """Return what ended a recording, in words if it is what torch refuses while it captures."""
-    text = str(error)
-    if not (isinstance(error, RuntimeError) and "captur" in text):
-        return error
-    return ValueError(
-        f"the step cannot be captured: {text.splitlines()[0]}. Code in a captured step, whose line is in the "
-        "traceback, may not wait for the device: read values, print, and move tensors after it. "
-        "torch.utils.checkpoint reads random states unless preserve_rng_state=False, which is right where "
-        "nothing is drawn"
-    )

@@ -100,7 +100,10 @@ class LiveTensors(TorchDispatchMode):
         self._model = introspect(step.model)
         self._known: dict[int, Life] = {}  # existing storages, by address
         self._phase = ""  # the last one that the engine named
-        self._fixed = {"parameters": self._model.shard_bytes, "gradients": self._model.transport.reserved}
+        self._fixed = {
+            "parameters": self._model.shard_bytes,
+            "gradients": self._model.transport.transport.reserved,
+        }
         self._ours = {_address(tensor) for tensor in self._model.tensors}
         averages = step.ema.held() if step.ema is not None else []
         present = {

@@ -252,8 +252,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "version 1, expected 'shardtrain checkpoint' version 2; load it with the release that wrote it": (
         lambda m: m.update(version=1)
     ),
-    f"has {1 << 80} for the size of {DATA}, expected a number of at least 0": forged_file(bytes=1 << 80),
-    f"bytes, expected {1 << 50}": forged_file(bytes=1 << 50),
+    f"bytes, expected {1 << 80}": forged_file(bytes=1 << 80),
     f"has 2 files of {1 << 40} ranks, expected one per rank": lambda m: m.update(world_size=1 << 40),
     "has 3 files of 2 ranks, expected one per rank": lambda m: m["files"].update(
         {"rank-00002.safetensors": m["files"][DATA]}
@@ -337,7 +336,7 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, reason: str)
         (
             "key",
             "one",
-            "rank 1: extra has the key 1.5, expected integers, and texts other than '__tensor__', '__",
+            "rank 1: extra has the key 1.5, expected texts and integers: store pairs",
         ),
         ("piece", "one", "rank 1: extra[0] is a rank's piece of fc.bias, which only its model can load"),
         pytest.param(
@@ -383,14 +382,10 @@ def test_a_save_fails_everywhere_with_its_reason(tmp_path: Path, how: str, path:
 
 
 @each_rank(2, transport="auto")
-def test_averages_as_a_whole_ema_or_left_out_are_told(tmp_path: Path) -> None:
+def test_averages_that_are_left_out_are_told(tmp_path: Path) -> None:
     model, _ = fresh()
     ema = shardtrain.optim.Ema(model, 0.5)
-    with pytest.raises(checkpoint.SaveFailed, match=r"averages is of class Ema, .* pass ema\.averages"):
-        checkpoint.save(tmp_path / "one", model, averages=ema)
     checkpoint.save(tmp_path / "one", model, averages=ema.averages)
-    with pytest.raises(ValueError, match=r"averages is of class Ema, .* pass ema\.averages"):
-        checkpoint.load(tmp_path / "one", model, averages=ema)
     with pytest.warns(UserWarning, match=r"one has moving averages .* pass averages=ema\.averages"):
         checkpoint.load(tmp_path / "one", model)
     checkpoint.load(tmp_path / "one", model, averages=ema.averages)

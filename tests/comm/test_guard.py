@@ -186,7 +186,7 @@ def test_options_that_differ_between_ranks_are_named(name: str) -> None:
     assert text.startswith("forward 3: ranks 0 and 1 take different paths: rank 0 is stepping "), text
     assert f"rank 0 is stepping {first}" in text, text
     assert f"rank 1 is stepping {second}" in text, text
-    assert ". Optimizers must be alike on all ranks, in class and options: let ReduceLROnPlateau" in text
+    assert "with optimizers alike in class and options: run what" in text
 
 
 FROZEN: dict[str, tuple[Callable[[Any], object], str]] = {
