@@ -122,6 +122,9 @@ class Driver:
         unit.release()
         trace.end("backward", unit.title)  # if it is one
 
+    def lend(self, unit: Unit) -> None:
+        self.reductions[unit].lend(self.micro_batch)
+
     def take(self, unit: Unit) -> None:
         self._missing += self.reductions[unit].take(self.micro_batch)
 

@@ -56,7 +56,9 @@ class Sum:
         self.unknown: set[ShardedParam] = set()
         self._views: dict[ShardedParam, torch.Tensor] = {}
         if full is not None:
-            self._views = dict(zip(segment.members, segment.views_of(full), strict=True))
+            # Each has a version counter of its own, by `.data`, which tells that autograd has added to it.
+            views = [view.data for view in segment.views_of(full)]
+            self._views = dict(zip(segment.members, views, strict=True))
 
     def free(self) -> None:
         """Free the flat gradient, until `allocate`: so views of it are made once."""
@@ -93,16 +95,20 @@ class Sum:
         if terms:
             torch._foreach_add_(sums, terms)
 
-    def own_part(self, member: ShardedParam) -> torch.Tensor:
-        """Return a copy of this rank's part of ``member``'s gradient, in the shape at rest.
+    def own_parts(self) -> dict[ShardedParam, torch.Tensor]:
+        """Return copies of this rank's parts of the gradients, in the shape at rest, made in one launch.
 
-        With offload it is on its way to the host.
+        With offload they are on their way to the host.
         """
-        own = member.part.of(self.grads[member])
         local = self.segment.local
+        if self.full is None:
+            return {m: m.part.all_at_rest(grad.to(local.dtype, copy=True)) for m, grad in self.grads.items()}
+        own = self.full[self.segment.layout.interval(self.segment.channel.rank)]
         downloads = own.device != local.device
         copy = torch.empty(own.shape, dtype=local.dtype, device=local.device, pin_memory=downloads)
-        return member.part.shown(copy.copy_(own, non_blocking=downloads))
+        copy.copy_(own, non_blocking=downloads)
+        # Each has a version counter of its own, by `.data`: which of them was changed is told by it.
+        return {member: member.part_of(copy).data for member in self.grads}
 
     def gradient(self, required: Set[ShardedParam]) -> Vector:
         """Return the flat gradient to be reduced, with -0.0 where this rank has no gradient.
@@ -161,6 +167,7 @@ class Reduction:
     which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
     segments that get a gradient in this backward, or still hold one from an earlier one.
     ``_required``: parameters that required a gradient in a backward since the last reduction.
+    ``_lent``: what autograd adds to in place, and its version before.
     ``_shown``: what ``.grad`` shows under `no_sync`, its version, and whether `show_waiting` put it there.
     """
 
@@ -176,6 +183,7 @@ class Reduction:
         self._required: set[ShardedParam] = set()
         self._freed: dict[Segment, Sum] = {}
         self._keeps_views = unit.channel.transport.returns_memory and not self._virtual
+        self._lent: dict[ShardedParam, tuple[torch.Tensor, int]] = {}
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
 
     def begin_backward(self) -> None:
@@ -210,6 +218,16 @@ class Reduction:
                 )
             del self._shown[member]
 
+    def lend(self, micro_batch: int) -> None:
+        """Let autograd add ``micro_batch``'s gradients to the sum that waits, in place, until `take`."""
+        for segment in self._expected:
+            sums = self._sums[segment]
+            if sums and sums[-1].first == micro_batch and segment.full.dtype == sums[-1].like.dtype:
+                for member, grad in sums[-1].grads.items():
+                    if member not in self._lent:
+                        member.param.grad = grad
+                        self._lent[member] = grad, grad._version
+
     def take(self, micro_batch: int) -> list[str]:
         """Take ``micro_batch``'s gradients from autograd. Return the names of those that it did not keep.
 
@@ -222,7 +240,11 @@ class Reduction:
                 if member.param.requires_grad:
                     self._required.add(member)
                 grad = member.take_grad()
-                if grad is not None:
+                lent, version = self._lent.pop(member, (None, 0))
+                if grad is None or (grad is lent and grad._version == version):
+                    if member.name in self.arrived and member.param.requires_grad:
+                        captured.append(member.name)
+                elif grad is not lent:
                     if grad.layout is not torch.strided:
                         raise ValueError(
                             f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
@@ -230,8 +252,6 @@ class Reduction:
                         )
                     stride = member.part.stride
                     grads[member] = grad if grad.stride() == stride else strided(grad, stride)
-                elif member.name in self.arrived and member.param.requires_grad:
-                    captured.append(member.name)
             if grads:
                 self._sum_of(segment, micro_batch).add(grads)
         self.arrived.clear()
@@ -266,14 +286,13 @@ class Reduction:
         Otherwise a user's `zero_grad` or change before the next backward would go unnoticed. Of several sums
         the first one's is shown.
         """
-        waiting: dict[ShardedParam, Sum] = {}
+        parts: dict[ShardedParam, torch.Tensor] = {}
         for total in self._waiting():
-            for member in total.grads:
-                waiting.setdefault(member, total)
-        for member, total in waiting.items():
+            parts = total.own_parts() | parts
+        for member, part in parts.items():
             own = member.param.grad is None
             if own:
-                member.give_grad(total.own_part(member))
+                member.give_grad(part)
             grad = member.param.grad
             assert grad is not None
             if isinstance(grad, Piece):
@@ -314,6 +333,7 @@ class Reduction:
         self.arrived.clear()
         for member in self.unit.members:
             member.take_grad()
+        self._lent.clear()
         self._shown.clear()
         self._required.clear()
         for segment, sums in self._sums.items():

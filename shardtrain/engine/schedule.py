@@ -79,6 +79,9 @@ class Actor(Protocol[U_contra]):
     def release(self, unit: U_contra) -> None:
         """Free the full vector, whose parameters show local shards."""
 
+    def lend(self, unit: U_contra) -> None:
+        """Let autograd add to the gradients that wait."""
+
     def take(self, unit: U_contra) -> None:
         """Take the gradients that autograd has made."""
 
@@ -447,6 +450,8 @@ class Schedule(Generic[U]):
     def _open(self, backward: Backward[U], unit: U) -> None:
         """Gather ``unit``, whose parameters may get gradients from now on."""
         self._show(unit)
+        if unit in self.unreduced:
+            self.act.lend(unit)
         self.opened.add(unit)
         backward.entered[unit] = None
 

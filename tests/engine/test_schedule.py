@@ -117,6 +117,7 @@ class Recorder:
         self.stack: list[Frame] = []
         self.began: dict[Facts, int] = {}  # when the first call of each unit began whose backward is to come
         self.learns = True  # whether calls make nodes
+        self.lent: set[Facts] = set()  # units whose waiting gradients autograd adds to
         self.reaching = False  # whether backward descends to a node
 
     # verbs
@@ -147,11 +148,17 @@ class Recorder:
         assert unit not in self.schedule.calls
         self.log.append(("release", unit.name))
 
+    def lend(self, unit: Facts) -> None:
+        assert self.full[unit] == "shown"
+        self.lent.add(unit)
+
     def take(self, unit: Facts) -> None:
         assert self.full[unit] == "shown"
         backward = self.schedule.backward
         assert backward is not None
         self.untaken.discard(unit)
+        assert (unit in self.lent) == (unit in self.schedule.unreduced), "waiting gradients are added to"
+        self.lent.discard(unit)
         late = [n for n in self.to_run if n.unit is unit and n.forward is backward.forward]
         assert not late, f"P7: {unit.name} is taken before {late}"
         has_earlier = self.began.get(unit, 0) < backward.first.get(unit, 0)
@@ -369,6 +376,7 @@ class Recorder:
             schedule.drop()
             self.to_run = []
             self.untaken.clear()
+            self.lent.clear()
         elif began:
             schedule.end_backward()
         # Calls under way go on with what they have computed.
