@@ -36,7 +36,7 @@ ENGINE = [
     "collectives",
     "checkpoint",
 ]
-COMMANDS = ["evaluate", "export", "predict", "doctor"]
+COMMANDS = ["evaluate", "export", "predict"]
 ATTACHED = ["whole", "guardrails", "bits", "sharding"]  # to the engine, or around it
 PROGRAM = ["config", "launch", "data", "job", "plan", "monitor", "train", *COMMANDS]
 ORDER = [*ENGINE, PUBLIC, "fsdp", "transport_check", *PROGRAM]

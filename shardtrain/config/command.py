@@ -35,7 +35,6 @@ from shardtrain.config.errors import (
     program_configs,
     reading,
 )
-from shardtrain.config.format import write_any_text
 from shardtrain.config.help import described, keys_in_words, load_yaml
 from shardtrain.config.marks import MARKS
 from shardtrain.config.schema import Frozen, checked, defaults_of
@@ -119,15 +118,6 @@ def _checked(composed: Composed, program: Program) -> Command:
         values.update({name: OF_THE_COMMAND[name] for name in {*names} & {*OF_THE_COMMAND}})
     config = checked(values, Config)
     return Command(config, composed.words, keys)
-
-
-def printed(arguments: Sequence[str]) -> bool:
-    """Print what a flag asks for, without torch; return whether there was one. `compose` reports mistakes."""
-    with contextlib.suppress(UserError):
-        if split(arguments)[0].printing:
-            write_any_text()
-            return compose(arguments, speak=os.environ.get("RANK", "0") == "0") is None
-    return False
 
 
 def compose(arguments: Sequence[str], program: Program = TRAIN, *, speak: bool = True) -> Composed | None:
@@ -316,9 +306,6 @@ def _explain(error: Exception, groups: set[str], known: Sequence[str]) -> UserEr
     if isinstance(error, ConfigCompositionException) and key:
         valid = [each for each in {*known, *groups} if each not in ("defaults", "hydra")]
         return UnknownKey(key, not_valid(f"unknown key {key}", key, sorted(valid)))
-    if isinstance(error, RecursionError):
-        too_deep = "a defaults list contains its own file, or values are nested too deeply"
-        return UserError(f"maximum recursion depth exceeded: {too_deep}")
     return UserError(" ".join(str(error).split()))
 
 

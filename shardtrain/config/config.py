@@ -85,9 +85,6 @@ class Train:
     hooks: tuple[str, ...] = key((), mark=REPORTED)
 
     def __post_init__(self) -> None:
-        for path in self.hooks:
-            if "." not in path:
-                raise UserError(f"train.hooks=[{path}]: expected PACKAGE.CLASS, with allow=[PACKAGE]")
         if isinstance(self.loss, str):
             return
         if "_target_" not in self.loss:

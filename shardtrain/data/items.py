@@ -20,6 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 from shardtrain.config.errors import UserError, WorkerError
 from shardtrain.data.feed import Batches, digest_of
 
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes of class numbers
 MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # of Pillow's images, with 8 bits per channel
 
 
@@ -58,7 +59,12 @@ class Items(Batches):
         self.name = name
         self.side = side
         self.expected = expected
-        self.labels = _known_labels(items, expected)
+        self.labels = None
+        targets = _targets(items)
+        classes = 0 if expected is None or expected.classes is None else expected.classes
+        if targets is not None and targets.ndim == 1 and targets.dtype in WHOLE:
+            is_class = (targets >= 0) & (targets < classes)
+            self.labels = targets.long() if is_class.all() else None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -178,26 +184,14 @@ def _kinds(tensors: Sequence[Tensor]) -> str:
 
 
 def _targets(items: Any) -> Tensor | None:
-    """Return the targets of a user's data set that has them in memory; None of another."""
+    """Return the targets of a user's data set that has them in memory, as torchvision's; None of another."""
     if isinstance(items, Subset):
         whole = _targets(items.dataset)
         return None if whole is None else whole[torch.as_tensor([*items.indices])]
     targets = items.tensors[-1] if isinstance(items, TensorDataset) else getattr(items, "targets", None)
+    if getattr(items, "target_transform", None) is not None:
+        return None
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # they are no numbers
         if targets is not None and len(targets) == len(items):
             return torch.as_tensor(targets).detach().cpu()
     return None
-
-
-def _known_labels(items: Any, expected: Expected | None) -> Tensor | None:
-    """Return the labels in an attribute ``targets``, as torchvision's data sets have; None without it."""
-    targets = getattr(items, "targets", None)
-    if isinstance(targets, Tensor | np.ndarray):
-        targets = targets.tolist()
-    changed = getattr(items, "target_transform", None) is not None
-    if expected is None or expected.classes is None or changed or not isinstance(targets, list):
-        return None
-    valid = range(expected.classes)
-    if len(targets) != len(items) or not all(type(label) is int and label in valid for label in targets):
-        return None
-    return torch.tensor(targets)

@@ -1,4 +1,4 @@
-"""One optimizer step of any sharded model, without a trainer: the planner's and the doctor's."""
+"""One optimizer step of any sharded model, without a trainer, as the planner takes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shardtrain import clip_grad_norm_, no_sync
 from shardtrain.config.errors import reading
-from shardtrain.job.build import Job
 from shardtrain.job.evaluation import table_of, table_rows
 from shardtrain.job.losses import CrossEntropy, Loss
 from shardtrain.optim import Ema
@@ -50,11 +49,6 @@ class Step(NamedTuple):
     optimizer: torch.optim.Optimizer
     max_norm: float | None
     ema: Ema | None = None
-
-    @classmethod
-    def of(cls, job: Job, max_norm: float | None) -> Step:
-        """Return the step of ``job``."""
-        return cls(job.model, job.loss, job.optimizer, max_norm, job.ema)
 
     def __call__(self, batches: Sequence[Sequence[Any]]) -> None:
         """Run the step over ``batches``, and clear the gradients."""

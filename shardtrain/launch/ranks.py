@@ -166,30 +166,19 @@ def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
     return device
 
 
-def cpu_threads(rank_info: RankInfo, environ: Mapping[str, str]) -> int:
+def cpu_threads(rank_info: RankInfo, environ: Mapping[str, str], virtual: int = 0) -> int:
     """Return the threads of this rank: what OMP_NUM_THREADS says, else this host's cores over its ranks.
 
     torchrun sets OMP_NUM_THREADS to 1 when it starts several ranks and the user did not set it, so that
-    value says nothing there.
+    value says nothing there. Ranks that compute ``virtual`` ranks must have as many threads alone as under
+    torchrun, so it says nothing for them either; ``threads=1`` does.
     """
     asked = environ.get("OMP_NUM_THREADS", "")
-    ranks = rank_info.local_world_size
-    chosen_by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
+    ranks = virtual or rank_info.local_world_size
+    chosen_by_torchrun = asked == "1" and (virtual or ("TORCHELASTIC_RUN_ID" in environ and ranks > 1))
     if asked.isdigit() and not chosen_by_torchrun:
         return max(1, int(asked))
     return max(1, cores() // ranks)
-
-
-def virtual_threads(virtual: int, environ: Mapping[str, str]) -> int:
-    """Return the threads of each rank that computes some of ``virtual`` virtual ranks.
-
-    They must be the same alone and under torchrun, where OMP_NUM_THREADS=1 may be the user's or torchrun's.
-    So that value is not read; ``threads=1`` is.
-    """
-    asked = environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 1:
-        return int(asked)
-    return max(1, cores() // virtual)
 
 
 def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta = START_UP) -> Store:

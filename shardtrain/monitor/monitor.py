@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -171,19 +170,10 @@ def facts_of(
         "command": shlex.join(sys.argv),
         "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
         tags.BEST_BY: config.train.best,
         tags.BEST_IS_LOWEST: job.scoring.is_minimised,
         **({} if best is None else {tags.BEST_STEP: best[0], tags.best(best[2]): best[1]}),
     }
-
-
-def commit() -> str | None:
-    """Return the git commit of the working directory; None outside of a repository."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        return result.stdout.strip() or None
-    return None
 
 
 def start_table(config: Config, context: Context, job: Job) -> str:

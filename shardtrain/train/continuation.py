@@ -16,6 +16,7 @@ from shardtrain.config.errors import UserError, program_configs, reading
 from shardtrain.config.format import first_of
 from shardtrain.config.marks import Change, changed_keys
 from shardtrain.config.schema import Mark
+from shardtrain.config.target import GIVEN, given_in_python
 from shardtrain.job.build import Job
 from shardtrain.launch.ranks import on_rank_0
 
@@ -51,6 +52,8 @@ def _compared(
         images = facts["position"]["images"]
         saved = facts["config"]
     require_version(saved.get("version"), f"resume: {opened.path}")
+    if saved["model"].get("_target_") == GIVEN != config.model.get("_target_"):
+        raise given_in_python(f"resume: {opened.path}")
     changes = changed_keys(saved, asdict(config))
     named = named_of(changes, words)
     if left_out := [each for each in changes if each not in named]:

@@ -17,7 +17,7 @@ from shardtrain.config.errors import Unreadable, UserError
 from shardtrain.config.target import instantiate
 from shardtrain.job.build import Job, build
 from shardtrain.launch.launcher import Context
-from shardtrain.launch.ranks import virtual_threads
+from shardtrain.launch.ranks import cpu_threads
 from shardtrain.launch.signals import StopSignals
 from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor, start_table
 from shardtrain.train.hooks import Reports, Samples
@@ -63,7 +63,7 @@ def _train(
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
-        torch.set_num_threads(virtual_threads(virtual, os.environ))
+        torch.set_num_threads(cpu_threads(rank_info, os.environ, virtual))
     own = [instantiate({"_target_": path}, "train.hooks", Hook, config.allow) for path in config.train.hooks]
     store, start = find_start(config, context, identity, memory)
     job, config = parts.build(config, rank_info.rank, rank_info.world_size, context.device, start.step)

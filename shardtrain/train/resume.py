@@ -174,18 +174,8 @@ def find_start(
 ) -> tuple[Store, Newest]:
     """Return where the run saves, and what it starts from as `resume` says. Collective.
 
-    On disk it changes nothing but the lock. Raises UserError if `resume` requires a complete checkpoint and
-    there is none, or if another job writes.
+    On disk it changes nothing. Raises UserError if `resume` requires a complete checkpoint and there is none.
     """
-
-    def look() -> None:  # now, since the other job may remove the checkpoint before this one has loaded it
-        with writing("run.dir", context.run_dir):
-            is_known = (context.run_dir / LOCK).exists()
-        if is_known:
-            with locked(context.run_dir):
-                pass
-
-    on_rank_0(look)
     store = Store(
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),

@@ -113,6 +113,8 @@ class Trainer(BaseTrainer):
         return command and command._replace(config=configuration(command, type(self.model).__name__))
 
     def _train(self, config: Config, context: Context) -> float | None:
+        if hasattr(self, "config"):
+            raise UserError("Trainer.fit: the model is trained already; make another Trainer and model")
         self.config = config
         return train(config, context, Parts(self._build, self._begin, self._own_hooks))
 
@@ -169,7 +171,10 @@ class Trainer(BaseTrainer):
         """
         self._weights.clear()
         super().gradients(step, feed, checked=checked)
-        factor = self.job.train.share.micro_batch / mean_of(self._weights, self.model)
+        mean = mean_of(self._weights, self.model)
+        if not devices.is_accelerator(self.job.device) and not mean > 0:  # elsewhere the host would wait
+            raise UserError(f"Trainer.loss: what divides the sum is {mean} in step {step}, expected > 0")
+        factor = self.job.train.share.micro_batch / mean
         for param in self.model.parameters():
             if param.grad is not None:
                 param.grad.mul_(factor.to(param.grad.device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,13 +10,14 @@ from typing import Protocol
 from torch import Tensor
 
 from shardtrain import capture, clip_grad_norm_, introspect, no_sync, replay
-from shardtrain.config.errors import UserError
+from shardtrain.config.errors import UserError, reading
 from shardtrain.data import Batch, Share
 from shardtrain.job.build import Job
 from shardtrain.job.losses import CrossEntropy
 from shardtrain.job.step import accumulate, weight_of
 
 Results = list[tuple[Tensor, Tensor]]  # loss and outputs of each micro-batch
+_REFUSALS = partial(reading, "train.capture=true", "leave it out", ValueError)  # of `capture`
 
 
 class Compute(Protocol):
@@ -86,7 +86,7 @@ class CapturedSteps:
         for group in job.optimizer.param_groups:
             if group.get("fused") and "capturable" in group:  # its counts of steps are on the device already
                 group["capturable"] = True
-        with _as_mistake():
+        with _REFUSALS():
             self._run = capture(self._compute, job.model, job.optimizer)
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, Results]:
@@ -95,7 +95,7 @@ class CapturedSteps:
         weight = None
         if isinstance(job.loss, CrossEntropy) and job.loss.weight is not None:
             weight = weight_of(job.model, job.loss, batches)
-        with _as_mistake():
+        with _REFUSALS():
             norm, results = self._run(weight, *((batch.images, batch.labels) for batch in batches))
         return norm, results
 
@@ -118,14 +118,3 @@ class CapturedSteps:
         """
         self._run.release()
         return self._run.summary
-
-
-@contextlib.contextmanager
-def _as_mistake() -> Iterator[None]:
-    """Turn a ValueError of `capture` inside into a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"train.capture=true: {error}") from error

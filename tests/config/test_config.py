@@ -21,7 +21,6 @@ from shardtrain.config.config import Digits
 from shardtrain.config.errors import UserError, program_configs
 from shardtrain.config.help import group_choices
 from shardtrain.config.schema import defaults_of, typed
-from shardtrain.doctor.__main__ import DoctorKeys
 from shardtrain.evaluate.__main__ import EvaluateKeys
 from shardtrain.export.__main__ import ExportSettings
 from shardtrain.job.build import build, require_equal_parts
@@ -164,9 +163,7 @@ def test_help_lists_the_choices_of_a_group(capsys: Any) -> None:
     assert said.count("=NAME:") == 3
 
 
-@pytest.mark.parametrize(
-    "keys", [None, PlanKeys, DoctorKeys, EvaluateKeys, ExportSettings, PredictKeys], ids=str
-)
+@pytest.mark.parametrize("keys", [None, PlanKeys, EvaluateKeys, ExportSettings, PredictKeys], ids=str)
 def test_help_explains_every_key(keys: type | None, capsys: Any, own: Path) -> None:
     """Of every choice of every group; one odd file of the user's changes nothing."""
     (own / "notes.yaml").write_text("- a\n\t- b")

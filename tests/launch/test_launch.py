@@ -35,7 +35,7 @@ from shardtrain.config.format import write_any_text
 from shardtrain.launch import launcher, ranks
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import RankInfo, choose_device, cpu_threads, together
-from shardtrain.train.resume import Identity, find_start, identify, locked, run_directory
+from shardtrain.train.resume import find_start, identify, locked, run_directory
 
 from pool import each_rank, ended
 from tiny import ALONE, CPU, closed, composed, configure, context, refused
@@ -333,7 +333,7 @@ def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
     """Rank 1 stands for the other job; rank 0 alone asks for the lock."""
     with locked(tmp_path) if comm.rank() == 1 else nullcontext():
         process = comm.broadcast(torch.tensor(os.getpid()), src=1)
-        told = refused(find_start, configure(), context(tmp_path), Identity("", is_new=True))
+        told = refused(taken, tmp_path)
     assert told.startswith(f"another job is writing into {tmp_path}: process {process} on ")
     assert told.endswith(f"remove {tmp_path}/.lock")
     comm.barrier()
@@ -374,9 +374,8 @@ def test_a_run_directory_out_of_reach_is_a_mistake(tmp_path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     place = context(tmp_path / "run")
-    config = configure("resume=none")
-    with patch.object(Path, "exists", closed):
-        told = refused(find_start, config, place, Identity("0", is_new=True))
+    with patch.object(Path, "mkdir", closed):
+        told = refused(taken, place.run_dir, "resume=none")
     assert told.startswith(f"run.dir={place.run_dir}: [Errno 13] Permission denied: ")
     assert told.endswith("; cannot write there; choose another run.dir")
 

@@ -84,7 +84,7 @@ def measured(*arguments: str) -> dict[str, Any]:
     """
     with over_transport(arguments) as words:
         job, config = build(composed(*FAKE, *words), comm.rank(), comm.world_size(), CPU)
-    step = Step.of(job, config.train.clip_grad_norm)
+    step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm, job.ema)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     step(batches)
     with comm.meter() as traffic:

@@ -48,7 +48,7 @@ def test_a_short_command_is_the_program(monkeypatch: Any, capsys: Any) -> None:
     scripts = re.findall(
         r'^shardtrain-(\w+) = "(.+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
-    assert {"train", "plan", "doctor", "evaluate", "export", "predict"} == {name for name, *_ in scripts}
+    assert {"train", "plan", "evaluate", "export", "predict"} == {name for name, *_ in scripts}
     for name, module, function in scripts:
         assert module == f"shardtrain.{name}.__main__"
         assert callable(getattr(importlib.import_module(module), function))

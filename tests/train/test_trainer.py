@@ -23,6 +23,7 @@ from shardtrain.data import sets
 from shardtrain.job.evaluation import Evaluation
 from shardtrain.launch import launcher
 from shardtrain.train import Hook, Trainer
+from shardtrain.train.loop import train
 from shardtrain.train.steps import BaseTrainer
 
 import tiny
@@ -94,12 +95,6 @@ class Raising(Hook):
 def test_what_a_hook_raises_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(OverflowError, match="too much"):
         run(tmp_path, "Raising", "train.max_steps=4")
-
-
-def test_a_hook_has_a_package() -> None:
-    told = r"train.hooks=\[Noting\]: expected PACKAGE.CLASS, with allow=\[PACKAGE\]"
-    with pytest.raises(UserError, match=told):
-        composed("+recipe=resnet", "train.hooks=[Noting]")
 
 
 class Lonely(Hook):
@@ -229,6 +224,26 @@ def test_a_run_of_ones_own_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert whole == parts
     scores = [result_of(folder)["acc1/val_ema"] for folder in folders]
     assert scores[0] == scores[1]
+
+
+class Uncounted(Trainer):
+    def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return super().loss(outputs, targets)[0], 0
+
+
+@each_rank(1)
+def test_what_a_trainer_cannot_train(tmp_path: Path) -> None:
+    trainer = Trainer(linear(), points(12), points(4), words(tmp_path / "a", "train.max_steps=1"))
+    fit(trainer)
+    with pytest.raises(UserError, match=r"^Trainer.fit: the model is trained already; make another Trainer"):
+        fit(trainer)
+    with pytest.raises(
+        UserError, match=r"^Trainer.loss: what divides the sum is 0.0 in step 1, expected > 0"
+    ):
+        fit(Uncounted(linear(), points(12), points(4), words(tmp_path / "b", *PLAIN)))
+    command = composed("+recipe=resnet", "model=resnet20", f"resume={tmp_path}/a", "monitor.writers=[]")
+    with pytest.raises(UserError, match=r"^resume: .*step-00000001: a program has given the model and the d"):
+        train(command, context(tmp_path / "c"))
 
 
 class Renamed(Reader):

@@ -1,7 +1,7 @@
-"""shardtrain.doctor takes a few steps sharded beside the same steps unsharded, and compares them.
+"""The doctor takes a few steps sharded beside the same steps unsharded, and compares them.
 
-  python -m shardtrain.doctor +recipe=resnet
-  torchrun --nproc-per-node 2 -m shardtrain.doctor +recipe=resnet
+  python tests/tools/doctor.py +recipe=resnet
+  torchrun --nproc-per-node 2 tests/tools/doctor.py +recipe=resnet
 
 It names the first tensor that differs, by how much, in which unit and phase. Exit code 0: nothing differs; 1:
 something does. It takes every key of shardtrain.train, and these:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import doctor as program
 import pytest
 import torch
+from doctor import Twins, difference
 
 from shardtrain import comm
 from shardtrain.config.errors import UserError
 from shardtrain.config.format import counted
-from shardtrain.doctor import __main__ as program
-from shardtrain.doctor.__main__ import Twins, difference
 from shardtrain.job.build import Job, build
 from shardtrain.recipes import models
 
