@@ -306,6 +306,9 @@ def _explain(error: Exception, groups: set[str], known: Sequence[str]) -> UserEr
     if isinstance(error, ConfigCompositionException) and key:
         valid = [each for each in {*known, *groups} if each not in ("defaults", "hydra")]
         return UnknownKey(key, not_valid(f"unknown key {key}", key, sorted(valid)))
+    if isinstance(error, RecursionError):
+        too_deep = "a defaults list contains its own file, or values are nested too deeply"
+        return UserError(f"maximum recursion depth exceeded: {too_deep}")
     return UserError(" ".join(str(error).split()))
 
 
