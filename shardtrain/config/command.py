@@ -35,6 +35,7 @@ from shardtrain.config.errors import (
     program_configs,
     reading,
 )
+from shardtrain.config.format import write_any_text
 from shardtrain.config.help import described, keys_in_words, load_yaml
 from shardtrain.config.marks import MARKS
 from shardtrain.config.schema import Frozen, checked, defaults_of
@@ -66,15 +67,9 @@ class Command(NamedTuple):
 
     config: Config
     words: Mapping[str, str]
+    device: str
+    threads: int | None
     keys: Any = None
-
-    @property
-    def device(self) -> str:
-        return self.config.device
-
-    @property
-    def threads(self) -> int | None:
-        return self.config.threads
 
 
 class Program(NamedTuple):
@@ -117,7 +112,16 @@ def _checked(composed: Composed, program: Program) -> Command:
         keys = checked(DictConfig({name: values.pop(name) for name in names}), program.keys)
         values.update({name: OF_THE_COMMAND[name] for name in {*names} & {*OF_THE_COMMAND}})
     config = checked(values, Config)
-    return Command(config, composed.words, keys)
+    return Command(config, composed.words, config.device, config.threads, keys)
+
+
+def printed(arguments: Sequence[str]) -> bool:
+    """Print what a flag asks for, without torch; return whether there was one. `compose` reports mistakes."""
+    with contextlib.suppress(UserError):
+        if split(arguments)[0].printing:
+            write_any_text()
+            return compose(arguments, speak=os.environ.get("RANK", "0") == "0") is None
+    return False
 
 
 def compose(arguments: Sequence[str], program: Program = TRAIN, *, speak: bool = True) -> Composed | None:

@@ -62,12 +62,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     def _name_slow_rank(self, step: int, slow: SlowRank | None) -> None:
         """Name a rank once if two reports in a row name it, since other programs often disturb one report."""
         now = slow and slow[:2]
-        again = now == self._slow
-        self._slow = now
-        if again and now != self._named:
-            text = slow.text if slow else f"rank {self._named and self._named[0]} is no longer slow"
-            self._monitor.say(f"step {step}: {text}")
+        if slow and now == self._slow != self._named:
+            self._monitor.say(f"step {step}: {slow.text}")
             self._named = now
+        self._slow = now
 
 
 def _export(current: profile, path: Path) -> None:

@@ -96,7 +96,6 @@ class LogFile(Writer):
             self.say("  ".join(f"{key} {value}" for key, value in facts.items()))
 
 
-RESULT_EVERY_S = 10.0  # seconds from one writing of result.json to the next, while nothing special happens
 MOST_UNWRITTEN = 10_000  # events that are kept for TensorBoard while its disk is full
 
 
@@ -115,17 +114,13 @@ class ResultFile(Writer):
         earlier = self._read() if job.first_step else {}
         self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
         self.result: dict[str, Any] = {"status": "running", "step": job.first_step, **earlier}
-        self.due = 0.0
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.result.update(scalars, step=step)
-        if tags.VAL_ACC1 in scalars or time.perf_counter() > self.due:
-            self.facts({})
+        self.facts({**scalars, "step": step})
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         """Replace the file atomically: a reader finds the old or the new one, complete."""
         self.result.update(facts)
-        self.due = time.perf_counter() + RESULT_EVERY_S
         self.result["epoch"] = self.result["step"] / self.steps_per_epoch
         self.result["seconds"] = round(time.perf_counter() - self.started, 3)
         temporary = self.path.with_suffix(".json.tmp")

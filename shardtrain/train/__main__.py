@@ -7,6 +7,10 @@ import sys
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports below without a traceback
+    from shardtrain.config.command import printed
+
+    if printed(sys.argv[1:]):
+        return
     from shardtrain.launch import launcher  # here, since these import torch
     from shardtrain.train import sweep
     from shardtrain.train.loop import train
