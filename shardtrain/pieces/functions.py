@@ -9,7 +9,7 @@ on a piece than on the whole gradient. So functions are listed by name, without 
 ``add`` stands for ``add_``, ``_foreach_add_``, ``__radd__``, ``__iadd__`` and the operator ``aten::add``.
 Random numbers are not listed: ranks with one seed would draw the same numbers for different elements.
 
-A piece tells its sizes, to print, to compare and to make tensors of; computing with them is refused. What no
+A piece tells its sizes, but not in an optimizer's step, which would compute with them. What no
 class of tensors can see, `UNSEEN` lists. ``docs/failures.md`` promises both, and a test compares the two.
 """
 
@@ -204,4 +204,6 @@ def _takes_all(item: Any) -> bool:
 
 
 def _is_mask(index: Any, tensor: Tensor) -> bool:
-    return isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == tensor.shape
+    if not (isinstance(index, Tensor) and index.dtype == torch.bool):
+        return False
+    return index.as_subclass(Tensor).shape == tensor.as_subclass(Tensor).shape

@@ -66,11 +66,6 @@ if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
 P = TypeVar("P", bound="Piece")
 R = TypeVar("R")
 
-# What `PieceSize` refuses, without underscores.
-_COMPUTING = """
-    abs add ceil divmod float floor floordiv ge int le lt mod mul neg pow radd rdivmod rfloordiv rmod rmul
-    round rpow rsub rtruediv sub truediv
-    """
 GRADIENT = "a gradient"
 # By these DCP asks for the boxes that a piece consists of (torch.distributed.checkpoint.protocol).
 _NAMES_OF_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -162,45 +157,6 @@ class OptimizerStep:
             "on a rank's part all the same, as a kernel of another package may be, say so: "
             f"shardtrain.trusted(optimizer).{missed}"
         )
-
-
-class PieceSize:
-    """A size of a piece: to print, to compare with others for equality, and to make tensors of.
-
-    No number, since Python adds a subclass of ``int`` to a float without a word.
-    """
-
-    def __init__(self, size: int, owners: Owners) -> None:
-        self._size = size
-        self._owners = owners
-
-    def __index__(self) -> int:
-        return self._size
-
-    def __eq__(self, other: object) -> bool:
-        return self._size == (other._size if isinstance(other, PieceSize) else other)
-
-    def __hash__(self) -> int:
-        return hash(self._size)
-
-    def __bool__(self) -> bool:
-        return self._size != 0
-
-    def __gt__(self, other: object) -> bool:
-        return bool(self) if other == 0 else self.compute()
-
-    def __repr__(self) -> str:
-        return repr(self._size)
-
-    def __format__(self, spec: str) -> str:
-        return format(self._size, spec)
-
-    def compute(self, *_: Any) -> NoReturn:
-        _refuse_text(f"arithmetic with a size of {self._owners.subject}", self._owners)
-
-
-for _name in _COMPUTING.split():
-    setattr(PieceSize, f"__{_name}__", PieceSize.compute)
 
 
 def uncompiled(function: Callable[..., R]) -> Callable[..., R]:
@@ -689,20 +645,16 @@ def _is_reshaped(result: Tensor, piece: Tensor) -> bool:
 
 
 def _told(func: Any, result: Any, owners: Owners) -> Any:
-    """Return the sizes that ``func`` returns; in an optimizer's step, so that nothing computes with them."""
+    """Return the sizes that ``func`` returns. An optimizer's step would compute with this rank's."""
     if owners.selected:
         _refuse(func, owners, f"elements of {owners.subject} that a mask selects")
-    if owners.step is None:
-        if func.__name__ not in COUNTS:
-            return result
-        if owners.part is None:
-            _refuse(func, owners, f"several pieces of {owners.subject}")
-        return math.prod(owners.part.shape)
-    if func.__name__ == "__len__":  # Python wants a number
+    if owners.step is not None:
         _refuse(func, owners)
-    if isinstance(result, int):
-        return PieceSize(result, owners)
-    return tuple([PieceSize(size, owners) for size in result])
+    if func.__name__ not in COUNTS:
+        return result
+    if owners.part is None:
+        _refuse(func, owners, f"several pieces of {owners.subject}")
+    return math.prod(owners.part.shape)
 
 
 def _marked_by_position(result: Any, first: Sequence[Tensor], piece: Piece) -> Any:
@@ -715,7 +667,7 @@ def _marked_by_position(result: Any, first: Sequence[Tensor], piece: Piece) -> A
 
 def _sizes(tensor: Tensor) -> list[int]:
     """Return the sizes that count when tensors are combined element by element."""
-    return [size for size in tensor.shape if size != 1]
+    return [size for size in plain(tensor).shape if size != 1]
 
 
 def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:

@@ -241,7 +241,7 @@ SIZE_LOOKS: dict[str, Callable[[Tensor], object]] = {
 
 @each_rank(2)
 def test_sizes_of_a_piece_are_numbers_and_numel_is_the_whole_s() -> None:
-    """As those of the parameter at rest; in an optimizer's step on pieces nothing computes with them."""
+    """As those of the parameter at rest; in an optimizer's step on pieces they are refused."""
     model = with_gradients()
     wholes = dict(small().named_parameters())
     for name, param in model.named_parameters():
@@ -265,7 +265,7 @@ def test_sizes_of_a_piece_are_numbers_and_numel_is_the_whole_s() -> None:
     for name, look in SIZE_LOOKS.items():
         optimizer = Looking(model.parameters(), look)
         text = raised_soon(ValueError, optimizer.step)
-        says = "Looking cannot step on a sharded model: (arithmetic with a size|len) of a gradient would see"
+        says = "Looking cannot step on a sharded model: (shape|size|numel|len) of a gradient would see"
         assert re.match(says, text), name
 
 
@@ -360,7 +360,7 @@ def test_the_promise_is_as_wide_as_the_list() -> None:
     [refused] = [
         line for line in lines if line.startswith("| all functions of a gradient, and of a parameter")
     ]
-    [sizes] = [line for line in lines if line.startswith("| arithmetic with sizes of a gradient")]
+    [sizes] = [line for line in lines if line.startswith("| sizes of a gradient")]
     start = next(number for number, line in enumerate(lines) if line.startswith("- Not seen in a gradient"))
     unseen = " ".join([lines[start], *itertools.takewhile(lambda line: line[:1] == " ", lines[start + 1 :])])
     assert "`shardtrain/pieces/functions.py`" in refused

@@ -40,7 +40,6 @@ class Own(torch.optim.Optimizer):
 
 # What the message says first, the step that is refused, and a direction.
 Direction = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], Tensor]
-SIZES = "arithmetic with a size of"
 REFUSED: dict[str, tuple[str, int, Direction]] = {
     "trust ratio": ("div", 1, lambda p, g, s, o: g * (p.norm() / g.norm())),
     "trust ratio after a warm-up": (
@@ -57,8 +56,8 @@ REFUSED: dict[str, tuple[str, int, Direction]] = {
         1,
         lambda p, g, s, o: g - g.mean((1, 2, 3), keepdim=True) if p.ndim == 4 else g,
     ),
-    "more elements than so many": (SIZES, 1, lambda p, g, s, o: g * (0.1 if p.numel() > 1000 else 1.0)),
-    "longer than so many rows": (SIZES, 1, lambda p, g, s, o: g * (0.1 if p.shape[0] > 100 else 1.0)),
+    "more elements than so many": ("numel", 1, lambda p, g, s, o: g * (0.1 if p.numel() > 1000 else 1.0)),
+    "longer than so many rows": ("shape", 1, lambda p, g, s, o: g * (0.1 if p.shape[0] > 100 else 1.0)),
     "a step size from sums": ("sum", 1, lambda p, g, s, o: g * float((g * p).sum())),
     "noise": ("randn_like", 1, lambda p, g, s, o: g + 0.01 * torch.randn_like(p)),
     "a momentum's norm": ("mul", 1, lambda p, g, s, o: kept(g, s) * s["kept"].norm()),
