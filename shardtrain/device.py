@@ -166,12 +166,6 @@ def inside(stream: Any) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
-def finish_downloads(device: torch.device) -> None:
-    """Wait until what has been launched on the current stream of ``device`` has arrived on the host."""
-    if is_accelerator(device):
-        current_stream(device).synchronize()
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has done all work launched on it."""
     if is_accelerator(device):

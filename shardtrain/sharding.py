@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
 
 from shardtrain import comm, torch_private
 from shardtrain.bits.virtual import Virtual, check_sums, require_deterministic_kernels
@@ -33,7 +32,7 @@ from shardtrain.engine.segment import ParamInfo, Segment, become
 from shardtrain.engine.unit import Unit, UnitOptions
 from shardtrain.engine.units import Choice, UnitChoice, infos_by_unit, joined, most_bytes, unit_modules
 from shardtrain.guardrails.attachment import Guardrails
-from shardtrain.guardrails.extents import require_apart, require_dense_buffers
+from shardtrain.guardrails.extents import require_apart
 from shardtrain.layout import Cut, Policy, cut_of
 from shardtrain.whole.dcp import StateDicts
 from shardtrain.whole.deferred import InitialValues
@@ -115,7 +114,6 @@ def shard(
     devices = [initial.device(param) for param in module.parameters()]
     link = _open(transport, mesh, devices, offload)
     if virtual_ranks:
-        require_dense_buffers(module, virtual_ranks)
         check_sums(module, left_alone, [each.precision for each in options.values()], link, virtual_ranks)
         require_deterministic_kernels(devices)
     choices = joined(module, choices, most_bytes(unit_bytes, units, devices))
@@ -252,9 +250,6 @@ def check(
     for name, child in module.named_modules():
         if is_entrance(child):
             raise ValueError(f"{name or type(child).__name__} is sharded already; shard the root once")
-    lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
-    if lazy:
-        raise ValueError(f"parameters without a shape yet: {', '.join(lazy)}; run one forward before shard()")
     for name, param in module.named_parameters():
         kind = type(param.data)
         if param not in left_alone and kind not in (torch.Tensor, torch_private.FakeTensor):
@@ -263,7 +258,6 @@ def check(
                 "tensor subclass cannot be cut into pieces; convert it, or leave it whole with ignored=[...]"
             )
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    require_dense_buffers(module, comm.world_size())
     require_apart(module, left_alone)
     if world > 1 and isinstance(transport, str) and not dist.is_initialized():
         raise RuntimeError(

@@ -8,7 +8,7 @@ Read the files in this order. Each imports only from those before it:
 - ``messages``: collectives by messages; ``backends``: what a process group can do
 - ``activity``: whether this process works; ``reports``: the guard over gloo, and ranks that are lost
 - ``norms``: norms of what each rank holds, added up over ranks
-- ``process_group``: the transports between any ranks; ``agreement``: texts of all ranks
+- ``process_group``: the transports between any ranks
 - ``mapping``, ``signals``, ``shared_memory``: ranks of one host that share memory
 - ``wrappers``: offload and replicas, around any of these
 - ``opening``: the choice among them
@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.backends import set_time_out
-from shardtrain.comm.channel import Channel, Ranks
+from shardtrain.comm.channel import Channel, Ranks, gather_texts, require_same
 from shardtrain.comm.opening import (
     TRANSPORTS,
     open_transport,

@@ -26,8 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardtrain.comm import backends
-from shardtrain.comm.agreement import gather_texts, require_same
-from shardtrain.comm.channel import Channel, Ranks
+from shardtrain.comm.channel import Channel, Ranks, gather_texts, require_same
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import SharedMemoryTransport

@@ -32,8 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardtrain.comm.agreement import gather_texts
-from shardtrain.comm.channel import Ranks
+from shardtrain.comm.channel import Ranks, gather_texts
 from shardtrain.comm.guard import KEPT
 from shardtrain.comm.mapping import map_shared
 from shardtrain.comm.reports import Reports

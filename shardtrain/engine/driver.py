@@ -19,7 +19,7 @@ from shardtrain import torch_private
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ADD, ENTER, LEAVE, Movement, waiting
 from shardtrain.comm.transport import Pending
-from shardtrain.device import finish_downloads
+from shardtrain.device import synchronize
 from shardtrain.engine.attachment import Attachment
 from shardtrain.engine.gradient import Mean, Reduction, give
 from shardtrain.engine.schedule import Forward, Schedule
@@ -336,7 +336,7 @@ class Driver:
         for unit in self.schedule.unreduced:
             self.reductions[unit].show_waiting()
         if self.schedule.unreduced and self.root.channel.uploads:
-            finish_downloads(self.device)
+            synchronize(self.device)
         missing = self._missing
         self._missing = []
         self.rest(BACKWARD)

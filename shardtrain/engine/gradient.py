@@ -250,8 +250,7 @@ class Reduction:
                             f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
                             "use nn.Embedding(..., sparse=False)"
                         )
-                    stride = member.part.stride
-                    grads[member] = grad if grad.stride() == stride else strided(grad, stride)
+                    grads[member] = strided(grad, member.part.stride)
             if grads:
                 self._sum_of(segment, micro_batch).add(grads)
         self.arrived.clear()

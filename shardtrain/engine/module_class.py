@@ -4,7 +4,7 @@ A call looks ``__call__`` up in the class. So modules whose call gathers a unit 
 FSDP2: a subclass of their own with its name, module and documentation, so that messages, ``repr`` and
 ``inspect`` show what users wrote. ``isinstance``, ``super()`` and ``torch.compile`` find what they expect;
 ``type(module) is Block`` is False. All other modules keep their class, and methods that must do more than
-before stand in ``__dict__``, which copies and pickles leave out.
+before stand in ``__dict__``: what holds shards is neither copied nor pickled.
 """
 
 from __future__ import annotations
@@ -62,17 +62,9 @@ def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:
 def lend(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Let ``module`` alone have ``methods``, which take it first, and return the names of those it got.
 
-    A user's attribute of the same name stays. Copies and pickles of the module have its class's methods.
+    A user's attribute of the same name stays.
     """
-
-    def state(copied: nn.Module) -> Any:
-        own = type(copied).__getstate__(copied)  # of a class with one of its own, perhaps no dict
-        if not isinstance(own, dict):
-            return own
-        return {name: value for name, value in own.items() if name not in names}
-
-    lent = {"__getstate__": state, **methods} if methods else {}
-    names = [name for name in lent if name not in module.__dict__]
+    names = [name for name in methods if name not in module.__dict__]
     for name in names:
-        module.__dict__[name] = types.MethodType(lent[name], module)
+        module.__dict__[name] = types.MethodType(methods[name], module)
     return names

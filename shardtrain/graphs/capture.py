@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shardtrain import device as devices
 from shardtrain import torch_private
-from shardtrain.comm.agreement import gather_texts, require_same
+from shardtrain.comm.channel import gather_texts, require_same
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.graphs.comparison import Fixed, Rates
 from shardtrain.graphs.recording import Recording, copied, detached, gradients, record

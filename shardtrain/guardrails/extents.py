@@ -1,4 +1,4 @@
-"""What `shard` refuses for its memory: ties by `.data`, unknown to PyTorch; sparse or expanded buffers."""
+"""What `shard` refuses for its memory: ties by `.data`, unknown to PyTorch."""
 
 from __future__ import annotations
 
@@ -22,21 +22,3 @@ def require_apart(module: nn.Module, left_alone: set[nn.Parameter]) -> None:
                     f"{other_name} and {name} share memory, and sharding would give each its own: tie them "
                     "as one object (b.weight = a.weight, not b.weight.data = a.weight.data), or clone one"
                 )
-
-
-def require_dense_buffers(module: nn.Module, ranks: int) -> None:
-    """Raise ValueError if a buffer cannot get the values of another of the ``ranks``, real or virtual."""
-    if ranks <= 1:
-        return
-    for name, buffer in module.named_buffers():
-        if buffer.layout is not torch.strided:
-            raise ValueError(
-                f"buffer {name} is sparse, and ranks exchange dense buffers only: make it a plain attribute "
-                "of its module, which stays each rank's own"
-            )
-        if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
-            raise ValueError(
-                f"buffer {name} is expanded: several of its elements are one in memory, which cannot get "
-                f"another rank's values. Register {name}.contiguous(), or what was expanded, and expand that "
-                "in forward"
-            )

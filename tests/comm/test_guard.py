@@ -464,25 +464,17 @@ def test_a_rank_at_work_is_not_waited_for_for_ever(tmp_path: Path) -> None:
 
 
 def test_work_shows_in_processor_time_and_bytes(tmp_path: Path) -> None:
-    """Of this process, without the threads of the guard, which look, and of those that it started."""
+    """Of this process, but for the bytes of a thread that looks, and of those that it started."""
     looked = list[Any]()
-    over = threading.Event()
-
-    def in_guard(call: Callable[[], object]) -> threading.Thread:
-        thread = threading.Thread(target=call, name=activity.GUARD)
-        thread.start()
-        return thread
 
     def works(do: Callable[[], object]) -> bool:
         looked.clear()
         for call in (do, lambda: None):
-            in_guard(lambda: looked.append(activity._spent())).join()
+            thread = threading.Thread(target=lambda: looked.append(activity._spent()))
+            thread.start()
+            thread.join()
             call()
         return activity._has_worked(*looked, elapsed=10)
-
-    def spin() -> None:
-        while not over.is_set():
-            pass
 
     assert not works(lambda: time.sleep(0.1))
     assert works(lambda: [sum(range(10**7)) for _ in range(4)])
@@ -497,10 +489,6 @@ def test_work_shows_in_processor_time_and_bytes(tmp_path: Path) -> None:
         until(lambda: Path(f"/proc/{child.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"S")
         assert not works(lambda: time.sleep(0.1))
         assert works(lambda: (child.kill(), child.wait()))  # what this process writes would count
-    guard_thread = in_guard(spin)
-    assert not works(lambda: time.sleep(0.5))
-    over.set()
-    guard_thread.join()
 
 
 @each_rank(2, transport="each")

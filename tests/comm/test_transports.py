@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.comm import signals
-from shardtrain.comm.agreement import gather_texts
+from shardtrain.comm.channel import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.config.errors import UserError
 from shardtrain.job.build import require_equal_groups
