@@ -189,6 +189,17 @@ WAYS = {
 }
 
 
+# Captured, a way that offloads, scales its loss or has virtual ranks is refused. Averages and checkpoints are
+# no part of a step, and what `step_of` does not do tells nothing there.
+CAPTURABLE = [
+    name
+    for name, way in WAYS.items()
+    if not (way.virtual or way.scale or "offload" in way.options)
+    and not (way.around or way.between or way.autocast or way.together or way.reduces_each or way.compiled)
+    and name not in ("EMA", "checkpoint", "whole, bf16, checkpoint")
+]
+
+
 class Result(NamedTuple):
     """This rank's losses, and by how much each parameter, or its average, has changed."""
 
@@ -319,6 +330,25 @@ def train_inside(
         state = shardtrain.full_state_dict(model)
     changes = {name: state[name].float() - value.detach() for name, value in start.items()}
     return Result([loss.item() for loss in losses], changes)
+
+
+def step_of(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., list[Tensor]]:
+    """Return a step of a way that is `CAPTURABLE`; it takes micro-batches, and returns losses and norms."""
+
+    def step(*batches: Any) -> list[Tensor]:
+        losses = []
+        for number, (x, y) in enumerate(batches, 1):
+            with contextlib.nullcontext() if number == len(batches) else shardtrain.no_sync(model):
+                loss = F.cross_entropy(model(x).float(), y)
+                (loss / len(batches)).backward()
+            losses.append(loss)
+        if way.clip:
+            losses.append(shardtrain.clip_grad_norm_(model, way.clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return step
 
 
 def load_again(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

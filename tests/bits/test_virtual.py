@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import Precision
 from shardtrain.engine.hooks import engine_of
-from shardtrain.launch import ranks
 from shardtrain.train import saving
 from shardtrain.train.saving import machine
 
@@ -249,20 +247,3 @@ def test_a_run_that_another_machine_saved_says_so(on_ranks: Any, tmp_path: Path)
         "warning: the checkpoint is from another machine (processor a laptop's → "
         in (tmp_path / "log.txt").read_text()
     )
-
-
-def threads_of(folder: str, **environment: str) -> list[str]:
-    """What a run of one step on eight cores says of its threads."""
-    with patch.dict(os.environ, environment), patch.object(ranks, "cores", lambda: 8):
-        run_to_end(folder, "parallel.virtual_ranks=4", "train.max_steps=1", QUIET)
-    return re.findall(r"\d threads? each", (Path(folder) / "log.txt").read_text())
-
-
-@pytest.mark.long
-def test_a_run_has_the_same_threads_alone_and_under_torchrun(on_ranks: Any, tmp_path: Path) -> None:
-    """torchrun sets OMP_NUM_THREADS=1 where the user does not."""
-    torchrun = {"TORCHELASTIC_RUN_ID": "none"}
-    for asked, told in (("1", "2 threads each"), ("3", "3 threads each")):
-        alone = on_ranks(1, threads_of, str(tmp_path / f"alone {asked}"), OMP_NUM_THREADS=asked)
-        both = on_ranks(2, threads_of, str(tmp_path / f"both {asked}"), OMP_NUM_THREADS=asked, **torchrun)
-        assert [*alone, *both] == [[told]] * 3

@@ -18,7 +18,6 @@ import pytest
 from shardtrain import comm
 from shardtrain.checkpoint import cleanup, memory
 from shardtrain.checkpoint import store as store_module
-from shardtrain.checkpoint.manifest import file_name
 from shardtrain.checkpoint.store import step_name
 from shardtrain.config.errors import UserError
 from shardtrain.train import loop
@@ -38,11 +37,6 @@ def run_in(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> st
     place = patch.multiple(memory, MEMORY=Path(folder).parent, KEPT_S=300.0)
     with place:
         return run_to_end(folder, EVERY_STEP, "checkpoint.every_steps=100", *arguments, at=at)
-
-
-@at_once
-def run_at_once(folder: str, *arguments: str, at: dict[int, Any]) -> str:
-    return run_in(folder, *arguments, at=at)
 
 
 def left_of(folder: Path) -> list[Path]:
@@ -72,26 +66,6 @@ def test_crashes_lose_the_step_under_way_only(on_ranks: Ranks, tmp_path: Path, u
     assert final(folder) == final(undisturbed)
     assert curves(folder) == curves(undisturbed)
     assert left_of(folder) == []
-
-
-@pytest.mark.release
-def test_damaged_memory_falls_back_to_the_disk(on_ranks: Ranks, tmp_path: Path, undisturbed: Path) -> None:
-    folder = tmp_path / "run"
-    every_two = ("checkpoint.every_steps=2", QUIET)
-    crashed = functools.partial(run_at_once, at={6: crash})
-    assert on_ranks(2, crashed, str(folder), *every_two)[0] == "RuntimeError crash"
-    (place,) = left_of(folder)[0].glob("*/")
-    file = place / "step-00000005" / file_name(1)
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    assert on_ranks(2, run_in, str(folder), *every_two) == ["finished"] * 2
-    log = (folder / "log.txt").read_text()
-    assert f"continuing after step 4 of 10 ({folder}/checkpoints/" in log
-    reason = "rank-00001.safetensors does not match its digest"
-    warned = re.findall(rf"warning: {place}/step-00000005 is damaged: rank 1: .*", log)
-    assert [reason in text and "set aside" not in text for text in warned] == [True]
-    assert final(folder) == final(undisturbed)
 
 
 def fails(error: type[Exception]) -> None:

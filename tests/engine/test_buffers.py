@@ -45,20 +45,6 @@ class OwnNorm(nn.Module):
         return F.batch_norm(x, self.mean, self.var, training=self.training)
 
 
-class TrainsAgain(nn.Sequential):
-    """A container that switches stock BatchNorm to training as it is called."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.BatchNorm2d(WIDTH))
-        self[0].eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self[0].train()
-        output = super().forward(x)
-        self[0].eval()
-        return output
-
-
 def replace(keeps: nn.Module, found: Tensor) -> None:
     keeps.mean = 0.9 * keeps.mean + 0.1 * found
 
@@ -67,17 +53,8 @@ def in_place(keeps: nn.Module, found: Tensor) -> None:
     keeps.mean.mul_(0.9).add_(0.1 * found)
 
 
-def data(keeps: nn.Module, found: Tensor) -> None:
-    keeps.mean.data = 0.9 * keeps.mean + 0.1 * found
-
-
 def by_numpy(keeps: nn.Module, found: Tensor) -> None:
     keeps.mean.numpy()[:] += 0.1 * found.numpy()
-
-
-def rarely(keeps: nn.Module, found: Tensor) -> None:
-    if found[0] > 0.1:
-        keeps.mean = keeps.mean + found
 
 
 def count_by_two(keeps: nn.Module, _: Tensor) -> None:
@@ -100,18 +77,14 @@ ZEROS = torch.zeros(WIDTH)
 # What makes a module with each kind of buffer. All are right.
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm": lambda: nn.BatchNorm2d(WIDTH),
-    "BatchNorm, train() in forward": TrainsAgain,
     "own BatchNorm": OwnNorm,
     "replaced": keeps(replace, ZEROS),
     "in place": keeps(in_place, ZEROS),
-    ".data": keeps(data, ZEROS),
     "NumPy": keeps(by_numpy, ZEROS),
-    "rarely": keeps(rarely, ZEROS),
     "complex": keeps(in_place, ZEROS.to(torch.complex64)),
     "int64": keeps(count_by_two, torch.full((WIDTH,), LARGE)),
     "-0.0": keeps(negate, ZEROS),
     "bool": keeps(exceeds, ZEROS.bool()),
-    "fp64": keeps(in_place, ZEROS.double()),
     "bf16": keeps(in_place, ZEROS.bfloat16()),
 }
 

@@ -41,6 +41,7 @@ from shardtrain.launch.ranks import RankInfo
 from small import MakeOptimizer, assert_at_rest, images, sgd, until
 from ways import (
     BF16,
+    CAPTURABLE,
     FP16,
     OFFLOAD,
     VIRTUAL,
@@ -51,6 +52,7 @@ from ways import (
     recurrent,
     recurrent_steps,
     sharded,
+    step_of,
     train,
     train_plain,
 )
@@ -172,6 +174,33 @@ def minus_zero(dtype: torch.dtype, at: Place) -> str:
     return "other signs" * bool(negative[::2].any() or not negative[1::2].all())
 
 
+def captured(way: Way, at: Place) -> str:
+    """Take steps as they are, and as one graph: the same bits."""
+    if at.backend != "nccl":
+        return ""  # refused by name
+    torch.use_deterministic_algorithms(True)
+    results = []
+    for captures in (False, True):
+        model = at.model(way)
+        rate = torch.tensor(0.05, device=at.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)
+        step = step_of(way, model, optimizer)
+        if captures:
+            step = shardtrain.capture(step, model, optimizer)
+        losses = []
+        for number in range(6):
+            batches = [images(10 * number + micro, at.rank) for micro in range(way.micro_batches)]
+            on_device = [[tensor.to(at.device) for tensor in batch] for batch in batches]
+            losses += [value.item() for value in step(*on_device)]
+        results.append((losses, shardtrain.full_state_dict(model)))
+    eager, replayed = results
+    differ = [name for name, value in eager[1].items() if not torch.equal(value, replayed[1][name])]
+    if eager[0] != replayed[0] or differ or step.summary != "3 replayed, 3 not: 3 to warm up":
+        return f"{step.summary}; losses {eager[0]} and {replayed[0]}; other bits in {differ}"
+    step.release()  # NCCL would wait for its graph
+    return ""
+
+
 def rows_of() -> dict[str, Row]:
     """Return the rows by name."""
     rows: dict[str, Row] = {name: partial(compared, way, sgd) for name, way in WAYS.items()}
@@ -179,6 +208,7 @@ def rows_of() -> dict[str, Row]:
         rows[name] = partial(compared, Way(tolerance=1e-3), optimizer)
         if name != "AdamW, capturable":
             rows[f"offload, {name}"] = partial(compared, Way(OFFLOAD, tolerance=1e-3), optimizer)
+    rows |= {f"captured, {name}": partial(captured, WAYS[name]) for name in CAPTURABLE}
     rows["-0.0"] = partial(minus_zero, torch.float32)
     rows["-0.0, bf16"] = partial(minus_zero, torch.bfloat16)
     for network in (torch.nn.LSTM, torch.nn.GRU):

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -27,14 +26,12 @@ from torch.utils.dlpack import to_dlpack
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.pieces import functions as element_wise
-from shardtrain.pieces.parameter import PieceParameter
 from shardtrain.pieces.piece import Piece
 
 from pool import each_rank
 from small import (
     Block,
     OddNet,
-    assert_same_parameters,
     classify,
     raised_soon,
     shard,
@@ -69,35 +66,21 @@ def without_classes(call: Callable[[], object]) -> object:
 # Torch 2.11 has one address for reading and writing.
 READ_ADDRESS = "const_data_ptr" if hasattr(torch.Tensor, "const_data_ptr") else "data_ptr"
 
-# By name: the function that the refusal names, and a use; `test_the_promise_is_as_wide_as_the_list` has
-# all functions. From "vmap" on none asks by `__torch_function__`.
+# By name: the function that the refusal names, and a use; `test_snippets.py` has more, and
+# `test_the_promise_is_as_wide_as_the_list` all functions. From "vmap" on none asks by `__torch_function__`.
 LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "centred rows (GC)": ("mean", lambda g: g - g.mean(dim=-1, keepdim=True)),
-    "normalize": ("normalize", lambda g: F.normalize(g, dim=-1)),
-    "softmax": ("softmax", lambda g: torch.softmax(g, -1)),
-    "amax": ("amax", lambda g: g / g.amax(-1, keepdim=True)),
     "max of a row": ("max", lambda g: g.max(-1)),
-    "max": ("max", lambda g: g.abs().max()),
     "lists of maxima": ("foreach_max", lambda g: torch._foreach_max([g])),
-    "std": ("std", lambda g: torch.std(g)),
-    "cumsum": ("cumsum", lambda g: g.cumsum(-1)),
-    "flip": ("flip", lambda g: g.flip(0)),
-    "product": ("matmul", lambda g: g @ g.mT if g.ndim > 1 else g @ g),
     "a row": ("an index", lambda g: g[0]),
     "the padding row": ("an index", lambda g: g.__setitem__(0, 0.0)),
-    "rows by number": ("index_fill", lambda g: g.index_fill_(0, torch.tensor([0]), 0.0)),
-    "split": ("split", lambda g: g.split(1)),
-    "noise": ("randn_like", lambda g: g + torch.randn_like(g)),
     "noise in place": ("normal", lambda g: g.normal_()),
     "a larger tensor": ("mul", lambda g: g[None] * torch.ones(3, *(1 for _ in g.shape))),
     "a number": ("item", lambda g: g.norm().item()),
-    "numbers": ("tolist", lambda g: g.tolist()),
-    "numpy": ("numpy", lambda g: g.numpy()),
     "by keyword": ("sum", lambda g: torch.sum(input=g)),
     "an operator": ("sum", lambda g: torch.ops.aten.sum(g)),
     "a count of a mask": ("sum", lambda g: torch.isclose(g, torch.zeros_like(g)).sum()),
     "some of the memory": ("as_strided", lambda g: g.as_strided((1,), (1,))),
-    "storage": ("storage", lambda g: g.storage()),
     "its storage": ("untyped_storage", lambda g: torch.empty(0).set_(g.untyped_storage())),
     "its address": ("data_ptr", lambda g: g.data_ptr()),
     "its address, to read": (READ_ADDRESS, lambda g: getattr(g, READ_ADDRESS)()),
@@ -584,94 +567,6 @@ def test_users_code_in_a_step_sees_pieces(kind: type[torch.optim.Optimizer], lay
         *(*both, "closure", "after", "after all") * 2,
         "outside",
     ]
-
-
-def by_total(params: list[nn.Parameter]) -> None:
-    total = torch.stack([param.norm() for param in params]).norm()
-    for param in params:
-        param.div_(total)
-
-
-def logged(params: list[nn.Parameter]) -> None:
-    for param in params:
-        assert (param.ndim, param.dtype, param.requires_grad) == (param.dim(), torch.float32, True)
-        assert "Parameter" in repr(param)
-        assert isinstance(param, nn.Parameter)
-
-
-def assigned(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.data = param.data * 0.9
-
-
-# By name: what a user's hook of a step does, which is right on pieces of parameters.
-RIGHT_HOOKS: dict[str, Callable[[list[nn.Parameter]], object]] = {
-    "logs": logged,
-    "clamps": lambda params: [param.clamp_(-0.2, 0.2) for param in params],
-    "decays": lambda params: torch._foreach_mul_(params, 0.9),
-    "decays data": assigned,
-    "divides by the norm of all": by_total,
-    "copies": lambda params: [param.copy_(param.detach().clone().sign() * 0.1) for param in params],
-}
-WRONG_HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], object]]] = {
-    "norm": ("div", lambda param: param.div_(param.norm())),
-    "norm of data": ("div", lambda param: param.data.div_(param.data.norm())),
-    "centre": ("mean", lambda param: param.sub_(param.mean())),
-    "largest": ("max", lambda param: param.div_(param.abs().max())),
-    "rows": ("normalize", lambda param: param.copy_(F.normalize(param, dim=-1))),
-    "noise": ("normal", lambda param: param.add_(torch.empty_like(param).normal_())),
-    "number": ("item", lambda param: param.norm().item()),
-    "average": ("all_reduce", lambda param: dist.all_reduce(param.data)),
-    "averager": (
-        "",
-        lambda param: average_parameters(iter([param]), dist.group.WORLD),
-    ),
-}
-
-
-def registers(optimizer: torch.optim.Optimizer) -> list[Callable[[Any], Any]]:
-    return [
-        optimizer.register_step_pre_hook,
-        optimizer.register_step_post_hook,
-        register_optimizer_step_pre_hook,
-        register_optimizer_step_post_hook,
-    ]
-
-
-@pytest.mark.parametrize("where", range(4))
-@each_rank(2, transport="auto")
-def test_users_hooks_of_a_step_compute_with_pieces_of_parameters(where: int) -> None:
-    for name, hook in RIGHT_HOOKS.items():
-        model, replica = sharded_and_replica(small, units=[nn.Linear])
-        for net in (model, replica):
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-            params = [*net.parameters()]
-
-            @torch.no_grad()
-            def call(steps: Any, *_: Any, hook: Any = hook, own: Any = optimizer, of: Any = params) -> None:
-                if steps is own:
-                    hook(of)
-
-            handle = registers(optimizer)[where](call)
-            for number in range(2):
-                net(torch.arange(10.0).view(2, 5) - number).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            handle.remove()
-        assert_same_parameters(model, replica)
-        assert all(isinstance(param, PieceParameter) for param in model.parameters()), name
-    model = with_gradients()
-    weight = model[0].weight
-    before = shardtrain.full_state_dict(model)
-    for name, (says, look) in WRONG_HOOKS.items():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        handle = registers(optimizer)[where](torch.no_grad()(lambda *_, look=look: look(weight)))
-        text = raised_soon(ValueError, optimizer.step)
-        handle.remove()
-        assert text.startswith(says), name
-        assert "0.weight, a parameter at rest, would see" in text or "all_" in text
-    after = shardtrain.full_state_dict(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def saved_and_loaded(model: nn.Module) -> None:

@@ -38,20 +38,11 @@ from simulated_device import DEVICE, SimulatedDevice
 from simulated_graph import Recordings, recorder
 from small import Block, OddNet, images, mesh, raised_soon
 from tiny import ALONE, TINY, commanded, composed, handlers_restored
-from ways import WAYS, Way
+from ways import CAPTURABLE, WAYS, Way
 
 Step = Callable[..., Any]
 WARM = "to warm up"
 
-# Captured, a way that offloads, scales its loss or has virtual ranks is refused. Averages and checkpoints are
-# no part of a step, and what `in_way` does not do tells nothing here.
-CAPTURABLE = [
-    name
-    for name, way in WAYS.items()
-    if not (way.virtual or way.scale or "offload" in way.options)
-    and not (way.around or way.between or way.autocast or way.together or way.reduces_each or way.compiled)
-    and name not in ("EMA", "checkpoint", "whole, bf16, checkpoint")
-]
 # A silent rank; a rank over a group of one, with streams and launches of NCCL; and rank 2 of eight.
 WORLDS = {"silent": 0, "one": 1, "eight": 8}
 
@@ -183,31 +174,14 @@ def twins(
     return runs[1]
 
 
-def in_way(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """Return a whole step of ``way`` on its micro-batches."""
-
-    def step(*batches: Any) -> list[Tensor]:
-        losses = []
-        for number, (x, y) in enumerate(batches, 1):
-            with nullcontext() if number == len(batches) else shardtrain.no_sync(model):
-                loss = F.cross_entropy(model(x).float(), y)
-                (loss / len(batches)).backward()
-            losses.append(loss)
-        if way.clip:
-            losses.append(shardtrain.clip_grad_norm_(model, way.clip))
-        optimizer.step()
-        optimizer.zero_grad()
-        return losses
-
-    return step
-
-
 def compare_way(way: Way, device: SimulatedDevice, rank: int, compares: bool, **options: Any) -> None:
     """Train in ``way`` as it is and captured."""
     results = []
     for captures in (False, True):
         device.next_step()
-        run = Run(captures, step=partial(in_way, way), model=ways.sharded(way, DEVICE, **options), warmup=2)
+        run = Run(
+            captures, step=partial(ways.step_of, way), model=ways.sharded(way, DEVICE, **options), warmup=2
+        )
         values = []
         for number in range(5):
             batches = [batch(10 * number + micro, rank) for micro in range(way.micro_batches)]
@@ -260,11 +234,12 @@ def test_a_replay_is_a_step(records: Recordings) -> None:
 
 
 # What users do between two calls, and what acts in replays.
+EVALUATES = "model.eval()(batch(77)[0]).sum().item(); model.train()"
 ACTS = [
     "optimizer.param_groups[0]['lr'] = 0.03",
     "run.schedule.step()",
     "state = full_state_dict(model); state['scale'] *= 2; load_full_state_dict(model, state)",
-    "model.eval()(batch(77)[0]).sum().item(); model.train()",
+    EVALUATES,
     "for param in model.parameters(): param.data = param.data.clone() * 1.5",
 ]
 # The step is recorded again, for the reason that stands below.
@@ -306,17 +281,11 @@ def act(code: str, run: Run) -> None:
     exec(code, globals() | vars(public) | own)
 
 
-@pytest.mark.parametrize("code", ACTS)
-def test_what_acts_without_another_recording(code: str) -> None:
+# Before the recording a forward without backward leaves the root whole, with an event of work of before.
+@pytest.mark.parametrize(("code", "before"), [*((code, 3) for code in ACTS), ("model(batch(78)[0])", 1)])
+def test_what_acts_without_another_recording(code: str, before: int) -> None:
     with simulated(1) as (device, _):
-        assert twins(partial(act, code), over_one, 3).step.eager == {WARM: 1}
-        assert list(device.findings) == []
-
-
-def test_what_acts_before_the_recording() -> None:
-    """A forward without backward leaves the root whole, with an event of work that is not recorded."""
-    with simulated(1) as (device, _):
-        assert twins(partial(act, "model(batch(78)[0])"), over_one, 1).step.eager == {WARM: 1}
+        assert twins(partial(act, code), over_one, before).step.eager == {WARM: 1}
         assert list(device.findings) == []
 
 
@@ -475,7 +444,7 @@ def test_counts_go_on_in_replays() -> None:
     with simulated(8):
         counts = []
         for captures in (False, True):
-            run = Run(captures, step=partial(in_way, WAYS["no_sync"]))  # of three forwards
+            run = Run(captures, step=partial(ways.step_of, WAYS["no_sync"]))  # of three forwards
             for number in range(3):
                 run.step(batch(number), batch(10), batch(11))
             info = shardtrain.introspect(run.model)
@@ -505,6 +474,7 @@ CALLS = {
     "capture(step, model, NAdam(params, capturable=True))": "NAdam would keep its learning rate",
     "capture(step, offloaded := sharded(offload=True), sgd(offloaded))": "offload has the host wait",
     "capture(step, virtual := deterministic(), sgd(virtual))": "virtual ranks compute and compare on the",
+    "whole = unsharded(model); whole.__enter__(); capture(step, model, sgd(model))": "cannot be called inside",
     "capture(step, plain := shard(OddNet()), sgd(plain))": "only steps on a CUDA device can .* on cpu",
 }
 
@@ -522,13 +492,7 @@ def test_refusals_before_the_first_step(records: Recordings, code: str) -> None:
     model = sharded()
     names = vars(torch.optim) | vars(public) | {"model": model, "params": [*model.parameters()]}
     with pytest.raises(ValueError, match=CALLS[code]):
-        eval(code, globals() | names | {"step": None})
-
-
-def test_where_it_cannot_be_called(records: Recordings) -> None:
-    model = sharded()
-    with shardtrain.unsharded(model):
-        refused_by_capture(r"capture\(\) cannot be called inside", model, sgd(model))
+        exec(code, globals() | names | {"step": None})
 
 
 def test_memory_that_nccl_would_register_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,6 +585,7 @@ DRAWS = "the step draws from {}, and each replay"
 DOES = {
     "x.sum().item()": WAITS,
     "torch.ones(1).to(DEVICE)": WAITS,
+    "torch.accelerator.synchronize()": WAITS,
     "checkpoint(torch.relu, x, use_reentrant=False, determinism_check='none')": "during CUDA graph capture",
     "random.random()": DRAWS.format("Python's random"),
     "np.random.rand()": DRAWS.format("NumPy's random"),
@@ -735,9 +700,9 @@ def test_replays_of_several_forwards_are_compared_as_often(evaluates: bool) -> N
     """Their forwards are counted at once, so that the number at which paths are compared may be left out."""
     with simulated_rank(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard, "EVERY", 6)
-        run = Run(True, step=partial(in_way, WAYS["no_sync"]), model=over_gloo())
+        run = Run(True, step=partial(ways.step_of, WAYS["no_sync"]), model=over_gloo())
         if evaluates:
-            act(ACTS[3], run)
+            act(EVALUATES, run)
         for number in range(2):
             run.step(batch(number), batch(10))
         run.step._graph = run.step._graph._replace(name=f"of rank {dist.get_rank()}")
