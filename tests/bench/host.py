@@ -1,13 +1,11 @@
-"""Measure what a training step costs the host: the time of Python and of launches, by phase and by contender.
+"""Measure what a training step costs the host: the time of Python, by phase and by contender.
 
     python tests/bench/host.py
-    python tests/bench/host.py --device cuda
 
-On the CPU it is processor time of one thread beyond that of the model that is not sharded, for rank 2 of 8
+It is processor time of one thread beyond that of the model that is not sharded, for rank 2 of 8
 of torch's fake process group, whose collectives move nothing. (DDP needs a real group: one rank of gloo.)
 Models of 4 and 24 units with 1 and 8 parameters each tell microseconds per unit, per parameter and per
-step. On a GPU it is one rank over NCCL: milliseconds until all work of a step is launched, beside those of
-the step. Where both are equal the device waits for the host.
+step. What a step costs the host beside a GPU says `steps.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore, fsdp  # type: ignore[attr-defined]
+from torch.distributed import fsdp  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +33,6 @@ from torchvision.models.vision_transformer import EncoderBlock, VisionTransforme
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.device import is_accelerator, synchronize
 
 PHASES = ("forward", "backward", "optimizer")
 TITLES = {
@@ -89,11 +86,8 @@ CASES = {
     "vit": _vit(12, 32, 2, 8, 4, 2),
     "vit48": _vit(48, 64, 2, 8, 4, 2),
     "small": _stack(48, 1),
-    "vit_s": _vit(12, 384, 6, 224, 16, 64),
-    "wide": _vit(24, 1024, 16, 224, 16, 16),
 }
-ON_CPUS = ("grid", "vit", "vit48", "small")
-ON_GPUS = ("vit_s", "wide", "vit48")
+KINDS = ("grid", "vit", "vit48", "small")
 
 
 def read(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -102,34 +96,24 @@ def read(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", type=torch.device, default="cpu", help="cpu or an accelerator's type")
-    add("--cases", nargs="+", choices=[*ON_CPUS, *ON_GPUS], help="by default all of the device")
+    add("--cases", nargs="+", choices=KINDS, default=KINDS, help="by default all")
     add("--contenders", nargs="+", choices=[*TITLES][1:], default=[*TITLES][1:], help="besides plain")
     add("--optimizer", choices=["fused", "foreach", "loop"], default="fused", help="AdamW's ways")
-    add("--precision", choices=["fp32", "bf16"], help="by default bf16 on a GPU; norms stay fp32 in ours")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="norms stay fp32 in ours")
     add("--unit-bytes", type=int, default=0, help="`shard` joins neighbours up to it; 0: none")
-    add("--rounds", type=int, help="timed; each steps every contender once (60; on a GPU 20)")
+    add("--rounds", type=int, default=60, help="timed; each steps every contender once")
     add("--out", type=Path, help="a JSON file")
     settings = parser.parse_args(arguments)
-    on_gpu = is_accelerator(settings.device)
-    settings.cases = settings.cases or (ON_GPUS if on_gpu else ON_CPUS)
-    settings.precision = settings.precision or ("bf16" if on_gpu else "fp32")
-    settings.rounds = settings.rounds or (20 if on_gpu else 60)
     settings.low = torch.bfloat16 if settings.precision == "bf16" else None  # the dtype to compute in
     return settings
 
 
 class Contender:
-    """One model, ready to step, and what its steps have taken.
-
-    ``seconds``: of each phase, per step; of the host on a GPU. ``whole``: of the whole step, with the device.
-    """
+    """One model, ready to step, and what its steps have taken. ``seconds``: of each phase, per step."""
 
     def __init__(self, name: str, case: Case, settings: argparse.Namespace) -> None:
-        device = settings.device
-        self.device = device
         torch.manual_seed(0)
-        self.model = _wrapped(name, case, case.build().to(device), settings)
+        self.model = _wrapped(name, case, case.build(), settings)
         self.autocasts = settings.low if name in ("plain", "ddp") else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -137,16 +121,14 @@ class Contender:
             fused=settings.optimizer == "fused",
             foreach=settings.optimizer == "foreach",
         )
-        self.images = torch.randn(case.images, device=device)
-        self.labels = torch.randint(case.classes, case.images[:1], device=device)
+        self.images = torch.randn(case.images)
+        self.labels = torch.randint(case.classes, case.images[:1])
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
-        self.whole = list[float]()
 
     def step(self, timed: bool) -> None:
-        clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
-        synchronize(self.device)
+        clock = time.thread_time
         moments = [clock()]
-        with torch.autocast(self.device.type, self.autocasts, enabled=self.autocasts is not None):
+        with torch.autocast("cpu", self.autocasts, enabled=self.autocasts is not None):
             loss = F.cross_entropy(self.model(self.images).float(), self.labels)
         moments.append(clock())
         loss.backward()
@@ -154,20 +136,17 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad()
         moments.append(clock())
-        synchronize(self.device)
         if timed:
-            self.whole.append(clock() - moments[0])
             for index, phase in enumerate(PHASES):
                 self.seconds[phase].append(moments[index + 1] - moments[index])
 
 
 def _wrapped(name: str, case: Case, model: nn.Module, settings: argparse.Namespace) -> nn.Module:
-    device = settings.device
     if name == "ddp":
-        group = None if is_accelerator(device) else dist.new_group([dist.get_rank()], backend="gloo")
+        group = dist.new_group([dist.get_rank()], backend="gloo")
         return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     if name == "fsdp2":
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = fsdp.MixedPrecisionPolicy(param_dtype=settings.low)
         for module in model.modules():
             if isinstance(module, case.unit):
@@ -232,7 +211,7 @@ class Report:
     results: dict[str, Any] = field(default_factory=dict)
 
 
-def on_cpu(settings: argparse.Namespace, report: Report) -> None:
+def report_costs(settings: argparse.Namespace, report: Report) -> None:
     """Measure processor time beyond that of the model that is not sharded."""
     names = [case for case in CASES if case.split()[0] in settings.cases]
     costs = {}
@@ -255,36 +234,12 @@ def on_cpu(settings: argparse.Namespace, report: Report) -> None:
                 report.lines.append(f"  {TITLES[contender]:<20}{'   '.join(words)}")
 
 
-def on_accelerator(settings: argparse.Namespace, report: Report) -> None:
-    """Measure the host's time beside the step's."""
-    for name in settings.cases:
-        contenders = measure(CASES[name], settings)
-        head = f"{name}, {settings.precision}, ms per step"
-        report.lines.append(f"{head:<36}{'host':>8}{'step':>9}{'over plain':>12}")
-        plain = lower_quartile(contenders["plain"].whole)
-        report.results[name] = {}
-        for title, contender in contenders.items():
-            host = 1e3 * sum(lower_quartile(contender.seconds[phase]) for phase in PHASES)
-            whole = lower_quartile(contender.whole)
-            step = 1e3 * whole
-            report.results[name][title] = {"host_ms": host, "step_ms": step, "over_plain": whole / plain}
-            report.lines.append(f"  {TITLES[title]:<34}{host:>8.2f}{step:>9.2f}{whole / plain:>12.2f}")
-        del contenders
-        gc.collect()
-
-
 def main(arguments: Sequence[str] | None = None) -> Report:
     settings = read(arguments)
     report = Report()
     torch.set_num_threads(1)
-    if is_accelerator(settings.device):
-        store = TCPStore("127.0.0.1", 0, 1, is_master=True)
-        device = torch.device(settings.device.type, 0)
-        dist.init_process_group(store=store, rank=0, world_size=1, device_id=device)
-        on_accelerator(settings, report)
-    else:
-        dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
-        on_cpu(settings, report)
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    report_costs(settings, report)
     dist.destroy_process_group()
     if settings.out:
         settings.out.write_text(json.dumps(report.results, indent=1))

@@ -102,22 +102,6 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
         assert torch.equal(ours, theirs)  # each rank's own running statistics
 
 
-@pytest.mark.long
-@each_rank(3)
-def test_an_ignored_head_is_loaded_and_saved(tmp_path: Path) -> None:
-    expected = saves(str(tmp_path / "one"))
-    torch.manual_seed(9)
-    plain = OddNet()
-    other = shard(plain, units=[Block], ignored=[plain.fc])
-    checkpoint.load(tmp_path / "one", other)
-    checkpoint.save(tmp_path / "again", other)
-    with torch.no_grad():
-        other.fc.weight.zero_()
-    checkpoint.load(tmp_path / "again", other)
-    found = shardtrain.full_state_dict(other)
-    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
-
-
 def test_stock_tools_read_a_checkpoint(on_ranks: Ranks, tmp_path: Path) -> None:
     model = on_ranks(2, saves, str(tmp_path / "one"))[0]
     files = [load_file(tmp_path / f"one/rank-0000{rank}.safetensors") for rank in (0, 1)]

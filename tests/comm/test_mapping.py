@@ -1,16 +1,13 @@
 """Processes that a rank forks have weights and gradients of their own, also where ranks share memory."""
 
-import multiprocessing
 import os
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 import shardtrain
 from shardtrain.comm.mapping import map_shared
@@ -65,47 +62,7 @@ def by_an_optimizer(model: nn.Module) -> None:
     model.zero_grad()
 
 
-@contextmanager
-def may_have_children() -> Iterator[None]:
-    """Let multiprocessing start processes, which it forbids in daemons, as the ranks of a pool are."""
-    options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    daemon = options["daemon"]
-    options["daemon"] = False
-    try:
-        yield
-    finally:
-        options["daemon"] = daemon
-
-
-def by_multiprocessing(model: nn.Module) -> None:
-    with may_have_children():
-        process = multiprocessing.get_context("fork").Process(target=spoil, args=(model,))
-        process.start()
-        process.join()
-    assert process.exitcode == 0
-
-
-class Spoiling(Dataset[int]):
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        spoil(self.model)
-        return index
-
-
-def by_a_loader(model: nn.Module) -> None:
-    with may_have_children():
-        loader = DataLoader(Spoiling(model), num_workers=2, multiprocessing_context="fork")
-        assert torch.cat([*loader]).tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "spoils", [by_fork, by_a_child_of_the_child, by_an_optimizer, by_multiprocessing, by_a_loader]
-)
+@pytest.mark.parametrize("spoils", [by_fork, by_a_child_of_the_child, by_an_optimizer])
 @each_rank(2)
 def test_a_child_has_weights_of_its_own(spoils: Callable[[nn.Module], None]) -> None:
     """And its end disturbs nobody: the ranks train on."""

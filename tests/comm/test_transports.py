@@ -361,20 +361,6 @@ def test_the_meter_counts_waits_for_averages_across_replicas() -> None:
     assert "blocks.0" in waited["all_reduce"]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.14", reason="gloo of torch 2.11 has no all_to_all")
-@each_rank(3, transport="auto")
-def test_a_part_of_a_group_exchanges_among_its_own() -> None:
-    members = [0, 2]
-    group = dist.new_group(members)
-    world = dist.group.WORLD
-    if dist.get_rank() in members:
-        part = comm.BackendTransport(world).part(members, group)
-        own = part.rank + torch.tensor([0.1, 0.2])
-        parts = [torch.zeros(2), torch.zeros(2)]
-        part._send_to_all([(own, parts)], part._tags)()
-        assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
-
-
 @each_rank(2, transport="auto")
 def test_the_devices_of_vectors_choose_what_moves_them() -> None:
     """Vectors on the CPU move by messages, others by the backend's own collectives, under one guard."""

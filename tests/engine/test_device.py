@@ -6,18 +6,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchvision.models import VisionTransformer
 
 import shardtrain
 from shardtrain import Precision, comm
@@ -28,11 +26,9 @@ from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
 import ways
-from contenders import POOL, Contender, adamw
 from pool import each_rank
 from simulated_device import DEVICE, SimulatedDevice
 from small import Block, OddNet, images, mesh, sgd
-from steps import footprint
 from tiny import ALONE, TINY, commanded, composed, configure
 from ways import WAYS, Result, Way, recurrent, recurrent_steps
 
@@ -445,46 +441,6 @@ def test_the_program_resumes(tmp_path: Path, key: str) -> None:
             train(composed(*words), Context(ALONE, DEVICE, tmp_path, commanded(*words).words))
         assert list(device.findings) == []
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
-
-
-def in_bf16(model: nn.Module) -> nn.Module:
-    """Compute in bf16 and normalise in fp32, as the sharded model does."""
-    for module in model.bfloat16().modules():
-        if isinstance(module, nn.LayerNorm):
-            module.float()
-            module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-            module.register_forward_hook(lambda *args: args[2].bfloat16())
-    return model
-
-
-def launches(model: nn.Module, dtype: torch.dtype) -> int:
-    x, y = [each.to(DEVICE) for each in images(0, 0, 2, 8)]
-    contender = Contender(model, adamw(model), nullcontext)
-    return footprint(lambda: contender, [[(x.to(dtype), y)]] * POOL, DEVICE)["launches"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("make", "precision", "budget"),
-    [
-        (lambda: torchvision.models.resnet50(num_classes=5), None, 89),
-        pytest.param(
-            lambda: VisionTransformer(8, 4, 24, 2, 16, 32, num_classes=5),
-            WAYS["bf16"].precision,
-            231,
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["resnet50 fp32", "vit24 bf16"],
-)
-def test_launches_beyond_the_plain_model_keep_their_budget(
-    device: SimulatedDevice, make: Callable[[], nn.Module], precision: Precision | None, budget: int
-) -> None:
-    """Kernels, copies and collectives of one rank of eight; FSDP2's figures are 133 and 249."""
-    plain = make().to(DEVICE)
-    alone = launches(in_bf16(plain), torch.bfloat16) if precision else launches(plain, torch.float32)
-    sharded = launches(shardtrain.shard(make().to(DEVICE), precision=precision), torch.float32)
-    assert sharded - alone <= budget
 
 
 @pytest.mark.long

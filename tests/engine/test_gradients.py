@@ -70,6 +70,7 @@ READ_ADDRESS = "const_data_ptr" if hasattr(torch.Tensor, "const_data_ptr") else 
 # `test_the_promise_is_as_wide_as_the_list` all functions. From "vmap" on none asks by `__torch_function__`.
 LOOKS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "centred rows (GC)": ("mean", lambda g: g - g.mean(dim=-1, keepdim=True)),
+    "softmax": ("softmax", lambda g: torch.softmax(g, -1)),
     "max of a row": ("max", lambda g: g.max(-1)),
     "lists of maxima": ("foreach_max", lambda g: torch._foreach_max([g])),
     "a row": ("an index", lambda g: g[0]),

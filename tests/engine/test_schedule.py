@@ -608,24 +608,6 @@ def steps(program: Program) -> None:
                 assert {verb for verb, _ in recorder.log[: len(gathers)]} == {"gather"}  # all at once
 
 
-def keeping(program: Program) -> None:
-    """Users let some units keep their full vectors after forward, and change that between steps."""
-    count = unit_count(program)
-    for chosen in subsets(count):
-        recorder = Recorder(count)
-        step(recorder, program)
-        for keeps in (True, False):
-            units = [recorder.units[number + 1] for number in chosen]
-            for unit in units:
-                recorder.schedule.keep_after_forward(unit, keeps)
-            recorder.log.clear()
-            step(recorder, program)
-            gathers = recorder.require_overlap()
-            assert not keeps or all(gathers[unit.name] == 1 for unit in units)
-            step(recorder, first_call(program))
-            step(recorder, program)
-
-
 def neighbours(program: Program) -> None:
     """A unit called several times in a row is gathered once in forward, and at most once in backward."""
     labels = [label for begins, label in program if begins]
@@ -953,7 +935,6 @@ def backward_inside(program: Program) -> None:
 
 PROPERTIES = (
     steps,
-    keeping,
     neighbours,
     evaluations,
     frozen,
@@ -970,10 +951,6 @@ PROPERTIES = (
 )
 
 
-# Of five calls. What a forward has gathered in advance would stay in the backward inside: a third unit.
-NESTED = program_of(((((),),), (), ()), (0, 1, 2, 2, 3))
-
-
 # They go through all subsets of a program's units or nodes: of up to four calls with `--long`.
 OF_SUBSETS = (absent_gradients, frozen, objects)
 
@@ -986,10 +963,6 @@ def test_programs_of_up_to_four_calls(check: Callable[[Program], None]) -> None:
     for calls in range(1, 5 if check in OF_FOUR else 4):
         for program in programs(calls):
             check(program)
-
-
-def test_a_backward_inside_a_forward_that_has_gathered_in_advance() -> None:
-    backward_inside(NESTED)
 
 
 LARGER = [(4, check) for check in PROPERTIES if check not in OF_FOUR]

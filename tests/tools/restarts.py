@@ -1,17 +1,13 @@
 """Kill ranks at random moments, and measure how a run with checkpoints in memory goes on.
 
-    python tests/tools/restarts.py ranks COUNT [SEED]
-    python tests/tools/restarts.py signals COUNT [SEED]
+    python tests/tools/restarts.py COUNT [SEED]
 
-The first kills a rank of two, and prints the finished steps that were lost, and the seconds from the kill
-to the next finished step: until the other rank has noticed, until the new ranks look for a checkpoint,
-until they have loaded it, and until a step is finished. With the second torchrun or a rank gets SIGKILL,
-SIGTERM or Ctrl-C, and the same command is started again, from checkpoints on the disk; it fails at the
-first hang or orphan. The end must be the bits of an undisturbed run: weights, optimizer and TensorBoard's
-curves. Nothing may stay in memory.
+It kills a rank of two, and prints the finished steps that were lost, and the seconds from the kill to the
+next finished step: until the other rank has noticed, until the new ranks look for a checkpoint, until they
+have loaded it, and until a step is finished. The end must be the bits of an undisturbed run: weights,
+optimizer and TensorBoard's curves. Nothing may stay in memory.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -78,9 +74,6 @@ SETTINGS = (
     *("train.epochs=100000", "train.eval_every=20", "parallel.virtual_ranks=2", "train.max_steps={steps}"),
 )
 MEMORY = ("checkpoint.memory_every_steps=1", "checkpoint.every_steps=1000000")
-DISK = ("checkpoint.every_steps=7", "data.workers=1", "ema.decay=0.9", "ema.every_steps=2")
-# Of torchrun and its two ranks the number of one, and what it gets.
-SIGNALS = [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGTERM"), (0, "SIGTERM"), (0, "SIGINT"), (2, "SIGKILL")]
 
 
 class Restart(NamedTuple):
@@ -143,8 +136,8 @@ def command(folder: Path, steps: int, name: str) -> list[str]:
     return [each.format(steps=steps) for each in (*SETTINGS, f"run.dir={folder}/{name}")]
 
 
-def undisturbed(folder: Path, steps: int, *settings: str) -> None:
-    done = [*LAUNCHER, "-m", "shardtrain.train", *command(folder, steps, "undisturbed"), *settings]
+def undisturbed(folder: Path, steps: int) -> None:
+    done = [*LAUNCHER, "-m", "shardtrain.train", *command(folder, steps, "undisturbed")]
     subprocess.run(done, check=True, capture_output=True, timeout=300)
 
 
@@ -164,36 +157,6 @@ def end_of(folder: Path) -> int:
 
 def ranks_of(torchrun: subprocess.Popen[bytes]) -> list[int]:
     return [*map(int, Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split())]
-
-
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    return False
-
-
-def signals(folder: Path, count: int, choice: random.Random) -> list[Restart]:
-    def started(steps: int) -> subprocess.Popen[bytes]:
-        with (folder / "said").open("a") as said:
-            program = [*LAUNCHER, "-m", "shardtrain.train", *command(folder, steps, "run"), *DISK]
-            return subprocess.Popen(program, stdout=said, stderr=said)
-
-    for trial in range(count):
-        torchrun = started(MOST)
-        time.sleep(choice.uniform(3, 20))
-        processes = [torchrun.pid, *ranks_of(torchrun)]
-        victim, name = choice.choice(SIGNALS)
-        os.kill(processes[min(victim, len(processes) - 1)], getattr(signal, name))
-        code = torchrun.wait(LIMIT_S)
-        deadline = time.monotonic() + LIMIT_S
-        while alive := [each for each in processes if is_alive(each)]:
-            assert time.monotonic() < deadline, f"orphans: {alive}"
-            time.sleep(0.1)
-        print(trial + 1, f"{name} to {'a rank' if victim else 'torchrun'}, exit code {code}", flush=True)
-    last = end_of(folder)
-    assert started(last).wait(300) == 0
-    undisturbed(folder, last, *DISK)
-    return []
 
 
 def ranks(folder: Path, count: int, choice: random.Random) -> list[Restart]:
@@ -222,22 +185,21 @@ def ranks(folder: Path, count: int, choice: random.Random) -> list[Restart]:
     return restarts
 
 
-def main(kind: str, count: int, seed: int) -> None:
+def main(count: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "timed.py").write_text(TIMED)
         try:
-            restarts = {"ranks": ranks, "signals": signals}[kind](folder, count, random.Random(seed))
+            restarts = ranks(folder, count, random.Random(seed))
         except BaseException:
             for said in folder.glob("said*"):
                 print(said.name, said.read_text()[-2500:])
             raise
         # Others may train meanwhile: only this run's memory is looked for.
         assert not memory.directory_of(folder / "run").exists()
-        if restarts:  # signals are told one by one
-            print(table(restarts))
+        print(table(restarts))
         print(compare(folder))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
