@@ -5,7 +5,6 @@ import functools
 import importlib
 import itertools
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -192,61 +191,6 @@ def accelerate(names: Any, **options: Any) -> list[float]:
     return losses
 
 
-@launched
-def lightning(names: Any) -> list[float]:
-    """Lightning's ``ModelParallelStrategy`` example: its trainer, and its ``parallelize`` without TP."""
-    import lightning
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = decoder()
-            self.losses = list[float]()
-
-        def configure_model(self) -> None:
-            policy = names.MixedPrecisionPolicy(**BF16)
-            config: Any = {"mesh": self.device_mesh["data_parallel"], "mp_policy": policy}
-            for number, block in self.model.layers.items():
-                block = checkpoint_wrapper(block)
-                reshard = int(number) < len(self.model.layers) - 1
-                names.fully_shard(block, **config, reshard_after_forward=reshard)
-                self.model.layers[number] = block
-            names.fully_shard(self.model, **config)
-
-        def training_step(self, ids: torch.Tensor) -> torch.Tensor:
-            loss = nn.functional.cross_entropy(self.model(ids).float().flatten(0, 1), ids.roll(1).flatten())
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.model.parameters(), lr=0.01)
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.randint(23, (32, 7)), batch_size=2)
-
-    silent: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
-            plugins=TorchElasticEnvironment(),
-            max_epochs=1,
-            accumulate_grad_batches=2,
-            gradient_clip_val=0.3,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            **silent,
-        )
-        with trainer.init_module():
-            module = Module()
-        trainer.fit(module)
-    return module.losses
-
-
 def accumulation(names: Any) -> list[float]:
     """Gradients reduced on the last of three micro-batches; one layer's on every one of them."""
     model = decoder()
@@ -296,7 +240,7 @@ def wild(script: Any) -> Any:
     )
 
 
-SCRIPTS = (tutorial, clipped, torchtitan, wild(accelerate), wild(lightning), accumulation, nested, alone)
+SCRIPTS = (tutorial, clipped, torchtitan, wild(accelerate), accumulation, nested, alone)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

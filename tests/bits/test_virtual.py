@@ -16,11 +16,9 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import Precision
 from shardtrain.engine.hooks import engine_of
-from shardtrain.train import saving
-from shardtrain.train.saving import machine
 
 from small import Block, images, mesh, shard
-from tiny import CPU, QUIET, crash, curves, final, run_to_end
+from tiny import crash, curves, final, run_to_end
 
 V = 4
 
@@ -211,13 +209,6 @@ def test_rows_whose_ranks_do_not_follow_one_another_are_refused(on_ranks: Any) -
     on_ranks(4, apart)
 
 
-def elsewhere(folder: str, *given: str) -> str:
-    """Continue a run's checkpoint as if another machine had saved it."""
-    with patch.object(saving, "machine", lambda _: {**machine(CPU), "processor": "a laptop's"}):
-        run_to_end(folder, *given, at={3: crash})
-    return run_to_end(folder, *given)
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.release)])
@@ -237,13 +228,3 @@ def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, pre
     log = tmp_path / "moved/log.txt"
     assert "as 4 virtual ranks" in log.read_text()
     assert "results may differ in the last bits" not in log.read_text()
-
-
-@pytest.mark.long
-def test_a_run_that_another_machine_saved_says_so(on_ranks: Any, tmp_path: Path) -> None:
-    given = ("parallel.virtual_ranks=2", "checkpoint.every_steps=1", QUIET)
-    assert on_ranks(1, elsewhere, str(tmp_path), *given) == ["finished"]
-    assert (
-        "warning: the checkpoint is from another machine (processor a laptop's → "
-        in (tmp_path / "log.txt").read_text()
-    )

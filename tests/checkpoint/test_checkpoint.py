@@ -233,16 +233,10 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "version 3, expected 'shardtrain checkpoint' version 2; load it with the release that wrote it": (
         lambda m: m.update(version=3)
     ),
-    "version 1, expected 'shardtrain checkpoint' version 2; load it with the release that wrote it": (
-        lambda m: m.update(version=1)
-    ),
     f"bytes, expected {1 << 80}": forged_file(bytes=1 << 80),
     f"has 2 files of {1 << 40} ranks, expected one per rank": lambda m: m.update(world_size=1 << 40),
     "has 3 files of 2 ranks, expected one per rank": lambda m: m["files"].update(
         {"rank-00002.safetensors": m["files"][DATA]}
-    ),
-    "names the file 'frozen-00000.safetensors', expected only": lambda m: m["files"].update(
-        {"frozen-00000.safetensors": m["files"].pop(DATA)}
     ),
     f"has the slice ('{OTHER}', 1, 5) of parameters/fc.bias, expected one from 0 on": (
         forged("fc.bias", slices=[[OTHER, 1, 5]])

@@ -40,11 +40,9 @@ from shardtrain.launch.ranks import RankInfo
 
 from small import MakeOptimizer, assert_at_rest, images, sgd, until
 from ways import (
-    BF16,
     CAPTURABLE,
     FP16,
     OFFLOAD,
-    VIRTUAL,
     WAYS,
     Way,
     compute,
@@ -128,17 +126,6 @@ def compared(way: Way, optimizer: MakeOptimizer, at: Place) -> str:
     return ""
 
 
-def twice(way: Way, at: Place) -> str:
-    """Train twice: the same bits."""
-    torch.use_deterministic_algorithms(True)
-    with at.expects(way):
-        one, other = (train(at.model(way), way, at.device, at.rank, at.world) for _ in range(2))
-        same = all(torch.equal(one.updates[name], other.updates[name]) for name in one.updates)
-        if not same or one.losses != other.losses:
-            return "two runs have other bits"
-    return ""
-
-
 def overflowing(way: Way, at: Place) -> str:
     """Take a step whose gradients are infinite: it changes the scale only."""
     model = at.model(way)
@@ -216,8 +203,6 @@ def rows_of() -> dict[str, Row]:
         rows[f"{network.__name__} as a unit"] = partial(recurring, network, [network])
     rows["overflow"] = partial(overflowing, Way(precision=FP16, scale=2.0**40))
     rows["offload, overflow"] = partial(overflowing, Way(OFFLOAD, FP16, scale=2.0**40))
-    rows["virtual ranks, twice"] = partial(twice, Way(VIRTUAL))
-    rows["virtual ranks, bf16, twice"] = partial(twice, Way(VIRTUAL, BF16))
     return rows
 
 

@@ -489,39 +489,6 @@ def test_owners_of_whole_models_are_refused_by_class() -> None:
     assert text.startswith("ZeroRedundancyOptimizer owns, averages or broadcasts whole parameters itself")
 
 
-@torch.library.custom_op("tests_of_gradients::scaled", mutates_args=())
-def scaled(values: Tensor, by: float) -> Tensor:
-    return values * by
-
-
-class ByKernel(torch.optim.Optimizer):
-    """Step by an operator of another package, of which only its user says that it is right."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.sub_(scaled(param.grad, group["lr"]).as_subclass(Tensor))
-
-
-@each_rank(2, transport="auto")
-def test_an_operator_of_another_package_steps_if_the_user_says_that_it_is_right() -> None:
-    model = with_gradients()
-    whole = shardtrain.full_state_dict(model)
-    with shardtrain.unsharded(model, grads=True):
-        for name, param in model.named_parameters():
-            whole[name].sub_(0.1 * param.grad.as_subclass(Tensor))
-    text = raised_soon(ValueError, lambda: scaled(model[0].weight.grad, 0.1))
-    assert "tests_of_gradients" in text or "scaled" in text, text
-    assert "scaled" in raised_soon(ValueError, ByKernel(model.parameters(), 0.1).step)
-    shardtrain.trusted(ByKernel(model.parameters(), 0.1)).step()
-    for name, value in shardtrain.full_state_dict(model).items():
-        assert torch.equal(value, whole[name]), name
-
-
 class Descent(torch.optim.SGD):
     """A user's optimizer, whose code is no user's code that sees a step from outside."""
 

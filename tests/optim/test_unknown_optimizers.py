@@ -306,14 +306,6 @@ def test_torch_s_element_wise_optimizers_are_right_on_pieces(name: str) -> None:
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
-def test_others_of_torch_are_refused(name: str) -> None:
-    matrix = with_gradients(shardtrain.shard(nn.Linear(30, 20, bias=False), virtual_ranks=2))
-    optimizer = getattr(torch.optim, name)(matrix.parameters(), lr=0.01)
-    with pytest.raises(ValueError, match=f"^{name} cannot step on a sharded model: "):
-        optimizer.step(lambda: torch.ones(()))
-
-
 def test_a_step_that_fails_by_itself_leaves_no_pieces_of_state() -> None:
     def fails(param: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> Tensor:
         kept(grad, state)

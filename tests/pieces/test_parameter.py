@@ -123,3 +123,12 @@ def test_what_would_answer_for_one_rank_is_refused() -> None:
     average = torch.zeros(model.weight.shape)  # plain, until it takes a piece
     average.lerp_(model.weight.detach(), 0.5)
     assert "mean of weight" in raised_soon(ValueError, average.mean)
+
+
+@each_rank(2, transport="auto")
+def test_a_model_that_is_materialised_has_pieces_once_it_is_looked_at() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(5, 4)
+    shard(model).to_empty(device="cpu")
+    dict(shardtrain.full_weights(model))
+    assert "mean of weight" in raised_soon(ValueError, model.weight.mean)
