@@ -744,7 +744,7 @@ APART: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "update": (
         comm.Diverged,
-        "skip an update on all ranks or on none, by a number that they have all-reduced",
+        "what decides to skip an update see numbers that ranks have all-reduced",
         skipped_updates,
     ),
 }
