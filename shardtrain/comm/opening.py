@@ -143,14 +143,11 @@ def _require_shared_hosts(opening: Opening) -> None:
     if "" in hosts:
         raise ValueError("sharing memory needs Linux, on every host")
     for ranks in opening.groups:
-        if any(set(ranks) <= set(host) for host in hosts.values()):
-            continue
-        if len(opening.groups) > 1:
-            raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
-        raise ValueError(
-            f"the ranks are on {len(hosts)} hosts; pass a 2-D mesh with one row per host, "
-            "and memory is shared inside each"
-        )
+        if not any(set(ranks) <= set(host) for host in hosts.values()):
+            raise ValueError(
+                f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts; pass a 2-D mesh "
+                "with one row per host, and memory is shared inside each"
+            )
 
 
 def ranks_by_host(all_ranks: Ranks) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,24 +37,10 @@ from shardtrain.comm.transport import Move, Pending, Transport, Vector, interval
 T = TypeVar("T")
 Finish = Callable[[], T]  # waits for what was started
 Start = Callable[[Mailbox, int], Finish[T]]  # starts messages with a tag
+Tags = Callable[[int], int]  # from the number of a segment to the tag of its messages
 
 _SUM = dist.ReduceOp.SUM
 _AVG = dist.ReduceOp.AVG
-
-
-class Tags(NamedTuple):
-    """The tags of messages of one stage of a collective, by its ``position`` and ``digest`` in the path.
-
-    ``used``: how many tags earlier stages have used.
-    """
-
-    position: int
-    digest: int
-    used: int = 0
-
-    def of(self, segment: int) -> int:
-        """Return the tag of the messages of one segment."""
-        return collective_tag(self.position, self.digest, self.used + segment)
 
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
@@ -174,7 +160,7 @@ class ProcessGroupTransport(Transport):
     @property
     def _tags(self) -> Tags:
         """Those of the collective that this rank has posted last."""
-        return Tags(self._paths.end - 1, self._paths.digest)
+        return partial(collective_tag, self._paths.end - 1, self._paths.digest)
 
     def _send(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
         """Start ``moves`` by messages."""
@@ -188,7 +174,7 @@ class ProcessGroupTransport(Transport):
     def _post(self, starts: Sequence[Start[T]], tags: Tags) -> Finish[list[T]]:
         """Start the messages of every segment, each with its own tag."""
         mailbox = Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
-        finishes = [start(mailbox, tags.of(segment)) for segment, start in enumerate(starts)]
+        finishes = [start(mailbox, tags(segment)) for segment, start in enumerate(starts)]
         return lambda: [finish() for finish in finishes]
 
     # A reduction in the tree of `merge`, by whatever moves vectors:
@@ -227,7 +213,7 @@ class ProcessGroupTransport(Transport):
             sent = mean.to(gradient.full.dtype).tensor_split(self.world)
             own_part = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
             parts.append([*sent[: self.rank], own_part, *sent[self.rank + 1 :]])
-        second_tags = self._tags._replace(used=len(gradients))
+        tags = self._tags  # of which the first stage uses one per gradient
         finish_first = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
 
         def finish() -> list[Tensor]:
@@ -237,7 +223,7 @@ class ProcessGroupTransport(Transport):
                 whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
                 wholes.append(whole)
                 vectors.append((own_mean.to(whole.dtype), [*whole.tensor_split(self.world)]))
-            self._send_to_all(vectors, second_tags)()
+            self._send_to_all(vectors, lambda segment: tags(len(gradients) + segment))()
             for whole, mean in zip(wholes, means, strict=True):
                 if whole is not mean:
                     mean.copy_(whole)

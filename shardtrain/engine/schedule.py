@@ -178,11 +178,6 @@ class Schedule(Generic[U]):
         self._expected_ends: list[U] = []  # `_ends` of the last forward that announced any
         self._unreached: dict[U, int] = {}  # when a unit's first call began whose backward has not come
 
-    @property
-    def order(self) -> Sequence[U]:
-        """The units that the latest forward of the root has called, in order."""
-        return self._order
-
     def idle(self, unit: U | None) -> list[U]:
         """Return the units that stay shown for a call that does not come, as ``unit`` is called, or none."""
         return [

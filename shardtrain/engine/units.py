@@ -171,7 +171,7 @@ def joined(root: nn.Module, choices: Iterable[Choice], most: int) -> list[Choice
 
     Neighbours are next to one another in one container, of one class, and have equal options. A container's
     modules are mostly called in a row, so that the unit is gathered once for all of them. It is right if they
-    are not, only slow: see `warn_of_scattered`.
+    are not, only slow: it is gathered for each call.
     """
     units = list[Choice]()
     size = 0

@@ -2,7 +2,7 @@
 
 at rest           what users have changed of parameters is adopted or refused; optimizers' failed steps end
 before forward    ranks compare which parameters are frozen, and which optimizers have stepped, with what
-in forward        whole values and shards may not change; a warning if a unit's modules are called far apart
+in forward        whole values and shards may not change
 in backward       there is no double backward, none inside `unsharded`, and no `torch.autograd.grad`
 an optimizer      may step if it is right on shards, or is looked at: see ``optimizers.py``
 """
@@ -10,9 +10,7 @@ an optimizer      may step if it is right on shards, or is looked at: see ``opti
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -48,8 +46,6 @@ class Guardrails(Attachment):
         self.changes = Changes(engine.module, engine.units)
         self.optimizers = Optimizers(engine, self.steps)
         self._frozen = frozen(engine.units)  # the names of parameters, which ranks agree in
-        # In the first forward.
-        self._looks_for_scattered = any(len(unit.modules) > 1 for unit in engine.units)
 
     def attach(self) -> None:
         engine = self._engine
@@ -99,9 +95,6 @@ class Guardrails(Attachment):
 
     def after_forward(self) -> None:
         """Raise ValueError if a local shard was changed that other ranks may still read."""
-        if self._looks_for_scattered:
-            self._looks_for_scattered = False
-            warn_of_scattered(self._driver.schedule.order)
         for unit in self._engine.units:
             self.changes.require_same_shards(unit)
 
@@ -180,20 +173,3 @@ def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
             "shard(model)), unless DistributedDataParallel or you reduce them",
             stacklevel=5,
         )
-
-
-def warn_of_scattered(order: Sequence[Unit]) -> None:
-    """Warn of units of several modules that are not called in a row, and gathered again for each call.
-
-    ``order``: the units that a forward has called.
-    """
-    calls = Counter(order)
-    runs = Counter(unit for unit, _ in itertools.groupby(order))
-    for unit, count in runs.items():
-        if count > 1 and count * len(unit.modules) > calls[unit]:
-            warnings.warn(
-                f"{unit.title} is one unit of {len(unit.modules)} modules, which forward does not call in a "
-                f"row: it is gathered {count} times, all of it. Call shard(..., unit_bytes=0), or name units "
-                "that are called in a row",
-                stacklevel=2,
-            )

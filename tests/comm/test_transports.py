@@ -174,7 +174,7 @@ MESH = "pass a 2-D mesh with one row per host, and memory is shared inside each"
 @each_rank(3, transport="auto")
 def test_several_hosts_exchange_messages_and_one_line_says_so() -> None:
     of_ranks = [0, 0, 1]
-    why = f"the ranks are on 2 hosts; {MESH}"
+    why = f"the shard group of ranks 0, 1, 2 is on several hosts; {MESH}"
     with patch.object(logging.getLogger("shardtrain"), "info") as told:
         transport = shardtrain.introspect(sharded(of_ranks)).transport
     assert type(transport.transport) is comm.MessagesTransport
@@ -539,7 +539,7 @@ def test_memory_is_shared_where_every_shard_group_is_on_one_host() -> None:
         assert_replicas_are_equal(model)
         assert shardtrain.introspect(model).transport.in_place == shared
     why = "transport='shared_memory' is not possible: the shard group of ranks 0, 1 is on several hosts"
-    with hosts(INTERLEAVED), pytest.raises(ValueError, match=f"^{why}$"):
+    with hosts(INTERLEAVED), pytest.raises(ValueError, match=f"^{why}; {MESH}$"):
         shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport="shared_memory")
 
 

@@ -2,7 +2,6 @@
 
 import random
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -206,10 +205,7 @@ def test_calls_in_any_order_train_as_a_replica(call: str) -> None:
         def step(net: nn.Module, number: int, steps: list[list[int]] = steps) -> None:
             net.order = steps[number]
             net.call = CALLS[call]
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".* modules, which forward does not call in a row")
-                loss = loss_on(net, number)
-            loss.backward()
+            loss_on(net, number).backward()
 
         like_a_replica(Row, step, units=[Layer], unit_bytes=(2 + seed % 2) * SIZE)
 
@@ -235,25 +231,6 @@ def test_two_units_of_that_many_bytes_are_gathered_at_most_and_once_for_all_modu
     assert peak.bytes <= root + 2 * (most + 8 * 64)  # each parameter begins at a multiple of 64 bytes
     # The root once, four units forward, and backward all but the last, which stays.
     assert meter.calls == {"all_gather": 1 + 4 + 3, "reduce_scatter": 5}
-
-
-@each_rank(2)
-def test_a_unit_whose_modules_are_not_called_in_a_row_is_named_once() -> None:
-    model = shard_small(Row(4), units=[Layer], unit_bytes=2 * SIZE)
-    text = (
-        r"layers.0 to 1 is one unit of 2 modules, which forward does not call in a row: it is gathered 2 "
-        r"times, all of it. Call shard\(\.\.\., unit_bytes=0\), or name units that are called in a row"
-    )
-    model.order = [0, 2, 1]
-    with pytest.warns(UserWarning, match=f"^{text}$"):
-        loss_on(model, 0).backward()
-    loss_on(model, 1).backward()  # warnings are errors here
-    model = shard_small(Row(4), units=[Layer], unit_bytes=2 * SIZE)
-    model.order = [0, 1, 2, 3, 0, 1, 2, 3]  # no more than without
-    loss_on(model, 0).backward()
-    model = shard_small(Row(4), units=[Layer], unit_bytes=2 * SIZE)
-    model.order = [0, 1, 3]
-    loss_on(model, 0).backward()
 
 
 # edits inside forward
