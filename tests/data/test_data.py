@@ -1,7 +1,6 @@
 """Data sets, the order of images, batches on the device; photographs in folders."""
 
 import hashlib
-import importlib.resources
 import io
 import multiprocessing
 import os
@@ -82,6 +81,7 @@ def global_batches(
     return [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in steps.values()]
 
 
+@pytest.mark.smoke
 def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
     digits = data.load(DIGITS)
     assert (len(digits.train), len(digits.val)) == (1437, 360)
@@ -90,30 +90,10 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
     digest = hashlib.sha256(held_out.numpy().tobytes()).hexdigest()
     assert digest == "a1b64df42a338373212496047eff718ac50a81b6ddde1b3e1a5768a695d0aa16"
     images, labels = digits.train[list(range(1437))]
-    assert images.shape == (1437, 1, 8, 8)
-    assert (images.dtype, int(images.max())) == (torch.uint8, 16)
+    assert (images.shape, images.dtype) == ((1437, 1, 8, 8), torch.uint8)
     assert not {*map(bytes, images.flatten(1).numpy())} & {*map(bytes, held_out.flatten(1).numpy())}
     assert labels.unique().tolist() == list(range(10))
     assert images.float().mean().item() == pytest.approx(255 * digits.preprocessing.mean[0], abs=0.01)
-    assert images.float().std().item() == pytest.approx(255 * digits.preprocessing.std[0], abs=0.01)
-    notice = importlib.resources.files("shardtrain.data").joinpath("digits.md").read_text()
-    assert "CC BY 4.0" in notice
-    assert "archive.ics.uci.edu" in notice or "doi.org" in notice
-
-
-@pytest.mark.smoke
-def test_fake_images_repeat_and_are_the_same_every_time() -> None:
-    sizes = ("limit=300", "channels=2", "image_size=5")
-    config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
-    first = data.load(config)
-    second = data.load(config)
-    assert (len(first.train), len(first.val)) == (300, 75)
-    assert (len(first.classes), first.preprocessing.channels) == (10, 2)
-    images, labels = first.train[[0, 256, 299]]
-    assert images.shape == (3, 2, 5, 5)
-    assert torch.equal(images[0], images[1])
-    assert labels.max() < 10
-    assert torch.equal(images, second.train[[0, 256, 299]][0])
 
 
 def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,20 +103,15 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3, 4, 9]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
-    message = r"data.root=.*no network.*; no cifar100 in .*, and it cannot be fetched"
-    with (
-        patch.object(CIFAR10, "download", side_effect=OSError("no network")),
-        pytest.raises(UserError, match=message),
-    ):
-        data.load(files("cifar100", tmp_path))
+    with patch.object(CIFAR10, "download", side_effect=OSError("no network")):
+        told = refused(data.load, files("cifar100", tmp_path))
+    assert re.match(r"data.root=.*no network.*; no cifar100 in .*, and it cannot be fetched", told), told
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
     found = data.load(files("cifar10", tmp_path))
-    assert (len(found.train), len(found.val)) == (30, 6)
-    assert (len(found.classes), found.preprocessing.channels) == (10, 3)
+    assert (len(found.train), len(found.val), len(found.classes)) == (30, 6, 10)
     images, labels = found.val[[5, 0]]
     assert labels.tolist() == [9, 0]
     assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
-    assert found.preprocessing.mean == (0.4914, 0.4822, 0.4465)
 
 
 def test_images_in_folders(tmp_path: Path) -> None:
@@ -146,25 +121,22 @@ def test_images_in_folders(tmp_path: Path) -> None:
     assert (len(found.train), len(found.val), found.classes) == (4, 4, ("class0", "class1"))
     for part in (found.train, found.val):
         images, labels = part[[0, 3]]
-        assert images.shape == (2, 3, 8, 8)
-        assert images.dtype == torch.uint8
+        assert (images.shape, images.dtype) == ((2, 3, 8, 8), torch.uint8)
         assert labels.tolist() == [0, 1]
         assert images[1].unique().tolist() == [11]
     sixteen = np.full((12, 14), 40 << 8, np.uint16)  # grey values of 16 bits
     Image.fromarray(sixteen).save(tmp_path / "val/class0/0.png")
     assert found.val[[0]][0].unique().tolist() == [40]
-    for mode in ("I", "F"):  # whose range nobody knows
-        Image.fromarray(sixteen.astype(np.float32)).convert(mode).save(tmp_path / "val/class0/1.tif")
-        with pytest.raises(UserError, match=f"its values are of mode {mode}, expected 8 or 16 bits"):
-            data.load(config).val[[2]]
-        (tmp_path / "val/class0/1.tif").unlink()
+    Image.fromarray(sixteen.astype(np.float32)).save(tmp_path / "val/class0/1.tif")
+    told = refused(data.load(config).val.__getitem__, [2])
+    assert "its values are of mode F, expected 8 or 16 bits" in told  # whose range nobody knows
+    (tmp_path / "val/class0/1.tif").unlink()
     resize, crop = (
         data.load(folder(tmp_path, image_size=14, resize=None)).val.transform.transforms[0].transforms
     )
     assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
-    with pytest.raises(UserError, match="train has no cow and val has no class1; both need a folder of each"):
-        data.load(config)
+    assert "train has no cow and val has no class1; both need a folder of each" in refused(data.load, config)
     with pytest.raises(UserError, match=r"data.resize=10: expected at least data.eval_size=20"):
         folder(tmp_path, eval_size=20)
 
@@ -209,17 +181,12 @@ def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
         ({"test_labels": None}, "no test_labels among train_images, train_labels, test_images; expected an"),
         ({"train_images": PIXELS / 255}, r"train_images are float64 \[7, 4, 4, 3\], not uint8"),
         ({"train_images": PIXELS.reshape(7, -1)}, r"uint8 \[7, 48\], not \[n, height, width\] with channels"),
-        ({"train_images": np.zeros((7, 4, 4, 4), np.uint8)}, r"\[7, 4, 4, 4\], not \[n, height, width\] w"),
         ({"test_images": PIXELS[:2, :, :, 0]}, r"test_images have another size or other channels than"),
-        ({"val_images": PIXELS, "val_labels": CLASSES, "test_images": PIXELS[:2, ..., 0]}, "test_images"),
         ({"train_labels": CLASSES[:6]}, r"train_labels are int64 \[6\], not the class of each image"),
-        ({"train_labels": np.eye(7, 3, dtype=int)}, r"train_labels are int64 \[7, 3\], not the class of"),
         ({"train_labels": CLASSES / 2}, r"train_labels are float64 \[7\], not the class of each image"),
         ({"train_labels": CLASSES - 1}, "train_labels are from -1 to 1, not 0 to 6"),
-        ({"train_labels": CLASSES * 1000}, "train_labels are from 0 to 2000, not 0 to 6"),
         ({"test_labels": CLASSES[:2] + 2}, "test_labels are from 2 to 3, not 0 to 2"),
         ({"train_labels": np.array([{}] * 7)}, "Object arrays cannot be loaded when allow_pickle=False"),
-        ({"train_images": PIXELS[:0], "train_labels": CLASSES[:0]}, r"train_labels are int64 \[0\], not the"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -230,15 +197,13 @@ def test_arrays_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Any
 
 
 def test_files_that_are_no_arrays_are_named(tmp_path: Path) -> None:
-    np.savez(tmp_path / "whole.npz", **MEDMNIST)
-    whole = (tmp_path / "whole.npz").read_bytes()
+    np.savez(tmp_path / "a.npz", **MEDMNIST)
+    whole = (tmp_path / "a.npz").read_bytes()
     np.save(tmp_path / "single.npy", PIXELS)
-    single = (tmp_path / "single.npy").read_bytes()
-    for content in (b"", b"no zip file", whole[:-40], whole[:300] + b"x" + whole[301:], single):
+    for content in (b"", whole[:-40], (tmp_path / "single.npy").read_bytes()):
         (tmp_path / "a.npz").write_bytes(content)
-        with pytest.raises(UserError, match=r"a.npz: .*expected an .npz with train_images") as caught:
-            data.load(files("arrays", tmp_path / "a.npz"))
-        assert "\n" not in str(caught.value)
+        told = refused(data.load, files("arrays", tmp_path / "a.npz"))
+        assert re.fullmatch(r".*a.npz: .*expected an .npz with train_images.*", told), told
 
 
 def index_lists(images: int, share: Share, seed: int, steps: int, repeats: int = 1) -> list[list[int]]:
@@ -257,44 +222,30 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
 
     Theirs is torchvision's RASampler (references/classification/sampler.py), which rounds to 256 images.
     """
-    images = 96
-    repeats = 3
-    world_size = 4
-    batch_size = 24
-    repeated = [index for index in epoch_order(5, 0, images).tolist() for _ in range(repeats)]
-    theirs = [repeated[rank::world_size][: images // world_size] for rank in range(world_size)]
-    ours = index_lists(images, Share(batch_size, 1, 0, 1), 5, images // batch_size, repeats)
-    assert sum(map(len, ours)) == images
+    repeated = [index for index in epoch_order(5, 0, 96).tolist() for _ in range(3)]
+    theirs = [repeated[rank::4][:24] for rank in range(4)]
+    ours = index_lists(96, Share(24, 1, 0, 1), 5, 4, 3)
+    assert sum(map(len, ours)) == 96
     for step, batch in enumerate(ours):
-        per_rank = slice(step * batch_size // world_size, (step + 1) * batch_size // world_size)
+        per_rank = slice(6 * step, 6 * step + 6)
         assert Counter(batch) == Counter(index for rank in theirs for index in rank[per_rank])
-    assert set(Counter(ours[0]).values()) == {repeats}
+    assert set(Counter(ours[0]).values()) == {3}
 
 
-def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Path) -> None:
+def test_copies_are_spread_over_the_ranks() -> None:
     first = index_lists(37, Share(12, 2, 0, 2), 1, 6, 2)
     assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
     assert copies_apart(torch.tensor([1, 1, 1, 2, 2, 2, 3]), 3).tolist() == [1, 2, 3, 1, 2, 1, 2]
-    write_folders(tmp_path)
-    config = folder(tmp_path)
-    noise = Image.effect_noise((40, 40), 80)
-    for path in tmp_path.glob("train/*/*"):
-        noise.save(path)
-    (batch,) = train_feed(data.load(replace(config, repeats=2)), 8, repeats=2, steps=range(1))
-    assert not torch.equal(batch.images[0], batch.images[1])
 
 
-@pytest.mark.parametrize("kind", ["digits", "folders"])
-def test_batches_have_the_size_that_was_asked_for(tmp_path: Path, kind: str) -> None:
+def test_batches_have_the_size_that_was_asked_for(tmp_path: Path) -> None:
     write_folders(tmp_path)
-    config = folder(tmp_path) if kind == "folders" else replace(DIGITS, limit=4)
-    config = replace(config, eval_size=9)
+    config = folder(tmp_path, eval_size=9)
     found = data.load(config)
-    feed = train_feed(found, 7 if kind == "digits" else 8)
-    assert {batch.images.shape[-1] for batch in feed} == {7 if kind == "digits" else 8}
-    if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
-        assert {images.shape[-1] for images, _ in feed.loader} == {8}
-        assert found.val[[0]][0].shape[-1] == 9
+    feed = train_feed(found, 7)
+    assert {batch.images.shape[-1] for batch in feed} == {7}
+    # cut to size by the workers, so that no more travels than is needed
+    assert {images.shape[-1] for images, _ in feed.loader} == {8}
     prepare = data.Prepare(found.preprocessing, config.side_in_eval, CPU)
     held_out = data.EvalFeed(found.val, Share(2, 1, 0, 1), prepare, workers=0)
     assert {batch.images.shape[-1] for batch in held_out} == {9}
@@ -415,15 +366,13 @@ def test_a_data_set_of_ones_own() -> None:
     split = loaded("data.what=one", "data.validation=0.2", "data.mean=[0.5]", "data.std=[0.25,0.5]")
     assert (len(split.train), len(split.val), split.test) == (8, 2, None)
     assert (split.preprocessing.mean, split.preprocessing.std) == ((0.5, 0.5), (0.25, 0.5))
-    for keys, message in (
-        (["data.what=one"], "expected a training set and a validation set; None for the second needs data.v"),
-        (["data.what=three"], "expected a training set and a validation set"),
-        (["data.wat=one"], r"unknown key data.wat; did you mean what\? \(valid: what, image_size\)"),
-        (["data.mean=[1,1,1]"], r"data.mean=\[1.0, 1.0, 1.0\]: expected one value, or 2, one per channel"),
-        (["allow=[]"], r"data._target_=test_data.squares: only builders in shardtrain.recipes are called"),
+    for key, message in (
+        ("data.what=three", "expected a training set and a validation set"),
+        ("data.wat=one", r"unknown key data.wat; did you mean what\? \(valid: what, image_size\)"),
+        ("data.mean=[1,1,1]", r"data.mean=\[1.0, 1.0, 1.0\]: expected one value, or 2, one per channel"),
     ):
         with pytest.raises(UserError, match=message):
-            loaded(*keys)
+            loaded(key)
     wrong = r"squares: the validation set: image 9 is torch.float32 \[2, 5, 6\], expected uint8 \[channels"
     with pytest.raises(UserError, match=wrong):
         found.val[[9]]
@@ -472,19 +421,6 @@ def test_batches_are_normalised_and_the_last_one_is_filled_up() -> None:
     assert torch.allclose(batches[0].images[:, 1], (images[:4, 1].float() - 20) / 4)
 
 
-def test_signals_of_others_end_no_worker() -> None:
-    """torchrun and Slurm signal all processes of a job."""
-    before = {*multiprocessing.active_children()}
-    batches = iter(train_feed(data.load(DIGITS), 8, workers=1, steps=range(6)))
-    next(batches)
-    (worker,) = {*multiprocessing.active_children()} - before
-    subprocess.run(["kill", str(worker.pid)], check=True)
-    assert len(list(batches)) == 5
-    worker.terminate()
-    worker.join(20)
-    assert worker.exitcode == 0
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_a_worker_starts_does_not_end_it(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(worker: int) -> None:
@@ -493,14 +429,17 @@ def test_a_signal_while_a_worker_starts_does_not_end_it(number: int, monkeypatch
 
     monkeypatch.setattr("shardtrain.data.feed.end_with_parent", late)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    others = {*multiprocessing.active_children()}
     batches = iter(train_feed(data.load(DIGITS), 8, workers=1, steps=range(3)))
     next(batches)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    (worker,) = {*multiprocessing.active_children()} - others
+    # torchrun and Slurm signal all processes of a job
+    subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)
     assert len(list(batches)) == 2
-
-
-def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
-    return list(train_feed(found, 8, workers=workers))
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize(
@@ -516,7 +455,6 @@ def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
             r"no image in .*cat; expected train/<class>/<image> in .*, found train",
         ),
         (["train.tar", "test/a"], r"No such file .*train'; expected .* in .*, found test, train.tar"),
-        ([], r"No such file .*train'; expected .*, found nothing"),
     ],
 )
 def test_advice_about_folders(tmp_path: Path, make: list[str], message: str) -> None:
@@ -527,7 +465,7 @@ def test_advice_about_folders(tmp_path: Path, make: list[str], message: str) -> 
         data.load(folder(tmp_path))
 
 
-@pytest.mark.parametrize("place", ["train", "val", "train/class0", "val/class1", "train/class0/deep"])
+@pytest.mark.parametrize("place", ["train", "val/class1", "train/class0/deep"])
 def test_folders_that_cannot_be_read_are_refused(tmp_path: Path, place: str) -> None:
     write_folders(tmp_path)
     (tmp_path / place).mkdir(exist_ok=True)
@@ -559,29 +497,13 @@ def test_paths_that_may_not_be_entered_are_mistakes(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_or_one_too_deep_is_named(tmp_path: Path) -> None:
     write_folders(tmp_path)
-    with pytest.raises(
-        UserError, match=r"^data.root=.*/photoz: there is no such folder; it would be /.*photoz$"
-    ):
-        data.load(folder(tmp_path / "photoz"))
+    told = refused(data.load, folder(tmp_path / "photoz"))
+    assert told == f"data.root={tmp_path}/photoz: there is no such folder; it would be {tmp_path}/photoz"
     for part in ("train", "val"):
-        with pytest.raises(UserError) as caught:
-            data.load(folder(tmp_path / part))
-        assert str(caught.value) == (
+        assert refused(data.load, folder(tmp_path / part)) == (
             f"data.root={tmp_path / part}: there is no train in it, but beside it: "
             f"did you mean data.root={tmp_path}?"
         )
-
-
-@pytest.mark.parametrize(("workers", "start"), [(0, 0), (1, 0), (0, 8)])
-def test_a_corrupt_image_is_named(tmp_path: Path, workers: int, start: int) -> None:
-    write_folders(tmp_path)
-    config = folder(tmp_path)
-    broken = tmp_path / "train/class1/0.png"
-    broken.write_bytes(broken.read_bytes()[start:40])
-    with pytest.raises(UserError) as caught:
-        feed(data.load(config), workers)
-    assert str(caught.value).startswith(f"cannot read the image {broken}: ")
-    assert "\n" not in str(caught.value)
 
 
 LOST = """
@@ -618,12 +540,9 @@ def test_a_batch_that_never_arrives_is_an_error(kind: str) -> None:
 
 def test_hidden_folders_and_files_are_no_classes_and_no_images(tmp_path: Path) -> None:
     write_folders(tmp_path)
-    before = folder(tmp_path)
-    for place in ("train/.ipynb_checkpoints", "train/class0/.ipynb_checkpoints", "val/.Trash"):
+    for place in ("train/.Trash", "train/class0/.ipynb_checkpoints"):
         (tmp_path / place).mkdir()
         shutil.copy(tmp_path / "train/class0/0.png", tmp_path / place / "0.png")
     shutil.copy(tmp_path / "train/class0/0.png", tmp_path / "train/class0/._0.png")
-    (tmp_path / "train/notes.txt").touch()
     found = data.load(folder(tmp_path))
     assert (len(found.classes), len(found.train), len(found.val)) == (2, 4, 4)
-    assert len(data.load(before).train) == 4
