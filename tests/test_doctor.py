@@ -39,11 +39,7 @@ def examined(fault: Callable[[Job], object] | None, *arguments: str) -> str:
     ("world", "arguments", "how"),
     [
         (1, [*LOW, "optim=adamw"], "bit for bit, updates to 1e-06"),
-        (
-            2,
-            ["SHARDTRAIN_TRANSPORT=shared_memory", "optim=adamw", "train.channels_last=true"],
-            "bit for bit, ",
-        ),
+        (2, ["optim=adamw", "train.channels_last=true"], "bit for bit, "),
         pytest.param(3, [MESSAGES, *LOW], "bit for bit, ", marks=LONG),
         (2, ["parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, "),
         (2, [*LOW, "parallel.precision=bf16"], "to 0.05, updates to 0.05"),
@@ -109,14 +105,12 @@ def test_a_difference_counts_beyond_the_tolerance() -> None:
     one = torch.tensor([1.0, -1.0, 0.0, 3.0])
     assert difference(one, torch.tensor([1.0, -1.0, -0.0, 3.0])) == ""
     other = one + torch.tensor([0.0, 0.25, 0.0, 0.0])
-    assert difference(other, one).startswith(
-        "Mismatched elements: 1 / 4 (25.0%); Greatest absolute difference: 0.25 at index (1,)"
-    )
+    said = "Mismatched elements: 1 / 4 (25.0%); Greatest absolute difference: 0.25 at index (1,)"
+    assert difference(other, one).startswith(said)
     assert difference(other, one, tolerance=0.08)
     assert difference(other, one, tolerance=0.09) == ""
     nan = torch.tensor([1.0, -1.0, 0.0, torch.nan])  # equals NaN and nothing else
     assert difference(nan, nan.clone()) == ""
-    assert difference(torch.empty(0, 3), torch.empty(0, 3)) == ""
     for found, expected in ((nan, one), (one, nan)):
         assert difference(found, expected, tolerance=0.1).startswith("Mismatched elements: 1 / 4")
 

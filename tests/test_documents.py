@@ -206,20 +206,17 @@ def test_a_loop_with_our_sampler_continues_exactly(tmp_path: Path) -> None:
     assert len(losses[0]) == 20  # two ranks' own
 
 
-# Stands for Weights & Biases where it is not installed.
+# Stands for Weights & Biases.
 WANDB = """
-import json
 from types import SimpleNamespace
 
-def write(*event, **keywords):
-    with open("wandb.jsonl", "a") as file:
-        file.write(json.dumps([*event, keywords], default=str) + "\\n")
+EVENTS = []
 
 def init(**settings):
-    write("init", settings["name"], settings["config"]["seed"])
-    summary = SimpleNamespace(update=lambda facts: write("facts", facts.get("status")))
-    log = lambda content, step: write("log", step, [*content])
-    return SimpleNamespace(log=log, summary=summary, finish=lambda exit_code: write("finish", exit_code))
+    EVENTS.append(("init", settings["name"], settings["config"]["seed"]))
+    summary = SimpleNamespace(update=lambda facts: EVENTS.append(("facts", facts.get("status"))))
+    log = lambda content, step: EVENTS.append(("log", step, *content))
+    return SimpleNamespace(log=log, summary=summary, finish=lambda exit_code: EVENTS.append(exit_code))
 
 def Image(array):
     assert array.dtype == "uint8" and array.ndim == 3
@@ -227,26 +224,19 @@ def Image(array):
 
 
 def test_the_examples_of_writers_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights & Biases is a stand-in here unless it is installed, and then it writes into the folder only."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "mywriters.py").write_text(FILES["writers"].read_text())
-    stands_in = importlib.util.find_spec("wandb") is None
-    if stands_in:
-        (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "wandb.py").write_text(WANDB)
     own = ("monitor.writers=[mywriters.Csv,mywriters.WeightsAndBiases]", "allow=[mywriters]")
     result = tiny.run("mine", *own)
     with Path("mine/scores.csv").open(newline="") as file:
         lines = list(csv.reader(file))
     assert ["10", "acc1/val", str(result["acc1/val"])] in lines
     assert [step for step, tag, _ in lines if tag == "loss/train"] == ["5", "10"]
-    if stands_in:
-        events = [json.loads(line) for line in (tmp_path / "wandb.jsonl").read_text().splitlines()]
-        assert [event[0] for event in events[:3]] == ["init", "facts", "log"]
-        assert events[0][1:3] == ["mine", 0]
-        assert events[2][1:3] == [0, ["samples/as_trained"]]
-        assert events[-2:] == [["facts", "finished", {}], ["finish", 0, {}]]
+    first, _, shown, *_, facts, last = importlib.import_module("wandb").EVENTS
+    assert (first, shown) == (("init", "mine", 0), ("log", 0, "samples/as_trained"))
+    assert (facts, last) == (("facts", "finished"), 0)
 
 
 @pytest.mark.long
@@ -310,35 +300,18 @@ def test_no_link_is_dead(file: Path) -> None:
 
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|yaml|json|txt|svg|png|ipynb|sbatch)|/)")
 NAME = re.compile(r"\+?([A-Za-z_]\w*(?:\.\w+)*)(?:(=)|\(.*\)|\[.*\])?")
-STAND_FOR = {  # how documents abbreviate modules
-    **{"dist": "torch.distributed", "dcp": "torch.distributed.checkpoint", "nn": "torch.nn", "np": "numpy"},
-    **{"Node": "torch.autograd.graph.Node", "Tensor": "torch.Tensor"},
-    **{name: f"shardtrain.{name}" for name in ("checkpoint", "comm", "fsdp", "optim", "recipes")},
-}
-OBJECTS = {"block", "grad", "meter", "model", "module", "monitor", "optimizer", "p", "param", "trainer"}
-OUTSIDE = [  # where names without dots may come from
-    *("builtins", "torch", "torch.Tensor", "torch.func", "torch.optim", "torch.profiler"),
-    *("torch.nn", "torch.nn.Module", "torch.nn.functional", "torch.nn.init", "torch.nn.parallel"),
-    *("torch.autograd", "torch.autograd.graph", "torch.amp.GradScaler", "torch.optim.swa_utils"),
-    *("torch.distributed", "torch.distributed.ReduceOp", "torch.distributed.optim"),
-    *("torch.distributed.fsdp", "torch.distributed.fsdp.FSDPModule", "torch.distributed.tensor"),
-    *("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict"),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-]
-OTHERS = {  # names of others
-    "a user's": """FOLDER/recipe/NAME.yaml configs/optim/NAME.yaml data.train logit_scale mine.py mine.yaml
-        net.blocks opening.shards self.h self.mean self.w""",
-    "other packages'": """Accelerator.prepare ConfigStore.__deepcopy__ EventFileWriter Figure
-        ModelParallelStrategy PeriodicModelAverager PostLocalSGDOptimizer apply_fsdp cpu_ram_efficient_loading
-        empty_init load_state merge_and_unload mixed_precision save_file save_pretrained timm.create_model""",
-    "torch's arguments and private names": """FakeTensorMode _foreach _post_backward_hook_state autograd.grad
-        create_graph find_unused_parameters foreach full_tensor p.full_tensor p.to_local param_dtype
-        queue_callback reduce_dtype retain_graph use_orig_params""",
-    "the system's": "fcntl flock pickle",
-    "a run's files, and options": """.hydra/ checkpoints/ config.yaml ddp fsdp1 log.txt outputs/ result.json
-        classes.csv digits.safetensors.json photos/ smoke traces/ val/ weights""",
-}
-KNOWN = {name for names in OTHERS.values() for name in names.split()}
+OUTSIDE = """
+    builtins torch torch.Tensor torch.autograd.graph torch.func torch.nn torch.nn.Module torch.nn.functional
+    torch.distributed torch.distributed.checkpoint torch.distributed.checkpoint.format_utils
+    torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.distributed.tensor
+    """
+OTHERS = """
+    FOLDER/recipe/NAME.yaml logit_scale mine.yaml model.KEY
+    PostLocalSGDOptimizer apply_fsdp cpu_ram_efficient_loading empty_init load_state merge_and_unload
+    _post_backward_hook_state
+    .hydra/ checkpoints/ config.yaml log.txt result.json digits.safetensors.json photos/ traces/ val/
+    """  # of users, of other packages, torch's private names, a run's files
+KNOWN = {*OTHERS.split()}
 
 
 def spans(file: Path) -> set[str]:
@@ -350,35 +323,19 @@ def spans(file: Path) -> set[str]:
 
 
 @functools.cache
-def defined() -> tuple[set[str], dict[str, set[str]]]:
-    """Return the names that our sources define, with words that they know, and the members of each class."""
+def used() -> set[str]:
+    """Return the names that our sources define or use, and words of theirs that are names."""
     names = {path.stem for path in ROOT.glob("configs/**/*") if path.suffix in ("", ".yaml")}
-    members: dict[str, set[str]] = {}
-    for path in (
-        path
-        for folder in ("shardtrain", "recipes", "docs/course", "tests")
-        for path in ROOT.glob(f"{folder}/**/*.py")
-    ):
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
-        names |= {path.stem, *map(stored, nodes)}
-        if path.parts[len(ROOT.parts)] != "tests":
-            values = [node.value for node in nodes if isinstance(node, ast.Constant)]
-            names |= {value for value in values if isinstance(value, str) and value.isidentifier()}
-        for node in nodes:
-            if isinstance(node, ast.ClassDef):
-                members.setdefault(node.name, set()).update(map(stored, ast.walk(node)))
-    return names, members
-
-
-def stored(node: ast.AST) -> str:
-    """Return the name that a node defines, or nothing."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return node.name
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return node.id
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        return node.attr
-    return node.arg if isinstance(node, ast.arg) else ""
+    for folder in ("shardtrain", "recipes", "docs", "tests"):
+        for path in ROOT.glob(f"{folder}/**/*.py"):
+            names.add(path.stem)
+            for node in ast.walk(ast.parse(path.read_text())):
+                words = (
+                    getattr(node, field, None) for field in ("name", "id", "attr", "arg", "module", "value")
+                )
+                for word in words:
+                    names |= {*word.split(".")} if isinstance(word, str) else set()
+    return names
 
 
 @functools.cache
@@ -396,25 +353,19 @@ def keys() -> set[str]:
 
 def is_file(name: str, beside: Path) -> bool:
     places = [beside.parent / name, ROOT / name, ROOT / "shardtrain" / name]
-    return any(place.exists() for place in places) or ("/" not in name and name[:-3] in defined()[0])
+    return any(place.exists() for place in places) or ("/" not in name and name[:-3] in used())
 
 
 def is_known(name: str, setting: bool) -> bool:
-    """Return whether a name, dotted or not, is a key, or our sources, torch or another package define it."""
-    names, members = defined()
-    if name in keys() or keyword.iskeyword(name) or name.isupper():  # a variable of the environment
+    """Return whether a name, dotted or not, is a key, or made of names of our sources or of torch's."""
+    if name in keys() or name.isupper():  # a variable of the environment
         return True
     first, *rest = name.split(".")
-    if not rest:
-        return name in names or any(hasattr(pydoc.locate(place), name) for place in OUTSIDE)
-    if setting and (ROOT / "configs" / first).is_dir():
+    if setting and rest and first in Config.__dataclass_fields__:
         return False
-    if first in OBJECTS:
-        return is_known(rest[-1], setting)
-    owners = zip([first, *rest], rest, strict=False)
-    if any(member in members.get(owner, ()) for owner, member in owners):
-        return True
-    return pydoc.locate(".".join([STAND_FOR.get(first, first), *rest])) is not None
+    places = [pydoc.locate(place) for place in OUTSIDE.split()]
+    unknown = {first, *rest} - used() - {*keyword.kwlist}
+    return all(any(hasattr(place, word) for place in places) for word in unknown)
 
 
 @pytest.mark.parametrize(

@@ -55,28 +55,20 @@ def test_image_files_are_those_that_pillow_decodes(tmp_path: Path, monkeypatch: 
     assert len(images_in(tmp_path / "train")[0]) == 12
 
 
-@pytest.mark.parametrize(
-    ("highest", "words"),
-    [
-        (
-            255,
-            "values up to 255, which is 8 bits, and become dark or black, .*: multiply their values by 256",
-        ),
-        (4095, "values up to 4095, which is 12 bits, .*: multiply their values by 16"),
-        (12000, "values up to 12000, which is 14 bits, .*: multiply their values by 4"),
-        (40000, None),
-    ],
-)
-def test_grey_images_of_16_bits_that_hold_fewer_are_warned_of(
-    tmp_path: Path, highest: int, words: str | None
-) -> None:
+def test_grey_images_of_16_bits_that_hold_fewer_are_warned_of(tmp_path: Path) -> None:
     write_folders(tmp_path)
     assert data.load(folder(tmp_path)).notes == ()  # 8 bits in 8
-    for path in tmp_path.glob("train/*/1.png"):
-        Image.fromarray(np.full((12, 14), highest, np.uint16)).save(path)
     (tmp_path / "train/class0/0.png").write_bytes(b"")  # which another message is about
-    notes = data.load(folder(tmp_path)).notes
-    assert [bool(re.search(words or "", note)) for note in notes] == [True] * (words is not None)
+    for highest, told in {
+        255: "values up to 255, which is 8 bits, and become dark or black, .*: multiply their values by 256",
+        4095: "values up to 4095, which is 12 bits, .*: multiply their values by 16",
+        12000: "values up to 12000, which is 14 bits, .*: multiply their values by 4",
+        40000: "",
+    }.items():
+        for path in tmp_path.glob("train/*/1.png"):
+            Image.fromarray(np.full((12, 14), highest, np.uint16)).save(path)
+        notes = data.load(folder(tmp_path)).notes
+        assert [bool(re.search(told, note)) for note in notes] == [True] * bool(told)
 
 
 def test_dark_images_are_counted_beside_bright_ones(tmp_path: Path) -> None:
@@ -133,9 +125,7 @@ def from_one() -> Any:
 
 def test_labels_of_a_function_begin_at_0() -> None:
     config = composed("data._target_=test_image_files.from_one", "allow=[test_image_files]")
-    message = (
-        "the training set: no training image of class 0 of 0 to 2; each needs some; an attribute `classes`"
-    )
+    message = "the training set: no training image of class 0 of 0 to 2; each needs some; an attribute `cl"
     with pytest.raises(UserError, match=message):
         data.load(config.data, config.allow)
 
@@ -160,11 +150,9 @@ def test_a_check_reads_every_image_and_lists_those_that_it_cannot(tmp_path: Path
     config = composed(*ON_FOLDERS, f"data.root={root}").data
     found = data.load(config)
     parts = {"train": found.train_as_val, "val": found.val, "test": None}
-    with (
-        patch.object(check, "CHUNK", 3),
-        patch.object(check, "REPORTS", 2),
-        pytest.raises(UserError, match=r"^data=imagefolder: 5 of 40 images cannot be read; they are listed"),
-    ):
+    told = r"^data=imagefolder: 5 of 40 images cannot be read; they are listed"
+    sizes = patch.multiple(check, CHUNK=3, REPORTS=2)
+    with sizes, pytest.raises(UserError, match=told):
         require_readable(parts, config, said.append)
     bad = sorted(line.split()[4].rstrip(":") for line in said if line.startswith("cannot read the image "))
     assert bad == sorted(str(path) for path in root.glob("*/*/*") if path.stat().st_size <= 40)

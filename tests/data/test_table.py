@@ -79,17 +79,13 @@ def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -
     ("rows", "message"),
     [
         (["image;label", "0.png;a"], "its first line has image;label; expected a CSV file with the columns"),
-        ([""], "its first line has nothing; expected a CSV file with the columns image, label and perhaps"),
         (["image,label"], "no line follows the first"),
         (["image,label", "0.png"], "line 2 has no label"),
-        (["image,label,split", "0.png,a,train", "1.png,b,"], "line 3 has no split"),
         (["image,label,split", "0.png,a,valid"], "line 2 has split=valid; did you mean val? (valid: train,"),
         (["image,label", "0.png,a,b"], "line 2 has more cells than the first line; a text with a comma goes"),
-        (["image,label", "0.png,a", "0.png,b"], "0.png is in 2 lines; expected each image once"),
         (["image,label", "0.png,a", "./0.png,b"], "0.png and ./0.png is in 2 lines; expected each image"),
         (["image,label", "x/../0.png,a", "{root}/0.png,b"], "x/../0.png and {root}/0.png is in 2 lines; ex"),
         (["image,label", "0.png,a", "x.png,b", "y.png,b"], "2 of 3 images are not in data.root={root}: x.pn"),
-        (["image,label", f"{'a' * 300},b"], "1 of 1 images are not in"),
         (["image,label", "0.png,a"], "no image to evaluate by; data.validation=0.2 holds out a fifth of eac"),
         (["image,label,split", "0.png,a,train", "1.png,b,val"], "no training image of b; each class needs"),
         (["image,label", '"0.png,a'], "unexpected end of data; expected a CSV file"),
@@ -116,9 +112,8 @@ def test_class_names_are_given_where_a_data_set_has_none(tmp_path: Path) -> None
     assert data.load(replace(composed("data=digits").data, classes=ten)).classes == ten
     config = write_table(tmp_path, validation=2, classes=("bird", "cat", "dog"))
     assert data.load(config).classes == ("bird", "cat", "dog")
-    with pytest.raises(
-        UserError, match=r"\[dog,cat,bird\]: the classes of csv .* have names: bird, cat, dog"
-    ):
+    told = r"\[dog,cat,bird\]: the classes of csv .* have names: bird, cat, dog"
+    with pytest.raises(UserError, match=told):
         data.load(replace(config, classes=("dog", "cat", "bird")))
 
 
@@ -142,13 +137,11 @@ ONE = Preprocessing.of_arrays(("a",), (0.0,), (1.0,), 8)
 GOOD = [(picture(), 0), (picture(), 1)]
 RETURNED: dict[str, Any] = {
     "generator": (iter(GOOD), GOOD),
-    "dict": ({"a": picture()}, GOOD),
     "empty": (GOOD, []),
     "alone": ([picture()], GOOD),
     "array": ([(np.zeros((9, 8, 3), np.uint8), 0)], GOOD),
     "palette": ([(picture(mode="P"), 0)], GOOD),
     "name": ([(picture(), "cat")], GOOD),
-    "half": ([(picture(), 0.5)], GOOD),
     "label": (GOOD, [(picture(), 2)]),
     "negative": ([(picture(), -1)], GOOD),
     "mixed": (Mixed([*GOOD, (picture(12, 6), 1)]), GOOD),
@@ -178,20 +171,15 @@ def of_own(function: str, image_size: int = 0, **keywords: str) -> data.DataSet:
     ("what", "message"),
     [
         ("generator", "the training set is a list_iterator, expected a data set with items[i] and len(items"),
-        ("dict", "the training set is a dict, expected a data set with items[i] and len(items)"),
         ("empty", "the validation set is empty"),
         ("alone", "the training set: item 0 is a Image, expected (image, label)"),
         ("array", "image 0 is uint8 [9, 8, 3], expected uint8 [channels, height, width] or an image of Pill"),
         ("palette", 'image 0 is of mode P; image.convert("RGB") gives 8 bits per channel'),
         ("name", "the label of image 0 is 'cat', expected the number of a class"),
-        ("half", "the label of image 0 is 0.5, expected the number of a class"),
         ("label", "the validation set: the label of image 0 is 2, expected 0 to 1; an attribute `classes` o"),
         ("negative", "the training set: the label of image 0 is -1, expected 0 or more; an"),
         ("mixed", "image 2 is [3, 6, 12], image 0 of the training set is [3, 9, 9]; data.image_size=N resiz"),
-        (
-            "grey",
-            'image 0 is [1, 9, 9], image 0 of the training set is [3, 9, 9]; image.convert("RGB") gives',
-        ),
+        ("grey", "image 0 is [1, 9, 9], image 0 of the training set is [3, 9, 9]; image.convert("),
         ("number", "the training set has classes=10, expected a list of names, by label"),
         ("ours", "classes is 10, expected a tuple of names, by label"),
     ],
@@ -209,9 +197,8 @@ def test_images_of_mixed_sizes_are_cropped_to_the_size_that_is_asked_for() -> No
     assert (images.shape, labels.tolist(), found.preprocessing.resize) == ((2, 3, 6, 6), [0, 1], 6)
     found = of_own("sized", 6)  # whose function takes the size
     assert found.val[[0]][0].shape == (1, 3, 6, 6)
-    with pytest.raises(
-        UserError, match=r"^data: .*missing 1 required .*'image_size'; \S+.sized does not take"
-    ):
+    told = r"^data: .*missing 1 required .*'image_size'; \S+.sized does not take"
+    with pytest.raises(UserError, match=told):
         of_own("sized")
 
 

@@ -23,11 +23,9 @@ from shardtrain.job import losses, pictures, scores
 from shardtrain.job.build import build
 from shardtrain.job.evaluation import Scoring, evaluate
 from shardtrain.monitor import Monitor, StepMetrics
-from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Best, RunState, Saver
 from shardtrain.train.steps import BaseTrainer
-from shardtrain.train.sweep import Outcome
 
 from pool import each_rank
 from small import Parts
@@ -122,21 +120,21 @@ def test_what_functions_may_return() -> None:
     def called(function: Any) -> scores.Results:
         return scores.results_of({"mine.score": function}, logits, labels, NAMES)
 
-    assert called(lambda logits, labels: torch.tensor(2.0)).numbers == {"score": 2.0}
     assert called(lambda logits, labels, names: {"n": len(names)}).numbers == {"n": 5.0}
     returned = called(lambda *_: {"text": "lines", "plot": np.zeros((5, 4, 3), np.uint8), "x": math.nan})
     assert returned.texts == {"text": "lines"}
     assert returned.pictures["plot"].shape == (5, 4, 3)
     assert math.isnan(returned.numbers["x"])
-    with pytest.raises(UserError, match=r"mine.score\]: TypeError: score is a list, expected a number, a pi"):
-        called(lambda logits, labels: [1, 2])
-    with pytest.raises(UserError, match=r"ValueError: there is another score named acc1: choose"):
-        called(lambda *_: {"acc1": 2.0})
+    for function, told in (
+        (lambda *_: [1, 2], r"TypeError: score is a list, expected a number, a pi"),
+        (lambda *_: {"acc1": 2.0}, r"ValueError: there is another score named acc1: choose"),
+        (lambda *_: 1 / 0, r"ZeroDivisionError: .*\(.*test_scores.py, line \d+\)"),
+    ):
+        with pytest.raises(UserError, match=rf"mine.score\]: {told}"):
+            called(function)
     both = {"mine.again": lambda *_: 1.0, "mine.f": lambda *_: {"again": 2.0}}
     with pytest.raises(UserError, match=r"mine.f\]: ValueError: there is another score named again"):
         scores.results_of(both, logits, labels, NAMES)
-    with pytest.raises(UserError, match=r"mine.score\]: ZeroDivisionError: .*\(.*test_scores.py, line \d+\)"):
-        called(lambda logits, labels: 1 / 0)
 
 
 @each_rank(2, transport="auto")
@@ -148,10 +146,7 @@ def test_a_function_that_fails_on_rank_0_fails_on_all() -> None:
 def test_what_is_computed_by_default() -> None:
     assert [*scores.chosen_scores(["per_class"], 50, ())] == ["per_class"]
     assert scores.chosen_scores(["per_class"], 51, ()) == {}
-    with pytest.raises(
-        UserError,
-        match=r"scores=\[per_clas\]: expected PACKAGE.FUNCTION, or _target_ .*; did you mean per_class",
-    ):
+    with pytest.raises(UserError, match=r"scores=\[per_clas\]: expected PACKAGE.* did you mean per_class"):
         scores.chosen_scores(["per_clas"], 5, ())
     job, _ = build(composed(*TINY), 0, 1, CPU)
     assert [*job.scoring.functions] == ["per_class"]
@@ -168,11 +163,8 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
     def mine(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
         return {"mine": next(falling), "shown": np.zeros((2, 3, 3), np.uint8), "lines": "of text"}
 
-    words = (
-        "monitor.scores=[{_target_: mine.mine, higher_is_better: false},per_class]",
-        "train.best=mine/val",
-    )
-    words += ("train.epochs=9", "train.eval_every=1", "train.patience=2", "allow=[mine]")
+    words = ("monitor.scores=[{_target_: mine.mine, higher_is_better: false},per_class]", "allow=[mine]")
+    words += ("train.best=mine/val", "train.epochs=9", "train.eval_every=1", "train.patience=2")
     with patch.object(scores, "find_target", lambda *_: mine):
         assert train(composed("+recipe=resnet", *TINY, *words), context(tmp_path)) == 3.0
     result = result_of(tmp_path)
@@ -180,7 +172,6 @@ def test_a_run_by_another_score(tmp_path: Path) -> None:
     assert (result["best_by"], result["best_is_lowest"]) == ("mine/val", True)
     log = (tmp_path / "log.txt").read_text()
     assert "stopped after step 20: no better mine/val in 2 evaluations" in log
-    assert ", mine 6.0000" in log
     assert "best mine 3.0000 at step 10" in log
     assert "val, lines:" in log
     assert (tmp_path / "checkpoints" / step_name(10)).exists()  # the best is kept
@@ -195,9 +186,8 @@ def judged(score: float, best: Best | None, *words: str, loss: float = 1.0) -> A
     saver._metrics, saver._monitor, saver._job, saver._trainer = (MagicMock() for _ in range(4))
     saver._config = composed("+recipe=resnet", *TINY, *words)
     saver.best = best
-    saver._evaluate = lambda feed: MagicMock(
-        ranking=lambda: {"loss/val": loss, saver._config.train.best: score}
-    )
+    ranking = {"loss/val": loss, saver._config.train.best: score}
+    saver._evaluate = lambda feed: MagicMock(ranking=lambda: ranking)
     train = saver._config.train
     saver._job.scoring = Scoring(is_minimised=train.best == "loss/val")
     better = saver._evaluate_step(7)
@@ -264,18 +254,6 @@ def test_another_score_begins_anew() -> None:
         assert saver.best == (best if kept else None)
 
 
-def test_a_sweep_ranks_by_it() -> None:
-    done = [Outcome(0, ["seed=0"], "", 0.5, 0.5), Outcome(1, ["seed=1"], "", 0.25, 0.25)]
-    done.append(Outcome(2, ["seed=2"], "why"))
-    assert sweep.table(done, "loss/val").splitlines() == [
-        "best loss/val   job  overrides",
-        "       0.2500     1  seed=1",
-        "       0.5000     0  seed=0",
-        "       failed     2  seed=2",
-        "                     why",
-    ]
-
-
 # weights of classes
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0, 1.0, 3.0, 0.1, 1.0, 7.0, 1.0])
@@ -329,33 +307,15 @@ def test_the_weighted_loss_does_not_depend_on_the_split(on_ranks: Any) -> None:
         assert all(torch.equal(other[name], gradient) for name, gradient in same_bits[0].items())
 
 
-def test_the_example_of_the_docstring() -> None:
-    """Two classes of weights 1 and 3, losses 1 and 3: 2.00 in one batch, 1.75 as torch divides two."""
-    own = losses.CrossEntropy(torch.tensor([1.0, 3.0]))
-    shared = math.log(math.e - 1)  # a margin whose loss is 1
-    far = math.log(math.e**3 - 1)
-    logits = torch.tensor([[0.0, shared]] * 3 + [[far, 0.0]], dtype=torch.float64)
-    labels = torch.tensor([0, 0, 0, 1])
-    assert own(logits, labels).item() == pytest.approx(2.0, rel=1e-6)
-    halves = [own(logits[part], labels[part]).item() for part in (slice(2), slice(2, 4))]
-    assert sum(halves) / 2 == pytest.approx(1.75, rel=1e-6)
-    divided = [
-        own.over(torch.tensor(3.0), logits[part], labels[part]).item() for part in (slice(2), slice(2, 4))
-    ]
-    assert sum(divided) / 2 == pytest.approx(2.0, rel=1e-6)
-
-
 def test_balanced_weights() -> None:
     labels = torch.tensor([0] * 6 + [1] * 2)
     arrays = Arrays(torch.zeros(8, 1, 2, 2, dtype=torch.uint8), labels)
-    data = DataSet(
-        arrays, arrays, "small", Preprocessing.of_arrays(("cat", "dog", "none"), (0.0,), (1.0,), 2)
-    )
+    how = Preprocessing.of_arrays(("cat", "dog", "none"), (0.0,), (1.0,), 2)
+    data = DataSet(arrays, arrays, "small", how)
     assert losses.weights_of("balanced", data).tolist() == pytest.approx([8 / 12, 8 / 4, 1.0])
     assert losses.weights_of(None, data) is None
-    with pytest.raises(
-        UserError, match=r"class_weights=\[1.0\]: expected 3 weights, one per class: cat, dog"
-    ):
+    told = r"class_weights=\[1.0\]: expected 3 weights, one per class: cat, dog"
+    with pytest.raises(UserError, match=told):
         losses.weights_of([1.0], data)
     pairs: Any = [(arrays.images[number], int(label)) for number, label in enumerate(labels)]
     assert losses.class_counts(Items(pairs, "own", 0, Expected((1, 2, 2), 3)), 3).tolist() == [6, 2, 0]
@@ -365,59 +325,36 @@ def test_the_validation_loss_is_the_one_that_is_trained() -> None:
     """Weighted over all images, smoothed, and of a loss of one's own."""
     data = small_data()
     logits = F.pad(data.val.images.flatten(1).float() / 64, (0, 1))
-    labels = data.val.labels
-    model = shard(
-        Parts(
-            lambda self, images: F.pad(images.flatten(1) / 64, (0, 1)) * self.scale,
-            scale=nn.Parameter(torch.ones(())),
-        )
-    )
+    part = nn.Parameter(torch.ones(()))
+    model = shard(Parts(lambda self, images: F.pad(images.flatten(1) / 64, (0, 1)) * self.scale, scale=part))
     weights = torch.tensor([1.0, 9.0, 0.5, 2.0, 1.0])
-    for loss, expected in (
-        (losses.CrossEntropy(weights, 0.1), nn.CrossEntropyLoss(weights, label_smoothing=0.1)),
-        (losses.CrossEntropy(smoothing=0.1), nn.CrossEntropyLoss(label_smoothing=0.1)),
-        (
-            lambda logits, labels: 7 * F.cross_entropy(logits, labels),
-            lambda *args: 7 * F.cross_entropy(*args),
-        ),
-    ):
+    own = lambda logits, labels: 7 * F.cross_entropy(logits, labels)  # noqa: E731
+    weighted = nn.CrossEntropyLoss(weights, label_smoothing=0.1)
+    for loss, expected in ((losses.CrossEntropy(weights, 0.1), weighted), (own, own)):
+        prepare = Prepare(data.preprocessing, 2, CPU)
         feeds = [
-            EvalFeed(
-                data.val, Share(1, 1, 0, 1), Prepare(data.preprocessing, 2, CPU), workers=0, batch_size=size
-            )
-            for size in (3, 5)
+            EvalFeed(data.val, Share(1, 1, 0, 1), prepare, workers=0, batch_size=size) for size in (3, 5)
         ]
-        feed = feeds[0]
         found, again = (evaluate(model, each, Scoring(loss)).scores.loss for each in feeds)
-        assert found == again or not isinstance(loss, losses.CrossEntropy)
-        assert found == pytest.approx(expected(logits, labels).item(), rel=1e-6)
-        one_hot = evaluate(model, feed, Scoring(loss, mixed=True)).scores.loss
+        assert found == again or loss is own
+        assert found == pytest.approx(expected(logits, data.val.labels).item(), rel=1e-6)
+        one_hot = evaluate(model, feeds[0], Scoring(loss, mixed=True)).scores.loss
         assert one_hot == pytest.approx(found, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "soft", "message"),
-    [
-        (lambda logits, labels: F.nll_loss(logits.log_softmax(1), labels), True, "RuntimeError: "),
-        (
-            lambda logits, labels: F.cross_entropy(logits, labels, reduction="none"),
-            False,
-            r"returned \[4\] w",
-        ),
-        (
-            lambda logits, labels: float(logits.detach().sum()),
-            False,
-            "returned a float; expected the mean over the",
-        ),
-        (lambda logits, labels: logits.detach().sum(), False, r"returned \[\] without gradients; expected"),
-        (lambda logits: logits.sum(), False, r"TypeError: .* \(.*losses.py, line \d+\)"),
-    ],
-)
-def test_a_loss_that_fails_is_one_line_before_the_first_step(loss: Any, soft: bool, message: str) -> None:
-    kind = r"float32 \[4, 10\]" if soft else r"int64 \[4\]"
-    called = rf"^train.loss, called with logits \[4, 10\] and labels {kind}: {message}"
-    with pytest.raises(UserError, match=called):
-        losses.rehearse_loss(loss, NAMES, (4, 10), soft=soft, device=CPU)
+def test_a_loss_that_fails_is_one_line_before_the_first_step() -> None:
+    wrong: list[tuple[Any, str]] = [
+        (lambda logits, labels: F.cross_entropy(logits, labels, reduction="none"), r"returned \[4\] w"),
+        (lambda logits, labels: float(logits.detach().sum()), "returned a float; expected the mean over the"),
+        (lambda logits, labels: logits.detach().sum(), r"returned \[\] without gradients; expected"),
+        (lambda logits: logits.sum(), r"TypeError: .* \(.*losses.py, line \d+\)"),
+    ]
+    called = r"^train.loss, called with logits \[4, 10\] and labels "
+    for loss, told in wrong:
+        with pytest.raises(UserError, match=rf"{called}int64 \[4\]: {told}"):
+            losses.rehearse_loss(loss, NAMES, (4, 10), soft=False, device=CPU)
+    with pytest.raises(UserError, match=rf"{called}float32 \[4, 10\]: RuntimeError: "):
+        losses.rehearse_loss(F.nll_loss, NAMES, (4, 10), soft=True, device=CPU)
 
 
 def test_a_weighted_loss_of_torch_is_refused() -> None:

@@ -14,7 +14,6 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from shardtrain import clip_grad_norm_, comm, torch_private
 from shardtrain.comm.trace import GATHER, count
@@ -35,15 +34,8 @@ from shardtrain.train.steps import BaseTrainer
 from pool import each_rank, ended, once
 from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
-SCALARS = {
-    "loss/train": 0.5,
-    "acc1/train": 80.0,
-    "system/img_per_s": 123.0,
-    "lr/group0": 0.1,
-    "grad_norm": 2.0,
-    "system/exposed_comm_pct": 60.0,
-    **{f"system/{phase}_pct": 10.0 for phase in PHASES},
-}
+SCALARS = {"loss/train": 0.5, "acc1/train": 80.0, "system/img_per_s": 123.0, "lr/group0": 0.1}
+SCALARS |= {"system/exposed_comm_pct": 60.0, **{f"system/{phase}_pct": 10.0 for phase in PHASES}}
 TWO = torch.zeros(2, 1, 8, 8)  # images
 ONE = torch.ones(())
 FOUR: Any = SimpleNamespace(steps=4, steps_per_epoch=2, first_step=0)  # of a job
@@ -73,16 +65,11 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["acc1/val"], result["best/acc1"], result["loss/train"]) == (98.5, 98.5, 0.5)
     assert (result["parameters"], result["best/step"]) == (4_154, 1)
-    assert result["command"] == shlex.join(sys.argv)
     assert {"torch", "torchvision", "python"} <= set(result["versions"])
-    assert OmegaConf.load(tmp_path / "a/run/config.yaml").model.num_classes == 10
-    log = (tmp_path / "a/run/log.txt").read_text()
-    assert "loss/train 0.5" in log
-    assert "finished  step 1" in log
+    assert "loss/train 0.5" in (tmp_path / "a/run/log.txt").read_text()
     output = capsys.readouterr().out
     assert f"step   1/{job.steps}  epoch 0.0  loss 0.5000  acc1 80.00 %  lr 0.1  123 img/s" in output
     assert "val loss 0.2500, acc1 98.50 %\n" in output
-    assert "finished" in output
 
 
 # Trains on a disk that is full after step 1, or at the start, and has room from step 9 on.
@@ -151,20 +138,14 @@ def test_results_are_written_while_a_run_goes_on_with_null_for_what_json_has_not
     read = json.loads(result.path.read_text())
     assert (read["status"], read["step"], read["system/img_per_s"]) == ("running", 3, 2.0)
     assert (read["loss/train"], read["grad_norm"]) == (None, None)
-    resumed: Any = SimpleNamespace(steps_per_epoch=2, first_step=1)
-    assert "loss/train" not in writers.ResultFile(tmp_path, resumed).result
 
 
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
     job, config = built("optim=adamw", "train.accumulate=2", model=())
     table = start_table(config, context(tmp_path), job)
-    for expected in (
-        "11,172,810 parameters",
-        "42.6 MiB parameters, 42.6 gradients",
-        "digits, 1,437 + 360 held out, 8×8 pixels",
-        "48 = 1 rank × 2 micro-batches × 24",
-    ):
-        assert expected in table
+    assert "42.6 MiB parameters, 42.6 gradients" in table
+    assert "digits, 1,437 + 360 held out, 8×8 pixels" in table
+    assert "48 = 1 rank × 2 micro-batches × 24" in table
     assert not job.notes
 
 
@@ -179,9 +160,8 @@ def test_the_end_has_the_average_beside_the_best_and_where_the_time_went(capsys:
     writers.Console(FOUR).log(4, evaluation.scalars())
     assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
     best = {tags.best(tags.VAL_ACC1): 20.0, tags.BEST_STEP: 4, "run_dir": "here"}
-    told = end_table(
-        {"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best, **SCALARS}
-    )
+    facts = {"status": "finished", "step": 4, "seconds": 1.0}
+    told = end_table({**facts, **evaluation.scalars(), **best, **SCALARS})
     assert "average   loss 1.0000, acc1 20.00 %, best acc1 20.00 % at step 4" in told
     assert "train     loss 0.5000, acc1 80.00 %, 123 img/s at the end" in told
     time = "data 10 %, forward 10 %, backward 10 %, optimizer 10 %, exposed communication 60 % at the end"
@@ -214,11 +194,8 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
     assert scalars["system/img_per_s"] == pytest.approx(2 / scalars["system/step_s"])
     assert 500 < scalars["system/step_s"] < 1000
     assert 50 < scalars["system/data_pct"] < 100
-    assert scalars["system/forward_pct"] == 0 < scalars["system/optimizer_pct"]
     assert scalars["system/exposed_comm_pct"] == 0
     assert not [tag for tag in scalars if tag.endswith("per_step")]  # on one rank
-    assert scalars["system/peak_mib"] > scalars["system/params_mib"]
-    assert scalars["system/gathered_peak_mib"] == 0  # nothing ran
     step_of(metrics, TWO, loss=float("nan"))
     with pytest.raises(RuntimeError, match=r"loss/train is nan at step 7; a lower optim.lr may help"):
         metrics.report(7, ONE)
@@ -233,8 +210,8 @@ def test_a_rank_is_slow_by_the_median_of_the_others() -> None:
     found = slow_rank(rows(base, base | {"data": 41.0, "backward": 61.0}, base | {"forward": 31.0}))
     text = "rank 1 is slow: busy 135.0 ms per step, the others 94.5 ms, most of it in data (+40.0 ms)"
     assert found == (1, "data", text)
-    for busy in ([10.0], [10.0, 14.9], [100.0, 119.0]):  # small differences, and a rank alone
-        assert slow_rank(rows(*({"forward": each} for each in busy))) is None
+    assert slow_rank(rows({"forward": 10.0}, {"forward": 14.9})) is None
+    assert slow_rank(rows({"forward": 100.0}, {"forward": 119.0})) is None
 
 
 def test_a_rank_that_is_slow_twice_is_named_once(tmp_path: Path) -> None:
@@ -351,20 +328,6 @@ def test_a_run_is_one_file_with_all_tags_hyperparameters_texts_and_pictures(fini
     assert first == {"model", "optim.lr", "seed", "train.batch_size", "train.epochs"}
 
 
-@pytest.mark.long
-def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
-    plain, other = (
-        writers.hyperparameters(configure(*TINY, *arguments), FACTS)
-        for arguments in ((), ("optim=adamw", "sched=constant", "train.clip_grad_norm=1", "augment=digits"))
-    )
-    assert plain.keys() == other.keys()
-    assert (plain["train.clip_grad_norm"], other["train.clip_grad_norm"]) == ("none", 1.0)
-    assert (plain["augment"], other["augment"].split(",")[1]) == ("none", " rotate 10.0")
-    keys = ("seed=0", "optim.weight_decay=0.5", "sched.warmup_epochs=1.5", "augment.pad=1", "model.heads=3")
-    swept = [writers.hyperparameters(configure(*TINY, "augment=photo", key), FACTS) for key in keys]
-    assert all(row != swept[0] for row in swept[1:])
-
-
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     config = configure(*TINY)
     first = writers.TensorBoard(tmp_path, config, FACTS)
@@ -396,11 +359,6 @@ def test_grids_show_pixels_as_they_were() -> None:
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
     ink = [page[start + tile :, start + 84 * index :][:, :84].min() < 100 for index in range(3)]
     assert ink == [True, False, True]
-    two = 2 * (tile + pictures.LINES + start) + start
-    for side, scale in ((8, 1), (tile + 1, 2)):
-        zeros = torch.zeros(5, 2, side, side)
-        two_rows = pictures.grid(zeros, ["a\nb"] * 5)
-        assert two_rows.shape == (scale * two, scale * 340, 3)
 
 
 def test_captions_name_classes_and_what_is_mixed() -> None:
@@ -438,12 +396,7 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     scalars = metrics.report(5, clip_grad_norm_(job.model, 1e9)).scalars
     after = time.perf_counter()
     params = list(job.model.parameters())
-    state = [v for s in job.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    sizes = {
-        "params": sum(p.nbytes for p in params),
-        "grads": sum(p.grad.nbytes for p in params if p.grad is not None),
-        "optimizer": sum(v.nbytes for v in state),
-    }
+    sizes = {"params": sum(p.nbytes for p in params), "grads": sum(p.grad.nbytes for p in params)}
     shares = [value for tag, value in scalars.items() if tag.startswith("system/") and tag.endswith("_pct")]
     elapsed = 4 * 12 / scalars["system/img_per_s"]
     assert end - start < elapsed < after - before

@@ -2,18 +2,14 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtrain
@@ -21,14 +17,13 @@ from shardtrain import comm
 from shardtrain.config.errors import UserError
 from shardtrain.job.build import build
 from shardtrain.job.step import Step
-from shardtrain.launch.launcher import close_process_group
 from shardtrain.plan.__main__ import PlanSettings, plan, read
 from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.transport import Simulated
 
-from small import OddNet, Parts
+from small import Parts
 from tiny import ALONE, CPU, VIT, composed, over_transport
 
 MIB = 2**20
@@ -183,9 +178,7 @@ def test_any_module_that_a_function_returns_is_planned(capsys: pytest.CaptureFix
         of_function("not_a_module")
     plan(read(["test_plan.with_inputs", "world_size=64"], speak=False), ALONE, CPU)
     assert "64 ranks × 1 micro-batch × inputs of 3×7, 3×7\n" in capsys.readouterr().out
-    told = (
-        r"^the model does not take images of shape 6×3×16×16: .*, unless the function returns the inputs, t"
-    )
+    told = r"^the model does not take images of shape 6×3×16×16: .*, unless the function returns the inputs"
     with pytest.raises(UserError, match=told):
         of_function("Words", "model.width=8", "world_size=2", "data.image_size=16", "train.batch_size=12")
 
@@ -202,9 +195,6 @@ def test_the_batch_is_a_whole_one() -> None:
     [
         (["device=tpu"], "device=tpu; did you mean cpu? (valid: auto, cpu, cuda)"),
         (["flops=3"], "unknown key flops; shardtrain.plan prints the TFLOP and the MiB sent of a step"),
-        (["memory=80"], "unknown key memory; shardtrain.plan tells the peak of one batch: try micro_batch=N"),
-        (["curve=false"], "unknown key curve; shardtrain.plan plans one world size: ask again with another"),
-        (["out=here"], "unknown key out; shardtrain.plan prints its plan: redirect it, as in > plan.txt"),
         (["world_size=0"], "world_size=0: expected at least 1"),
         (["world_size=10000000000"], "world_size=10000000000: expected at most 1000000"),
         (["data=imagefolder", "data.root=/nowhere"], "or plan without the data set: model.num_classes=N"),
@@ -227,15 +217,14 @@ def test_mistakes_that_show_later_and_a_plan_without_the_data_set() -> None:
 @pytest.mark.long
 def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    small = (*VIT, "world_size=2", "parallel.compile=true", AGAIN)
-    here, cpu, gpus = (settings(*small, f"device={device}") for device in ("auto", "cpu", "cuda"))
+    here, cpu, gpus = (
+        settings(*VIT, "world_size=2", AGAIN, f"device={device}") for device in ("auto", "cpu", "cuda")
+    )
     assert here.question == cpu.question
-    assert cpu.question.inbox
-    assert not gpus.question.inbox
+    assert (cpu.question.inbox, gpus.question.inbox) == (True, False)
     plan = simulate(gpus.config, gpus.question)
-    options = ", activations computed again in backward; planned as if it were not compiled\n"
-    assert f", device=cpu, messages{options}" in headline(here.config, plan)
-    assert f", device=cuda, messages{options}" in headline(gpus.config, plan)
+    for device, config in (("cpu", here.config), ("cuda", gpus.config)):
+        assert f", device={device}, messages, activations computed again in b" in headline(config, plan)
 
 
 def test_words_name_the_peak() -> None:
@@ -251,21 +240,6 @@ def test_words_name_the_peak() -> None:
     assert MemoryTimeline(tuple(points[2:])).words().startswith("The peak of 28.0 MiB, in update, consists")
 
 
-def test_kinds_are_told_apart() -> None:
-    """A linear layer by hand: 64 weights, 16 biases, 5 images, plain SGD."""
-    model = shardtrain.shard(nn.Linear(4, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batch = torch.randn(5, 4)
-    step = Step(model, lambda logits, _: logits.square().sum(), optimizer, None)
-    for _ in range(2):
-        timeline = memory_of_step(step, [(batch, torch.zeros(5))])
-    most = {kind: timeline.most(kind) for kind in MEMORY_KINDS}
-    assert most["parameters"] == most["optimizer"] == most["gradients"] == 80 * 4
-    assert most["gathered"] == 0
-    assert most["activations"] >= 5 * 16 * 4
-    assert timeline.points[-1].phase == "update"
-
-
 @pytest.mark.long
 def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     muon = settings(*VIT, "world_size=4", "optim=muon")
@@ -277,40 +251,7 @@ def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     assert found.state["parameters"] == max(held) > even.state["parameters"]
     assert sum(held) == 4 * sum(unit.parameters for unit in found.units)
     assert re.match(rf"rank {found.question.rank}, which has most, holds +MiB\n", rank_table(found))
-    assert rank_table(even).startswith("a rank holds")
-    said = headline(muon.config, found)
-    assert "whole parameters" in said
-    assert said.count("\n") == 1
-
-
-# large worlds in one process: what a rank holds, sends and does there; nothing here asserts on a time
-
-
-@contextmanager
-def simulated_group(world: int, rank: int = 0) -> Iterator[None]:
-    """Make this process ``rank`` of ``world`` inside, in a process group whose collectives move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        close_process_group()
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
-    class Mine(Simulated):
-        pass
-
-    opened = lambda opening: Mine(opening.shards.rank, opening.shards.world)  # noqa: E731
-    monkeypatch.setitem(comm.TRANSPORTS, "mine", opened)
-    with simulated_group(8):
-        mesh = init_device_mesh("cpu", (replicas, 8 // replicas))
-        model = shardtrain.shard(OddNet(), units=[], mesh=mesh, transport="mine")
-        with comm.meter() as meter:
-            model(torch.randn(2, 3, 5, 5)).sum().backward()
-        transport = shardtrain.introspect(model).transport
-    assert isinstance(transport.transport, Mine)
-    assert meter.calls["all_gather"] == 1
+    assert "whole parameters" in headline(muon.config, found)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

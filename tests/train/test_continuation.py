@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-import shardtrain
-from shardtrain import comm
+from shardtrain import __version__, comm
 from shardtrain.config.command import EVERYTHING, require_version
 from shardtrain.config.config import Config
 from shardtrain.config.errors import UserError
@@ -86,16 +85,15 @@ def test_labels_of_a_table_that_were_exchanged_are_noticed(tmp_path: Path) -> No
     labels = [path.parent.name for path in files]
     words = ("data=csv", f"data.table={tmp_path}/labels.csv", "data.validation=0.5")
 
-    def write() -> None:
+    def ending_of_table(*more: str) -> str:
         lines = [f"{path},{label}" for path, label in zip(files, labels, strict=True)]
-        (tmp_path / "labels.csv").write_text("\n".join(["image,label,split", *lines]).replace(",split", ""))
+        (tmp_path / "labels.csv").write_text("\n".join(["image,label", *lines]))
+        return ending(root, "run", *words, *more)
 
-    write()
-    assert "error" not in ending(root, "run", *words)
+    assert "error" not in ending_of_table()
     labels.reverse()
-    write()
-    said = ending(root, "run", *words, "train.epochs=3")
-    assert re.search(r"with train labels \(their digest\)=\w{16}, this one has \w{16}; choose", said), said
+    told = r"with train labels \(their digest\)=\w{16}, this one has \w{16}; choose"
+    assert re.search(told, ending_of_table("train.epochs=3"))
 
 
 # By composition alone: what continues a run, for every key.
@@ -169,13 +167,9 @@ def changes_of(saved: Sequence[str], words: Sequence[str]) -> list[Change]:
 
 def usual_word(words: Sequence[str], name: str) -> str:
     """Return the word that names the usual value of a key."""
-    if "." not in name and name not in ("seed", "device", "threads"):
-        return {
-            "optim": "optim=sgd",
-            "model": "model=resnet18",
-            "data": "data=digits",
-            "augment": "augment=digits",
-        }[name]
+    groups = {"optim": "sgd", "model": "resnet18", "data": "digits", "augment": "digits"}
+    if name in groups:
+        return f"{name}={groups[name]}"
     value = flat(dataclasses.asdict(composed(*words)))[name]
     return f"{name}={json.dumps(value)}"
 
@@ -236,25 +230,18 @@ def test_an_explicit_base_is_the_configuration(tmp_path: Path) -> None:
     assert found == dataclasses.replace(saved, config=str(file), run=run, train=train)
     other = composed(f"config={file}", "optim=sgd")  # a group takes the place of the section
     assert (other.optim.name, other.optim.lr, other.data.limit) == ("sgd", 0.04, 7)
-    for words, told in {
-        "train.epoch=2": "unknown key train.epoch; did you mean train.epochs?",
-        "+recipe=resnet": "recipe: config=FILE has all keys already; leave out one of the two",
-    }.items():
-        with pytest.raises(UserError, match=re.escape(told)):
-            composed(f"config={file}", words)
+    told = "recipe: config=FILE has all keys already; leave out one of the two"
+    with pytest.raises(UserError, match=re.escape(told)):
+        composed(f"config={file}", "+recipe=resnet")
 
 
-@pytest.mark.parametrize("version", ["0.3.0", "0.9.1", None])
-def test_a_run_of_another_version_is_refused_in_one_line(version: str | None, tmp_path: Path) -> None:
-    record = {**record_of(composed()), "version": version, "eval_only": False}
+def test_a_run_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(OmegaConf.to_yaml(record))
-    told = (
-        f"config={file}: of shardtrain {version or '0.3.0 or older'}, and this is {shardtrain.__version__}: "
-    )
-    with pytest.raises(UserError, match=re.escape(told)) as caught:
-        composed(f"config={file}")
-    assert "\n" not in str(caught.value)
+    for version in ("0.3.0", None):
+        file.write_text(OmegaConf.to_yaml({**record_of(composed()), "version": version, "eval_only": False}))
+        told = f"config={file}: of shardtrain {version or '0.3.0 or older'}, and this is {__version__}: "
+        with pytest.raises(UserError, match=f"^{re.escape(told)}.*$"):
+            composed(f"config={file}")
     require_version("0.4.7", "here")
 
 

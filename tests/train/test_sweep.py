@@ -50,7 +50,6 @@ def test_every_combination_in_hydras_words(tmp_path: Path) -> None:
     assert of_groups == [
         f"data={data} optim={optim}" for data in ("cifar10", "cifar100") for optim in ("sgd", "adamw")
     ]
-    assert jobs("optim=adamw", "optim.betas=[0.9,0.99],[0.8,0.9]")[1] == "optim.betas=[0.8,0.9]"
     assert jobs("seed=shuffle(range(9))") == jobs("seed=shuffle(range(9))") != jobs("seed=range(9)")
     assert jobs("seed=4") == [""]
 
@@ -74,8 +73,6 @@ def test_all_that_a_sweep_writes_is_in_its_folder(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
     folders = sorted(path.name for path in (tmp_path / "sweep").iterdir())
     assert folders == ["0-seed-1", "1-seed-2", "multirun.yaml"]
-    # the same again, of fewer: the other's end is not told again
-    assert started(tmp_path, "seed=1,1") == ["seed=1", "seed=1"]
 
 
 def test_a_sweep_ends_with_the_table_and_2_if_a_job_failed(tmp_path: Path, capsys: Any) -> None:
@@ -101,10 +98,9 @@ def test_optuna_chooses_the_highest_score(tmp_path: Path, monkeypatch: pytest.Mo
         rate = float(words.rpartition("=")[2])
         return None if rate > 0.8 else 50.0 - abs(rate - 0.3)
 
+    own = (*own, "hydra.sweeper.direction=maximize")
     with pytest.raises(SystemExit):
-        started(
-            tmp_path, "optim.lr=interval(0.1,0.9)", *own, "hydra.sweeper.direction=maximize", scores=score
-        )
+        started(tmp_path, "optim.lr=interval(0.1,0.9)", *own, scores=score)
     best = (tmp_path / "sweep/optimization_results.yaml").read_text()
     rate, value = (float(text) for text in re.findall(r"^ *(?:optim.lr|best_value): (\S+)$", best, re.M))
     assert value == pytest.approx(abs(rate - 0.3) - 50)
@@ -119,19 +115,14 @@ def test_optuna_chooses_the_highest_score(tmp_path: Path, monkeypatch: pytest.Mo
         ("optim.lr=interval(0.1,0.2)", "BasicSweeper does not support sweep type : INTERVAL"),
         ("run.name=a,b", "run.name=a,b: all jobs of a sweep have one run.name"),
         ("data=glob(x*)", "data=glob(x*): a sweep without a job: a glob(…) matches no name"),
-        ("seed=1,2 foo", "cannot read 'foo': expected key=value"),
-        ("sed=1,2", "unknown key sed; did you mean seed?"),
         ("optim.lr=0.1,0.2 train.epoch=1", "unknown key train.epoch; did you mean train.epochs?"),
         ("seed=1,2 ranks=0", "ranks=0: expected at least 1"),
-        ("seed=1,2 ranks=two", "ranks=two: expected a whole number"),
         ("seed=1,2 hydra/sweeper=none", "unknown hydra/sweeper 'none' (valid: basic"),
     ],
 )
 def test_mistakes_are_named_before_the_first_job(tmp_path: Path, capsys: Any, words: str, told: str) -> None:
-    with (
-        patch.object(sweep, "problem_of", lambda command: pytest.fail("a job")),
-        pytest.raises(SystemExit) as left,
-    ):
+    no_job = patch.object(sweep, "problem_of", lambda command: pytest.fail("a job"))
+    with no_job, pytest.raises(SystemExit) as left:
         sweep.run(["-m", *words.split(), f"run.dir={tmp_path}/sweep"])
     assert left.value.code == 2
     message = capsys.readouterr().err
@@ -203,15 +194,7 @@ def test_a_sweep_inside_of_ranks_names_the_command() -> None:
         sweep.refuse_ranks(["-m", "+recipe=resnet", "seed=range(2)"], True)
 
 
-def test_the_program_of_earlier_versions_says_what_to_use() -> None:
-    command = [sys.executable, "-m", "shardtrain.train.sweep", "--nproc-per-node", "2", "--", "seed=1,2"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: use python -m shardtrain.train -m ranks=N WORD …\n")
-
-
-@pytest.mark.parametrize(
-    "path", ["a b/it's", "a\\'b", "x,y", "{a}", "${b}", "\\${b}", "[c]", "1", "a\\b\\\\"]
-)
+@pytest.mark.parametrize("path", ["a b/it's", "a\\'b", "x,y", "\\${b}", "[c]", "1", "a\\b\\\\"])
 def test_a_folder_of_any_name_reaches_the_job(path: str) -> None:
     assert composed(f"run.dir={sweep.quoted(Path(path))}").run.dir == path
 
@@ -230,3 +213,9 @@ def test_the_ranking() -> None:
         "       failed     1  seed=1",
         "                     why",
     ]
+
+
+def test_the_program_of_earlier_versions_says_what_to_use() -> None:
+    command = [sys.executable, "-m", "shardtrain.train.sweep", "--nproc-per-node", "2", "--", "seed=1,2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: use python -m shardtrain.train -m ranks=N WORD …\n")
