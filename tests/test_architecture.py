@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Callable, Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -120,6 +118,11 @@ def test_the_public_collectives_are_names_of_comm() -> None:
     assert set(collectives.__all__) <= set(dir(comm))
     with pytest.raises(AttributeError, match=r"^module 'shardtrain.comm' has no attribute 'native_'$"):
         comm.native_  # noqa: B018
+    for name in ("Flat", "Gradient"):
+        with pytest.raises(
+            ValueError, match=rf"^shardtrain.comm.{name} was moved; use shardtrain.comm.Vector$"
+        ):
+            getattr(comm, name)
 
 
 @pytest.mark.parametrize("room", PROGRAM)
@@ -209,19 +212,6 @@ def test_docstrings_say_what_a_class_is_and_what_a_function_does() -> None:
     assert wrong == []
 
 
-@functools.cache
-def import_graph() -> dict[Path, set[Path]]:
-    """The files of the package that each file imports."""
-    graph: dict[Path, set[Path]] = {}
-    for _, file in sources():
-        graph[file] = set()
-        for inside in imported(file):
-            ends = [PACKAGE.joinpath(*inside[:length]) for length in range(len(inside) + 1)]
-            files = [end.with_suffix(".py") for end in ends] + [end / "__init__.py" for end in ends]
-            graph[file] |= {max((f for f in files if f.exists()), key=lambda f: (len(f.parts), f.stem))}
-    return graph
-
-
 def test_a_wheel_has_every_folder() -> None:
     packages = re.findall(r'^    "(shardtrain[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.M)
     folders = set()
@@ -231,10 +221,6 @@ def test_a_wheel_has_every_folder() -> None:
         prefix = () if name == "shardtrain" else ("shardtrain",)
         folders |= {".".join((*prefix, *place.parts)) for place in places}
     assert sorted(packages) == sorted(folders)
-
-
-def test_no_files_import_each_other() -> None:
-    assert list(TopologicalSorter(import_graph()).static_order())  # raises CycleError, with the files
 
 
 # What may be in these rooms alone.

@@ -34,7 +34,6 @@ from shardtrain.engine.schedule import Schedule
 import tiny
 from key_table import keys_of
 from pool import ended
-from tiny import composed
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -127,33 +126,6 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
         said += run(ranks, *program, *arguments, *short, folder=tmp_path)
     lines = [line for block in blocks("", file) for line in block.splitlines()]
     assert [line for line in lines if line not in said] == [], said
-
-
-def test_data_sets_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `docs/example/data/myhub.py` reads them: a folder as on the hub, and tar files."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    monkeypatch.syspath_prepend(ROOT / "docs/example/data")
-    (tmp_path / "shards").mkdir()
-    for part, name in (("train", "train"), ("val", "validation")):
-        with tarfile.open(tmp_path / f"shards/{part}-0.tar", "w") as tar:
-            for label in range(2):
-                folder = tmp_path / "photos" / name / ("cat", "dog")[label]
-                folder.mkdir(parents=True)
-                Image.new("L", (9, 12), 100 * label).save(folder / "0.jpg")
-                tar.add(folder / "0.jpg", f"{label}.jpg")
-                (folder / "0.cls").write_text(str(label))
-                tar.add(folder / "0.cls", f"{label}.cls")
-                (folder / "0.cls").unlink()
-    for target, place in (("hub", f"data.path={tmp_path}/photos"), ("tars", f"data.root={tmp_path}/shards")):
-        config = composed(f"data._target_=myhub.{target}", place, "data.image_size=8", "allow=[myhub]")
-        found = load(config.data, config.allow)
-        for images, labels in (found.train[[1, 0]], found.val[[1, 0]]):
-            assert images.shape == (2, 3, 8, 8)
-            assert labels.tolist() == [1, 0]
-            assert images[1].max() < 10 < images[0].min()
 
 
 EXAMPLES = [text for text in blocks("python", *DOCUMENTS) if text.startswith("import ")]
@@ -440,3 +412,30 @@ def test_the_course_says_how_long_its_files_are() -> None:
         files = [ROOT / first, *((ROOT / first).parent / name for name in others)]
         counted = sum(file.read_text().count("\n") for file in files)
         assert counted == pytest.approx(int(lines), rel=0.1), named
+
+
+def test_data_sets_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `docs/example/data/myhub.py` reads them: a folder as on the hub, and tar files."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    monkeypatch.syspath_prepend(ROOT / "docs/example/data")
+    (tmp_path / "shards").mkdir()
+    for part, name in (("train", "train"), ("val", "validation")):
+        with tarfile.open(tmp_path / f"shards/{part}-0.tar", "w") as tar:
+            for label in range(2):
+                folder = tmp_path / "photos" / name / ("cat", "dog")[label]
+                folder.mkdir(parents=True)
+                Image.new("L", (9, 12), 100 * label).save(folder / "0.jpg")
+                tar.add(folder / "0.jpg", f"{label}.jpg")
+                (folder / "0.cls").write_text(str(label))
+                tar.add(folder / "0.cls", f"{label}.cls")
+                (folder / "0.cls").unlink()
+    for target, place in (("hub", f"data.path={tmp_path}/photos"), ("tars", f"data.root={tmp_path}/shards")):
+        config = tiny.composed(f"data._target_=myhub.{target}", place, "data.image_size=8", "allow=[myhub]")
+        found = load(config.data, config.allow)
+        for images, labels in (found.train[[1, 0]], found.val[[1, 0]]):
+            assert images.shape == (2, 3, 8, 8)
+            assert labels.tolist() == [1, 0]
+            assert images[1].max() < 10 < images[0].min()

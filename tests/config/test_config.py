@@ -94,25 +94,6 @@ def test_batches_that_ranks_do_not_divide() -> None:
         require_equal_parts(composed("train.batch_size=100", "parallel.virtual_ranks=8"), 2)
 
 
-@pytest.mark.long
-def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> None:
-    for flags, words in (
-        (["--cfg", "job", "seed=3"], "seed: 3"),
-        (["--help"], r"\n  resnet18_cifar10 +ResNet-18 on CIFAR-10 .*93\.02 %(.|\n)*Choose from the groups"),
-        (
-            ["--help", "all", "optim=muon"],
-            r"lr: 0.002 +# of all parameters(.|\n)*\n  batch_size: 96 +# images of one",
-        ),
-        (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
-        (["+recipe=resnet", "--help", "optim"], r"lr: 0.002 +# learning rate after"),
-        (["--help", "model", "optim"], r"num_classes: null +# null: as many(.|\n)*\n\noptim:"),
-    ):
-        assert compose(flags) is None
-        said = capsys.readouterr().out
-        assert re.search(words, said), said
-        assert ("epochs" in said) == ("optim" not in flags)
-
-
 def test_help_fits_one_screen(own: Path, capsys: Any) -> None:
     (own / "recipe/long.yaml").write_text("# @package _global_\n# " + "A recipe of many words. " * 8)
     assert compose(["--help", "--config-dir", str(own)]) is None

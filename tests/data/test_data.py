@@ -30,7 +30,7 @@ from shardtrain.data import DataSet, Prepare, TrainFeed
 from shardtrain.data.feed import Arrays, Mix
 from shardtrain.data.preprocessing import Preprocessing, numbered
 from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
-from shardtrain.job.build import completed, feeds
+from shardtrain.job.build import feeds
 from shardtrain.launch.signals import SIGNALS, end_with_parent
 from shardtrain.recipes.augment import Photo
 from shardtrain.recipes.photos import images_in
@@ -131,9 +131,8 @@ def test_images_in_folders(tmp_path: Path) -> None:
     told = refused(data.load(config).val.__getitem__, [2])
     assert "its values are of mode F, expected 8 or 16 bits" in told  # whose range nobody knows
     (tmp_path / "val/class0/1.tif").unlink()
-    resize, crop = (
-        data.load(folder(tmp_path, image_size=14, resize=None)).val.transform.transforms[0].transforms
-    )
+    whole = data.load(folder(tmp_path, image_size=14, resize=None)).val
+    resize, crop = whole.transform.transforms[0].transforms
     assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
     assert "train has no cow and val has no class1; both need a folder of each" in refused(data.load, config)
@@ -169,10 +168,6 @@ def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
         assert how.mean == pytest.approx(pixels.mean((0, 2, 3)), abs=1e-4)
         assert how.std == pytest.approx(pixels.std((0, 2, 3)), abs=1e-4)
         assert how.image_size == 4
-    colour = replace(how, channels=3)
-    found = found._replace(preprocessing=colour)
-    config = completed(composed("data=arrays", f"data.root={tmp_path}/last.npz"), found)
-    assert (config.data.image_size, config.model["image_size"], config.model["in_channels"]) == (4, 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -194,16 +189,6 @@ def test_arrays_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Any
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(UserError, match=f"^data.root={tmp_path}/a.npz: .*{message}"):
         data.load(files("arrays", tmp_path / "a.npz"))
-
-
-def test_files_that_are_no_arrays_are_named(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", **MEDMNIST)
-    whole = (tmp_path / "a.npz").read_bytes()
-    np.save(tmp_path / "single.npy", PIXELS)
-    for content in (b"", whole[:-40], (tmp_path / "single.npy").read_bytes()):
-        (tmp_path / "a.npz").write_bytes(content)
-        told = refused(data.load, files("arrays", tmp_path / "a.npz"))
-        assert re.fullmatch(r".*a.npz: .*expected an .npz with train_images.*", told), told
 
 
 def index_lists(images: int, share: Share, seed: int, steps: int, repeats: int = 1) -> list[list[int]]:
@@ -286,30 +271,12 @@ def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_tak
         data.load(replace(config, validation=2))
 
 
-def test_images_alternate_from_epoch_to_epoch() -> None:
-    pixels = torch.arange(40, dtype=torch.uint8).view(10, 1, 1, 4)
-    arrays = Arrays(pixels, torch.arange(10))
-    small = data.DataSet(arrays, arrays, "small", Preprocessing.of_arrays(numbered(10), (0.0,), (1.0,), 4))
-    flipped: list[dict[int, bool]] = []
-    for world in (1, 2):  # two epochs of five steps
-        seen: list[dict[int, bool]] = [{}, {}]
-        batches = global_batches(small, 4, 2, world, 1, steps=range(10), augment=Crops(0))
-        for step, (images, labels) in enumerate(batches):
-            seen[step // 5] |= zip(
-                labels.tolist(), (images[:, 0, 0, 0] > images[:, 0, 0, 1]).tolist(), strict=True
-            )
-        flipped = flipped or seen
-        assert seen == flipped
-    first, second = flipped
-    assert 0 < sum(first.values()) < 10
-    assert second == {label: not was for label, was in first.items()}
-
-
 @pytest.mark.parametrize(
     "options",
     [
         *({"augment": Photo(0, policy)} for policy in ("trivial", "rand", "cifar10")),
         *({"augment": Photo(2), "workers": workers} for workers in (0, 1)),
+        {"augment": Crops(0)},
         *({"repeats": repeats} for repeats in (2, 7)),
         {"mix": lambda share: Mix(0.3, 1.0, 2, share, 1)},
     ],
@@ -450,10 +417,7 @@ def test_a_signal_while_a_worker_starts_does_not_end_it(number: int, monkeypatch
             r"no folder of a class in .*val; expected val/<class>/<image> in .*, or data.validation=0.2",
         ),
         (["train/a/1.png", "val"], r"Not a directory"),
-        (
-            ["train/cat/notes.txt"],
-            r"no image in .*cat; expected train/<class>/<image> in .*, found train",
-        ),
+        (["train/cat/notes.txt"], r"no image in .*cat; expected train/<class>/<image> in .*, found train"),
         (["train.tar", "test/a"], r"No such file .*train'; expected .* in .*, found test, train.tar"),
     ],
 )
@@ -507,7 +471,7 @@ def test_a_folder_that_is_not_there_or_one_too_deep_is_named(tmp_path: Path) -> 
 
 
 LOST = """
-import os, sys
+import os
 import torch.utils.data._utils as torchs
 from torch.utils.data import DataLoader
 from shardtrain.data.workers import arriving
@@ -516,7 +480,7 @@ torchs.MP_STATUS_CHECK_INTERVAL = 0.1  # the time after which a worker that read
 
 class Items(list):
     def __getitem__(self, index):
-        return os.read(os.pipe()[0], 1) if "read" in sys.argv else lambda: None
+        return os.read(os.pipe()[0], 1)
 
 loader = DataLoader(Items([1]), sampler=[0], batch_size=None, num_workers=2, timeout=1)
 try:
@@ -527,12 +491,10 @@ except ValueError as error:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["lambda", "read"])
-def test_a_batch_that_never_arrives_is_an_error(kind: str) -> None:
-    """One that cannot be handed over, as without shared memory, and one in files that never answer."""
-    done = subprocess.run([sys.executable, "-c", LOST, kind], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0
-    assert ("PicklingError" in done.stderr or "Can't pickle" in done.stderr) == (kind == "lambda")
+def test_a_batch_that_never_arrives_is_an_error() -> None:
+    """As in files that never answer."""
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
     told = r"data.workers=2: no batch has come for 1 s: a worker waits for its files, or has lost the batch; "
     assert re.match(told, done.stdout), done.stdout
     assert done.stdout.count("\n") == 1

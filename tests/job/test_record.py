@@ -23,7 +23,7 @@ from shardtrain.config.schema import flat, typed
 from shardtrain.evaluate.__main__ import read as read_evaluation
 from shardtrain.evaluate.__main__ import score
 from shardtrain.export import __main__ as exporting
-from shardtrain.job.inference import Inference, transform_of
+from shardtrain.job.inference import Inference
 from shardtrain.job.model import load_weights, plain_model, read_weights
 from shardtrain.predict import __main__ as predicting
 from shardtrain.train.loop import train
@@ -59,8 +59,8 @@ def scored_by(*words: str) -> dict[str, float]:
     return scores
 
 
-def exported(run: Path, out: Path) -> None:
-    keys = exporting.ExportSettings(run=str(run), out=str(out))
+def exported(run: Path, out: Path, **options: Any) -> None:
+    keys = exporting.ExportSettings(run=str(run), out=str(out), **options)
     with contextlib.redirect_stdout(io.StringIO()):
         exporting.export(keys, ALONE, CPU)
 
@@ -196,21 +196,6 @@ def test_predictions_of_two_ranks_are_those_of_an_evaluation(tmp_path: Path) -> 
     right_of(photo_run(tmp_path), tmp_path / "photos/val", tmp_path / "classes.csv")
 
 
-@pytest.mark.long
-def test_predictions_are_those_of_plain_pytorch(tmp_path: Path) -> None:
-    run = photo_run(tmp_path)
-    lines = right_of(run, tmp_path / "photos/val", tmp_path / "classes.csv")
-    exported(run, tmp_path / "out.pth")
-    card = typed(Inference, json.loads((tmp_path / "out.pth.json").read_text()), "")
-    model = plain_model(composed(f"config={run}/config.yaml").model).eval()
-    load_weights(model, read_weights(tmp_path / "out.pth"), "out.pth")
-    for path, name, probability in lines:
-        with torch.no_grad():
-            answer = model(transform_of(card)(Image.open(path).convert("RGB"))[None]).softmax(1)[0]
-        assert card.classes[answer.argmax()] == name
-        assert float(probability) == pytest.approx(answer.max().item(), abs=1e-5)
-
-
 def test_an_image_that_cannot_be_read_has_no_class_and_costs_no_other_its_own(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -307,6 +292,8 @@ def test_a_start_from_a_run_that_patience_ended_trains_and_has_a_best_step_of_it
     assert (started["step"], started["best/step"] > 4) == (12, True)
     assert "its best score and its patience begin anew" in (tmp_path / "b/log.txt").read_text()
     exported(tmp_path / "b/best", tmp_path / "b.pth")
+    with pytest.raises(UserError, match=r"has no moving average; its run had ema.decay=null"):
+        exported(tmp_path / "b", tmp_path / "c.pth", weights="ema")
 
 
 def test_the_same_command_resumes_silently_and_another_says_what_changes(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a run reports on the console, in files and in tables, how it is measured; slow ranks; profiles."""
 
 import contextlib
+import errno
 import json
 import re
 import shlex
@@ -31,7 +32,7 @@ from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.watch import Watch
 from shardtrain.train.steps import BaseTrainer
 
-from pool import each_rank, ended, once
+from pool import each_rank, once
 from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
 SCALARS = {"loss/train": 0.5, "acc1/train": 80.0, "system/img_per_s": 123.0, "lr/group0": 0.1}
@@ -72,64 +73,17 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "val loss 0.2500, acc1 98.50 %\n" in output
 
 
-# Trains on a disk that is full after step 1, or at the start, and has room from step 9 on.
-FULL_DISK = """
-import contextlib, ctypes, os, shutil, sys
-from shardtrain.checkpoint.store import Store
-from shardtrain.launch import launcher
-from shardtrain.monitor import Monitor
-from shardtrain.train.loop import train
-
-libc = ctypes.CDLL(None)
-alone = libc.unshare(0x20000) == 0 and libc.mount(b"none", b"/", None, 0x44000, None) == 0
-if not alone or libc.mount(b"tmpfs", b"disk", b"tmpfs", 0, b"size=2m"):
-    sys.exit(77)
-
-def fill():
-    with contextlib.suppress(OSError), open("disk/filler", "wb", 0) as file:
-        while file.write(bytes(4096)):
-            pass
-
-def step_and_more(monitor, step, report=Monitor.step):
-    report(monitor, step)
-    if step == 1:
-        fill()
-    elif step == 9:
-        os.remove("disk/filler")
-
-def save_and_finish(store, *args, save=Store.save, **keywords):
-    save(store, *args, **keywords)
-    store.finish()
-
-Monitor.step = step_and_more
-Store.save = save_and_finish
-if "full" in sys.argv[1:]:
-    sys.argv.remove("full")
-    fill()
-launcher.run(train)
-shutil.copytree("disk/run", "run")
-"""
-
-
-@pytest.mark.long
-def test_a_disk_full_at_the_start_is_a_mistake_and_a_run_goes_on_while_it_is_full(tmp_path: Path) -> None:
-    (tmp_path / "disk/run").mkdir(parents=True)
-    (tmp_path / "full.py").write_text(FULL_DISK)
-    words = ("+recipe=resnet", *TINY, "train.log_every=1", "checkpoint.every_steps=2", "run.dir=disk/run")
-    refused = ended(1, "full.py", "full", *words, folder=tmp_path)
-    done = ended(1, "full.py", *words, folder=tmp_path)
-    if done.codes == [77]:
-        pytest.skip("mounts need root")
-    full = "No space left on device"
-    assert (refused.codes, done.codes) == ([2], [0]), done.errors
-    assert re.fullmatch(f"error: run.dir=disk/run: .*{full}.*\n", refused.errors)
-    assert re.fullmatch(f"warning: .*{full}.*; training continues\n", done.errors)
-    failed = f"step-00000002 was not saved: .*{full}; there is none; training continues"
-    assert re.search(failed, done.output)
-    assert (tmp_path / "run/checkpoints/step-00000010/manifest.json").exists()
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "finished"
-    points = events_of(tmp_path / "run").Scalars("loss/train")
-    assert [point.step for point in points] == [*range(1, 11)]
+def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, config = built("monitor.writers=[tensorboard]")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with open_monitor(config, context(tmp_path), job) as monitor:
+        with patch.object(Path, "open", side_effect=full):
+            monitor.log(1, SCALARS)
+            monitor.log(2, SCALARS)
+        monitor.log(3, SCALARS)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch("warning: .*No space left on device.*; training continues", warning)
+    assert [point.step for point in events_of(tmp_path).Scalars("loss/train")] == [1, 2, 3]
 
 
 def test_results_are_written_while_a_run_goes_on_with_null_for_what_json_has_not(tmp_path: Path) -> None:
@@ -373,18 +327,12 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     metrics = StepMetrics(job)
     trainer = BaseTrainer(config, job, metrics, Monitor())
-    around: list[float] = []  # seconds of steps with the measuring
-    inside: list[float] = []  # and without
 
     def steps(count: int) -> None:
         for _ in range(count):
             job.optimizer.zero_grad()
-            begun = time.perf_counter()
             with metrics.step():
-                entered = time.perf_counter()
                 trainer.compute(1)
-                inside.append(time.perf_counter() - entered)
-            around.append(time.perf_counter() - begun)
 
     steps(1)
     before = time.perf_counter()
@@ -397,16 +345,12 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
     after = time.perf_counter()
     params = list(job.model.parameters())
     sizes = {"params": sum(p.nbytes for p in params), "grads": sum(p.grad.nbytes for p in params)}
-    shares = [value for tag, value in scalars.items() if tag.startswith("system/") and tag.endswith("_pct")]
     elapsed = 4 * 12 / scalars["system/img_per_s"]
     assert end - start < elapsed < after - before
     for kind in ("all_gather", "reduce_scatter"):
         assert scalars[f"system/{kind}_mib_per_step"] * 4 * 2**20 == pytest.approx(meter.bytes[kind])
     for kind, size in sizes.items():
         assert scalars[f"system/{kind}_mib"] * 2**20 == pytest.approx(size), kind
-    told = comm.gather_texts(f"{sum(inside[1:])} {sum(around[1:])}", comm.plain_transport())
-    least, most = torch.tensor([[*map(float, text.split())] for text in told]).double().mean(0).tolist()
-    assert 0.999 * least < sum(shares) * elapsed / 100 < 1.001 * most
     assert scalars["system/img_per_s_per_rank"] == pytest.approx(scalars["system/img_per_s"] / 2)
 
 

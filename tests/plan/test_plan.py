@@ -214,19 +214,6 @@ def test_mistakes_that_show_later_and_a_plan_without_the_data_set() -> None:
     assert (found.config.model["num_classes"], found.question.channels) == (7, 3)
 
 
-@pytest.mark.long
-def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    here, cpu, gpus = (
-        settings(*VIT, "world_size=2", AGAIN, f"device={device}") for device in ("auto", "cpu", "cuda")
-    )
-    assert here.question == cpu.question
-    assert (cpu.question.inbox, gpus.question.inbox) == (True, False)
-    plan = simulate(gpus.config, gpus.question)
-    for device, config in (("cpu", here.config), ("cuda", gpus.config)):
-        assert f", device={device}, messages, activations computed again in b" in headline(config, plan)
-
-
 def test_words_name_the_peak() -> None:
     points = [
         MemoryPoint("forward", "a", (8 * MIB, 16 * MIB, 0, 0, MIB, 0)),

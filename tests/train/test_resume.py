@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import os
 import re
 import shutil
@@ -43,11 +42,6 @@ def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> l
 @at_once
 def interrupted_at_once(folder: str, events: list[dict[int, Any]]) -> list[str]:
     return interrupted(folder, events)
-
-
-@at_once
-def crashed_at_once(folder: str, step: int, *arguments: str) -> str:
-    return run_to_end(folder, *arguments, at={step: crash})
 
 
 undisturbed = once(run_to_end)
@@ -151,46 +145,18 @@ def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytes
     assert (Stopped(signal.SIGINT).exit_code, Stopped(signal.SIGUSR1).exit_code) == (130, 143)
 
 
-def without_chance(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
-    """A run without what depends on how many ranks share a batch: dropout, BatchNorm, pairs of odd shares."""
-    plain = ("model=squeezenet1_1", "optim=sgd", "train.mixup=0", "train.log_every=1")
-    return run_to_end(folder, *plain, "checkpoint.every_steps=2", *arguments, at=at)
-
-
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
-    on_ranks(2, without_chance, str(tmp_path / "whole"))
-    folder = str(tmp_path / "parts")
-    for world, step in [(2, 3), (1, 7)]:
-        on_ranks(world, functools.partial(without_chance, at={step: crash}), folder)
-    assert on_ranks(3, without_chance, folder) == ["finished"] * 3
-    ours = curves(tmp_path / "parts")
-    theirs = curves(tmp_path / "whole")
-    for tag in ("loss/train", "loss/val", "grad_norm", "lr/group0"):
-        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]]
-        assert [value for _, value in ours[tag]] == pytest.approx([v for _, v in theirs[tag]], rel=2e-4), tag
-
-
-@pytest.mark.long
-def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
-    folder = shutil.copytree(undisturbed, tmp_path / "run")
-    (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")
-    assert on_ranks(2, crashed_at_once, str(folder), 8, "resume=none")[0] == "RuntimeError crash"
-    assert "the checkpoints of an earlier run are in" in (folder / "log.txt").read_text()
-    assert 4 in steps_in(folder / "checkpoints")
-    assert 8 not in steps_in(folder / "checkpoints")
-    assert steps_in(folder / "checkpoints.1") == [8]
-    for source in (folder / "checkpoints.1/step-00000008", tmp_path / "other"):
-        shutil.copytree(undisturbed, tmp_path / "other", dirs_exist_ok=True)
-        target = tmp_path / f"from-{source.name}"
-        assert on_ranks(2, run_to_end, str(target), f"resume={source}") == ["finished"] * 2
-    assert final(tmp_path / "from-step-00000008") == final(undisturbed)
-    again = (f"{tmp_path}/from-step-00000008", f"resume={undisturbed}")
-    assert on_ranks(2, run_to_end, *again) == ["finished"] * 2
+def test_a_start_from_elsewhere_is_only_for_a_run_without_checkpoints(
+    on_ranks: Any, tmp_path: Path, undisturbed: Path
+) -> None:
+    elsewhere = shutil.copytree(undisturbed, tmp_path / "elsewhere")
+    (elsewhere / "checkpoints/step-00000010").rename(tmp_path / "ten")
+    run = tmp_path / "run"
+    assert on_ranks(2, run_to_end, str(run), f"resume={elsewhere}") == ["finished"] * 2
+    assert final(run) == final(undisturbed)
+    assert on_ranks(2, run_to_end, str(run), f"resume={undisturbed}") == ["finished"] * 2
     ignored = f"; resume={undisturbed} is only for a run without checkpoints of its own"
-    assert ignored in (tmp_path / "from-step-00000008/log.txt").read_text()
-    assert "continuing after step 10" in (tmp_path / "from-other/log.txt").read_text()
+    assert ignored in (run / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
