@@ -109,26 +109,24 @@ def test_optuna_chooses_the_highest_score(tmp_path: Path, monkeypatch: pytest.Mo
     assert min(each["rank"] for each in done) == value
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("optim.lr=interval(0.1,0.2)", "BasicSweeper does not support sweep type : INTERVAL"),
-        ("run.name=a,b", "run.name=a,b: all jobs of a sweep have one run.name"),
-        ("data=glob(x*)", "data=glob(x*): a sweep without a job: a glob(…) matches no name"),
-        ("optim.lr=0.1,0.2 train.epoch=1", "unknown key train.epoch; did you mean train.epochs?"),
-        ("seed=1,2 ranks=0", "ranks=0: expected at least 1"),
-        ("seed=1,2 hydra/sweeper=none", "unknown hydra/sweeper 'none' (valid: basic"),
-    ],
-)
-def test_mistakes_are_named_before_the_first_job(tmp_path: Path, capsys: Any, words: str, told: str) -> None:
+MISTAKES = """
+optim.lr=interval(0.1,0.2) | BasicSweeper does not support sweep type : INTERVAL
+run.name=a,b | run.name=a,b: all jobs of a sweep have one run.name
+data=glob(x*) | data=glob(x*): a sweep without a job: a glob(…) matches no name
+optim.lr=0.1,0.2 train.epoch=1 | unknown key train.epoch; did you mean train.epochs?
+seed=1,2 ranks=0 | ranks=0: expected at least 1
+seed=1,2 hydra/sweeper=none | unknown hydra/sweeper 'none' (valid: basic
+"""
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_mistakes_are_named_before_the_first_job(tmp_path: Path, capsys: Any, line: str) -> None:
+    words, _, told = line.partition(" | ")
     no_job = patch.object(sweep, "problem_of", lambda command: pytest.fail("a job"))
     with no_job, pytest.raises(SystemExit) as left:
         sweep.run(["-m", *words.split(), f"run.dir={tmp_path}/sweep"])
-    assert left.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ")
-    assert told in message
-    assert message.count("\n") == 1
+    (message,) = capsys.readouterr().err.splitlines()
+    assert (left.value.code, message.startswith("error: "), told in message) == (2, True, True), message
 
 
 @pytest.mark.long
@@ -200,15 +198,12 @@ def test_a_folder_of_any_name_reaches_the_job(path: str) -> None:
 
 
 def test_the_ranking() -> None:
-    done = [
-        Outcome(0, ["seed=0"], "", 0.0, 0.0),
-        Outcome(1, ["seed=1"], "why"),
-        Outcome(2, ["seed=2"], "", 99.5, -99.5),
-    ]
-    ranked = sweep.table([*done, Outcome(3, ["seed=3"])], "acc1/val")
-    assert ranked.splitlines()[1:] == [
-        "      99.50 %     2  seed=2",
-        "       0.00 %     0  seed=0",
+    """Of a score whose lowest value is best; failures are last, with their reason."""
+    done = [Outcome(0, ["seed=0"], "", 0.5, 0.5), Outcome(1, ["seed=1"], "why"), Outcome(3, ["seed=3"])]
+    assert sweep.table([*done, Outcome(2, ["seed=2"], "", 0.25, 0.25)], "loss/val").splitlines() == [
+        "best loss/val   job  overrides",
+        "       0.2500     2  seed=2",
+        "       0.5000     0  seed=0",
         "            –     3  seed=3",
         "       failed     1  seed=1",
         "                     why",
