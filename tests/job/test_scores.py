@@ -20,7 +20,7 @@ from shardtrain.config.errors import UserError
 from shardtrain.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.data.feed import Arrays, DataSet
 from shardtrain.data.items import Expected, Items
-from shardtrain.data.preprocessing import Preprocessing, numbered
+from shardtrain.data.preprocessing import Preprocessing
 from shardtrain.evaluate.__main__ import scores_as_json
 from shardtrain.job import losses, pictures, scores
 from shardtrain.job.build import build, require_logits
@@ -51,31 +51,29 @@ def everything(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
     return {"seen": repr((logits.tolist(), labels.tolist())), "sum": logits.sum()}
 
 
-def scored(virtual: int = 0) -> Any:
+def scored(virtual: int = 0) -> tuple[scores.Results, dict[str, float]]:
+    """Evaluate a model whose buffers are those of a rank's own training batches."""
     data = small_data()
     world = comm.world_size()
     share = Share(1, max(1, virtual // world), comm.rank(), world, virtual)
-    model = Parts(
-        lambda self, images: F.pad(images.flatten(1), (0, 1)) * self.scale, scale=nn.Parameter(torch.ones(()))
-    )
-    options = {"virtual_ranks": virtual} if virtual else {}
+    model = Parts(lambda self, images: self.norm(F.pad(images.flatten(1), (0, 1))), norm=nn.BatchNorm1d(5))
+    shard(model, **({"virtual_ranks": virtual} if virtual else {}))
+    model.norm.running_mean += comm.rank() - (world - 1) / 2
     feed = EvalFeed(data.val, share, Prepare(data.preprocessing, 2, CPU), workers=0, batch_size=3)
     functions = {"per_class": scores.per_class, "mine.everything": everything}
-    return evaluate(shard(model, **options), feed, Scoring(functions=functions, classes=NAMES)).results
+    evaluation = evaluate(model, feed, Scoring(functions=functions, classes=NAMES))
+    return evaluation.results, evaluation.scalars()
 
 
 def test_scores_do_not_depend_on_the_number_of_ranks(on_ranks: Any) -> None:
-    data = small_data()
-    logits = F.pad(data.val.images.flatten(1).float(), (0, 1))
-    seen = repr((logits.tolist(), data.val.labels.tolist()))
-    (alone,) = on_ranks(1, scored)
-    assert alone.texts["seen"] == seen
+    ((alone, scalars),) = on_ranks(1, scored)
     for virtual in (0, 4):
-        first, other = on_ranks(2, scored, virtual)
+        (first, ours), (other, theirs) = on_ranks(2, scored, virtual)
         assert (first.numbers, first.texts) == (alone.numbers, alone.texts)
         assert np.array_equal(first.pictures["confusion"], alone.pictures["confusion"])
         assert other.numbers == alone.numbers
         assert (other.pictures, other.texts) == ({}, {})
+        assert ours == theirs == pytest.approx(scalars, rel=1e-6)
 
 
 def test_recall_of_known_logits() -> None:
@@ -394,28 +392,6 @@ def test_no_decay_on_norms_and_biases() -> None:
     assert {param.ndim for param in decayed["params"]} == {2, 4}
     assert {param.ndim for param in exempt["params"]} == {1}
     assert len(decayed["params"]) + len(exempt["params"]) == 62
-
-
-def evaluated() -> Evaluation:
-    torch.manual_seed(0)
-    images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
-    arrays = Arrays(images, torch.arange(13) % 7)
-    how = Preprocessing.of_arrays(numbered(7), (128 / 255,), (64 / 255,), 2)
-    model = shard(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7)), units=[nn.Linear])
-    with torch.no_grad():  # a rank's own training batches
-        model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2
-    share = Share(1, 1, comm.rank(), comm.world_size())
-    with patch("shardtrain.data.feed.EVAL_BATCH", 3):
-        feed = EvalFeed(arrays, share, Prepare(how, 2, CPU), workers=0)
-    found = evaluate(model, feed)
-    assert model.training
-    return found
-
-
-def test_an_evaluation_does_not_depend_on_the_number_of_ranks(on_ranks: Any) -> None:
-    alone = on_ranks(1, evaluated)[0]
-    for found in on_ranks(3, evaluated):
-        assert found.scalars() == pytest.approx(alone.scalars(), rel=1e-6)
 
 
 def test_scores_of_known_logits() -> None:

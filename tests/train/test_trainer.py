@@ -70,18 +70,6 @@ def test_hooks_are_called_after_each_step_and_evaluation_on_every_rank(tmp_path:
     assert CALLS == [("begin", 0), ("step", 1), ("step", 2), ("evaluation", 2), ("save", 2), ("end", 2)]
 
 
-class Ending(Hook):
-    def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
-        trainer.end = "enough"
-
-
-@each_rank(1)
-def test_a_hook_ends_the_run(tmp_path: Path) -> None:
-    result = run(tmp_path, "Ending", "train.max_steps=4")
-    assert (result["status"], result["step"]) == ("finished", 1)
-    assert "stopped after step 1: enough" in (tmp_path / "log.txt").read_text()
-
-
 class Lonely(Hook):
     def after_step(self, trainer: BaseTrainer, step: int, finite: bool) -> None:
         if trainer.rank == 0:  # as many bytes as the trainer itself sums next
@@ -273,6 +261,55 @@ def test_other_data_do_not_resume_a_run(tmp_path: Path) -> None:
         sets.load(config.data)
 
 
+class Plain:
+    """A hook that is of no class of shardtrain's, and ends the run."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
+        self.calls.append((type(trainer), step))
+        trainer.end = "enough" if step == 2 else ""
+
+    def at_end(self, trainer: Trainer) -> None:
+        self.calls.append("end")
+
+
+@each_rank(1)
+def test_any_object_with_a_method_for_steps_is_a_hook_and_may_end_the_run(tmp_path: Path) -> None:
+    hook = Plain()
+    keys = words(tmp_path, "train.epochs=9", "checkpoint.keep=0")
+    fit(Sometimes(linear(), points(24), points(4), keys, hooks=[hook]))
+    assert hook.calls == [(Sometimes, 1), (Sometimes, 2), "end"]
+    assert result_of(tmp_path)["status"] == "finished"
+    assert "stopped after step 2: enough" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(UserError, match=r"^hooks: Linear has no method after_step"):
+        Trainer(linear(), points(2), points(2), hooks=[linear()])
+
+
+@pytest.mark.parametrize(
+    ("code", "launched", "stays"), [(0, True, False), (2, False, False), (2, True, True)]
+)
+@each_rank(1)
+def test_signals_are_handled_after_a_run_as_before_it(code: int, launched: bool, stays: bool) -> None:
+    """But not where a launcher's rank ends with an error, since launchers repeat signals."""
+
+    def start(*_: object) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        if code:
+            sys.exit(code)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("RANK", raising=False)
+        if launched:
+            patched.setenv("RANK", "7")
+        patched.setattr(launcher, "start", start)
+        with contextlib.suppress(SystemExit):
+            Trainer(linear(), points(2), points(2)).fit()
+    assert signal.signal(signal.SIGUSR1, before) == (signal.SIG_IGN if stays else before)
+
+
 @each_rank(1)
 def test_other_parts_of_the_data_do_not_resume_a_run(tmp_path: Path) -> None:
     """As `random_split` returns, of other seeds; and a part of a part."""
@@ -302,33 +339,6 @@ def test_data_that_differ_between_ranks_are_refused_on_all(
     assert "make it alike on all" in said
 
 
-@pytest.mark.parametrize(
-    ("code", "launcher_of", "stays"), [(0, "7", False), (2, None, False), (2, "7", True)]
-)
-@each_rank(1)
-def test_signals_are_handled_after_a_run_as_before_it(
-    code: int, launcher_of: str | None, stays: bool
-) -> None:
-    """But not where a launcher's rank ends with an error, since launchers repeat signals."""
-
-    def start(*_: object) -> None:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-        if code:
-            sys.exit(code)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delenv("RANK", raising=False)
-        if launcher_of:
-            patched.setenv("RANK", launcher_of)
-        patched.setattr(launcher, "start", start)
-        with contextlib.suppress(SystemExit):
-            Trainer(linear(), points(2), points(2)).fit()
-    after = {number: signal.signal(number, handler) for number, handler in before.items()}
-    assert after == (dict.fromkeys(before, signal.SIG_IGN) if stays else before)
-
-
 class Parts(nn.Module):
     """A model whose outputs have parts that are no tensors, or that have no row of each item."""
 
@@ -355,29 +365,6 @@ def test_parts_of_outputs_that_are_no_rows_stay_whole(tmp_path: Path) -> None:
     """In the second batch of four, rank 1 has one item fewer."""
     keys = words(tmp_path, "train.max_steps=1", "train.best=one/val")
     assert fit(OfParts(Parts(), points(24), points(23), keys)) == 1.0
-
-
-class Untold:
-    """A hook that is of no class of shardtrain's."""
-
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-
-    def after_step(self, trainer: Trainer, step: int, finite: bool) -> None:
-        self.calls.append((type(trainer), step))
-
-    def at_end(self, trainer: Trainer) -> None:
-        self.calls.append("end")
-
-
-@each_rank(1)
-def test_any_object_with_a_method_for_steps_is_a_hook(tmp_path: Path) -> None:
-    hook = Untold()
-    keys = words(tmp_path, "train.max_steps=2", "checkpoint.keep=0")
-    fit(Sometimes(linear(), points(24), points(4), keys, hooks=[hook]))
-    assert hook.calls == [(Sometimes, 1), (Sometimes, 2), "end"]
-    with pytest.raises(UserError, match=r"^hooks: Linear has no method after_step"):
-        Trainer(linear(), points(2), points(2), hooks=[linear()])
 
 
 class Given(Trainer):
