@@ -125,9 +125,6 @@ def test_the_transport_is_the_one_that_is_asked_for() -> None:
         assert type(introspect(job.model).transport.transport) is kind
 
 
-# what no key changes
-
-
 def test_a_model_sees_images_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[torch.Tensor] = []
     monkeypatch.setattr(

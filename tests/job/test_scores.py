@@ -154,9 +154,6 @@ def test_what_is_computed_by_default() -> None:
     assert [*job.scoring.functions] == ["per_class"]
 
 
-# the score that decides
-
-
 @pytest.mark.long
 def test_a_run_by_another_score(tmp_path: Path) -> None:
     """The best step, patience, result.json and what a sweep ranks follow `train.best`."""
@@ -255,8 +252,6 @@ def test_another_score_begins_anew() -> None:
         saver = Saver(trainer, MagicMock(), RunState(best), MagicMock())
         assert saver.best == (best if kept else None)
 
-
-# weights of classes
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0, 1.0, 3.0, 0.1, 1.0, 7.0, 1.0])
 FOUR = ("data=fake", "data.limit=24", "data.channels=1", "data.image_size=8", "train.batch_size=16")
@@ -366,9 +361,6 @@ def test_a_weighted_loss_of_torch_is_refused() -> None:
         build(composed(*TINY, *words), 0, 1, CPU)
     with pytest.raises(UserError, match=r"train.class_weights is for train.loss=cross_entropy"):
         composed(*TINY, *words, "train.class_weights=balanced")
-
-
-# an evaluation, and what it takes for a model
 
 
 def test_model_outputs_that_are_no_logits_are_refused() -> None:

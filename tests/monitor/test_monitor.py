@@ -192,9 +192,6 @@ def test_a_planted_slow_rank_is_found_with_its_phase() -> None:
     assert slow[:2] == (1, "data")
 
 
-# torch's profiler
-
-
 def ranges_of(path: Path) -> list[str]:
     """Return the names of the ranges of a trace that torch's profiler wrote."""
     events = json.loads(path.read_text())["traceEvents"]
@@ -229,9 +226,6 @@ def test_a_profile_is_written_when_training_ends_first_and_dropped_when_it_fails
         watch.step_done(2, None)
         assert torch_private.profiler_enabled()
     assert not torch_private.profiler_enabled()
-
-
-# what TensorBoard is given, read back from the event files; and whether it is true
 
 
 TAGS = {  # of the public interface

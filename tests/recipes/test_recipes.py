@@ -170,9 +170,6 @@ def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: Path) 
     assert (result["status"], result["epoch"]) == ("finished", 2.0)
 
 
-# what recipes are made of, each against a plain single-process reference
-
-
 def test_views_of_an_image() -> None:
     image = torch.arange(9.0).view(1, 1, 3, 3)
     views = views_of(image)

@@ -96,8 +96,6 @@ def test_labels_of_a_table_that_were_exchanged_are_noticed(tmp_path: Path) -> No
     assert re.search(told, ending_of_table("train.epochs=3"))
 
 
-# By composition alone: what continues a run, for every key.
-
 PHOTOS = "data=imagefolder data.root=photos"
 # Words of a command, and after the & a key with another value than its usual one, for keys without a row in
 # `key_table.py`.

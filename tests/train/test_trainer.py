@@ -1,4 +1,4 @@
-"""Hooks, and trainers of a user's own model and data: what they compute, resume and refuse."""
+"""Steps, hooks, and trainers of a user's own model and data: what they compute, resume and refuse."""
 
 import contextlib
 import re
@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
 
@@ -20,6 +21,7 @@ import shardtrain.predict.__main__ as predicting
 from shardtrain import comm
 from shardtrain.config.errors import UserError
 from shardtrain.data import sets
+from shardtrain.job.build import build
 from shardtrain.job.evaluation import Evaluation
 from shardtrain.launch import launcher
 from shardtrain.train import Hook, Trainer
@@ -32,6 +34,7 @@ from small import raised_soon
 from tiny import CPU, composed, context, files_of, refused, result_of
 
 QUIET = ("data.limit=48", "train.log_every=1", "monitor.writers=[]", "checkpoint.keep=0")
+TWO_STEPS = (*QUIET, "train.max_steps=2")
 CALLS: list[tuple[str, int]] = []
 
 
@@ -81,9 +84,6 @@ def test_a_collective_that_a_hook_calls_on_one_rank_alone_is_named(tmp_path: Pat
     comm.guard_world()
     told = raised_soon(comm.Diverged, lambda: run(tmp_path, "Lonely", "train.max_steps=4"))
     assert "rank 0 is all-reducing 16 bytes (sum of float32), rank 1 is all-reducing 16 bytes (max" in told
-
-
-# of one's own
 
 
 def start(read: Any, job: Any) -> Any:
@@ -445,3 +445,44 @@ def test_mistakes_of_a_trainer_are_named(tmp_path: Path) -> None:
     for kind, given, told in RETURNED:
         with patch.object(kind, "given", staticmethod(given)):
             require_told(told, kind, REAL if given is squares else items())
+
+
+@each_rank(2, transport="auto")
+def test_an_optimizer_that_is_refused_in_its_first_step_is_a_mistake(tmp_path: Path) -> None:
+    told = r"^optim\._target_=torch\.optim.*\.Adafactor: Adafactor cannot step on a sharded model: "
+    with pytest.raises(UserError, match=told):
+        tiny.run(str(tmp_path), *TWO_STEPS, "optim._target_=torch.optim.Adafactor")
+
+
+@pytest.mark.smoke
+def test_repetitions_are_exact_and_settings_count(tmp_path: Path) -> None:
+    """A seed changes much, bf16 little, and activations that are computed again change nothing."""
+    again = "parallel.activation_checkpoint=true"
+    bf16 = "parallel.precision=bf16"
+    settings = ("seed=0", "seed=0", again, "seed=1", bf16)
+    results = [tiny.run(str(tmp_path / str(n)), *TWO_STEPS, setting) for n, setting in enumerate(settings)]
+    tags = ("loss/train", "loss/val", "grad_norm")
+    first, second, recomputed, other, rounded = ([result[tag] for tag in tags] for result in results)
+    assert first == second == recomputed
+    assert first != other
+    assert rounded[0] == pytest.approx(first[0], rel=0.05)
+    assert rounded[0] != first[0]
+
+
+@pytest.mark.long
+def test_compiling_without_a_compiler_is_a_mistake() -> None:
+    # Not a monkeypatch, whose end these settings do not survive.
+    missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+        build(tiny.configure(*tiny.SHORT, "parallel.compile=true"), 0, 1, CPU)
+
+
+@pytest.mark.long
+def test_channels_last_reaches_the_activations() -> None:
+    job, _ = build(tiny.configure(*tiny.SHORT, "train.channels_last=true"), 0, 1, CPU)
+    seen: list[bool] = []
+    job.model.layer2.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.is_contiguous(memory_format=torch.channels_last))
+    )
+    job.model(next(iter(job.train)).images)
+    assert seen == [True]
