@@ -177,15 +177,26 @@ def test_a_check_lists_all_images_where_a_run_stops_at_the_first(tmp_path: Path,
         plan(read([*keys, "check=true", "model.weights=nowhere.pth"], False), ALONE, CPU)
 
 
+class Failing(FromOne):
+    """A data set whose fourth image raises what no program expects."""
+
+    classes = ("a", "b")
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3:
+            raise OSError("no such\nkey")
+        return super().__getitem__(index)
+
+
 def failing() -> Any:
-    """Return a data set whose images raise what no program expects."""
-    items = type("Failing", (FromOne,), {"__getitem__": lambda self, index: {}["no such\nkey"]})([0, 1])
+    items = Failing((torch.zeros(1, 4, 4, dtype=torch.uint8), number % 2) for number in range(600))
     return items, items
 
 
 def test_a_data_set_of_ones_own_is_read_too() -> None:
     config = composed("data._target_=test_image_files.failing", "allow=[test_image_files]")
+    found = data.load(config.data, config.allow)
     said: list[str] = []
-    with pytest.raises(UserError, match=r"^data=own: 2 of 2 images cannot be read"):
-        require_readable({"train": failing()[0]}, config.data, said.append)
-    assert said[0].startswith("image 0 of train: KeyError: ")
+    with pytest.raises(UserError, match=r"^data=own: 1 of 600 images cannot be read"):
+        require_readable({"train": found.train}, config.data, said.append)
+    assert said[0].startswith("image 3 of train: OSError: no such (")
