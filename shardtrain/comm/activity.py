@@ -1,4 +1,4 @@
-"""The measure of whether this process works, and where its main thread stands.
+"""The measure of whether this process works.
 
 A rank whose main thread waits for something that never comes still answers reports, since threads answer.
 Work shows in processor time, of this process and of those that it started, and in bytes that its main thread
@@ -9,7 +9,6 @@ own threads take far less than `SHARE`.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 GUARD = "shardtrain-reports"  # the name of the guard's threads
 SHARE = 0.01  # of a processor: a process that takes less does nothing
-FRAMES = 5  # innermost ones that `main_thread` names, each of another file
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -92,17 +90,3 @@ def _read(file: Path) -> str:
     with suppress(OSError):  # no such system, or the thread or process has ended
         return file.read_text(errors="replace")  # a process may have any name
     return ""
-
-
-def main_thread() -> str:
-    """Return where the main thread stands, such as ``reader.py:7 in read, from feed.py:5 in __iter__``."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    places = list[str]()
-    file = ""
-    while frame is not None and len(places) < FRAMES:
-        code = frame.f_code
-        if code.co_filename != file:
-            file = code.co_filename
-            places.append(f"{Path(file).name}:{frame.f_lineno} in {code.co_name}")
-        frame = frame.f_back
-    return ", from ".join(places)

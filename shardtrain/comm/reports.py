@@ -11,9 +11,8 @@ they answer with theirs::
 One thread per peer receives its reports, and learns from its connection that the peer has ended. A single
 thread that receives from any rank would not: gloo does not wake it when connections close. Since threads
 answer, a rank that computes answers, too. The others wait for it as long as it works (`GuardedWait`,
-`Activity`), at most ten times the time-out. A stopped rank does not answer. One that neither waits nor works
-says where its main thread stands. Ranks that share memory wait for one another by `Signals`, under the same
-guard.
+`Activity`), at most ten times the time-out. A stopped rank does not answer, and one that neither waits nor
+works is named. Ranks that share memory wait for one another by `Signals`, under the same guard.
 
 A rank that fails reports why, and closes its connections before it raises. Otherwise payloads under way could
 arrive in memory that the failing step has freed.
@@ -37,7 +36,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.activity import GUARD, Activity, main_thread
+from shardtrain.comm.activity import GUARD, Activity
 from shardtrain.comm.backends import living, time_out_s
 from shardtrain.comm.guard import MESSAGE, Guard, Paths, named
 from shardtrain.comm.messages import FOREVER, report_tag
@@ -49,9 +48,8 @@ STALL_S = 1.0  # the wait after which it asks for reports
 GRACE_S = 2.0  # the time for the others to report, once ranks are known to differ
 MOST = 10  # times the time-out: the longest wait, even for a rank at work
 # The reason; the rank that the sender has lost (-1: none), and in which state; whether the sender waits for
-# ranks; the seconds since it, or a rank that it waits for, was at work; the numbers of collectives that
-# follow and of bytes that say where its main thread stands.
-HEAD = struct.Struct("<iii?dii")
+# ranks; the seconds since it, or a rank that it waits for, was at work; the number of collectives in the rest.
+HEAD = struct.Struct("<iii?di")
 # LEAVES: the sender has dropped the model. DIFFERS: some ranks differ, and all are asked to report.
 TELLS, ASKS, LEAVES, DIFFERS = range(4)
 # Why a rank is lost, and how the error says so of one rank and of several.
@@ -164,8 +162,8 @@ class Links:
             work.wait(FOREVER)
             head = memory.numpy().tobytes()
             # Memory for the rest only now: with many peers it would be as large as a shard.
-            *_, collectives, characters = HEAD.unpack(head)
-            rest = torch.empty(collectives * MESSAGE.size + characters, dtype=torch.uint8)
+            *_, collectives = HEAD.unpack(head)
+            rest = torch.empty(collectives * MESSAGE.size, dtype=torch.uint8)
             if len(rest):
                 living(self.group).recv([rest], peer, self._tag + 2).wait(FOREVER)
             return head + rest.numpy().tobytes()
@@ -181,12 +179,10 @@ class Links:
         waits = [*_waits]
         # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in waits), default=time.monotonic())
-        text = b""
-        if why in (TELLS, ASKS):
-            at_work = at_work if waits else self._activity.last_s(time_out_s(group) / 16)
-            text = main_thread().encode(errors="replace")
-        head = HEAD.pack(why, lost, state, bool(waits), time.monotonic() - at_work, len(path), len(text))
-        rest = b"".join(entry.pack(position) for position, entry in path.items()) + text
+        if why in (TELLS, ASKS) and not waits:
+            at_work = self._activity.last_s(time_out_s(group) / 16)
+        head = HEAD.pack(why, lost, state, bool(waits), time.monotonic() - at_work, len(path))
+        rest = b"".join(entry.pack(position) for position, entry in path.items())
         for tag, data in [(self._tag, head), (self._tag + 2, rest)] if rest else [(self._tag, head)]:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for peer in self.peers if to is None else to:
@@ -282,7 +278,6 @@ class Reports(Guard):
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
         self._at_work = dict.fromkeys(peers, 0.0)  # when each peer was last known to be at work
         self._waiters: set[int] = set()  # peers that wait for ranks themselves
-        self._places: dict[int, str] = {}  # where each peer's main thread stood in its last report
         self._left: set[int] = set()  # peers that have dropped the model
         self._ended: set[int] = set()  # peers whose connections are closed
         self._diverged_at: float | None = None  # when it became known that ranks differ
@@ -432,12 +427,10 @@ class Reports(Guard):
             elif self._failure is None:
                 now_s = time.monotonic()
                 self._heard_s[peer] = now_s
-                why, lost, state, waits, age_s, count, _ = HEAD.unpack_from(report)
+                why, lost, state, waits, age_s, _ = HEAD.unpack_from(report)
                 self._at_work[peer] = now_s - age_s
                 (self._waiters.add if waits else self._waiters.discard)(peer)
-                end = HEAD.size + count * MESSAGE.size
-                self._places[peer] = report[end:].decode(errors="replace")
-                self.paths.hear(peer, report[HEAD.size : end])
+                self.paths.hear(peer, report[HEAD.size :])
                 if lost >= 0:
                     # What this rank waits for, where it waits: later collectives may have been started.
                     wait = self._waiting
@@ -479,10 +472,6 @@ class Reports(Guard):
         verb = _STATES[state][len(ranks) > 1]
         where = self.paths.where(position)
         text = f"{named(ranks)} {verb}: rank {self.paths.rank} {was} at {where}"
-        if state in (ELSEWHERE, IDLE, LATE):
-            places = {rank: self._places[rank] for rank in ranks if rank in self._places}
-            for rank, place in places.items():
-                text += f"; the main thread of rank {rank} is at {place}"
         if state in (ENDED, ELSEWHERE):
             text += self.paths.hint_of_fewer(position)
         self._fail(PeerLost(text), ranks[0], state)

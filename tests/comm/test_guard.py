@@ -402,18 +402,14 @@ def do_nothing_on_the_last_rank(tmp_path: Path) -> None:
         pipe.write_bytes(b"")
     where = r"at forward 3, (entering|gathering) the \w+"
     waited = rf"rank {last} does nothing: rank \d (has waited \d+ s|was) {where}"
-    assert re.fullmatch(
-        rf"{waited}; the main thread of rank {last} is at .*test_guard.py:\d+ in read_for_ever.*", text
-    ), text
+    assert re.fullmatch(waited, text), text
 
 
 @pytest.mark.parametrize(
     "transport", ["shared_memory", pytest.param("process_group", marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_a_rank_that_does_nothing_is_named_with_where_it_stands(
-    world: int, transport: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_does_nothing_is_named(world: int, transport: str, tmp_path: Path) -> None:
     """In processes of their own: a thread that an earlier test left behind would be at work."""
     Pool(fresh=True).run(transport, world, do_nothing_on_the_last_rank, tmp_path)
 
@@ -429,10 +425,7 @@ def test_a_rank_at_work_is_not_waited_for_for_ever(tmp_path: Path) -> None:
         text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
         (tmp_path / "failed").touch()
     if not is_last():
-        told = (
-            r"rank 1 is still at work: rank 0 has waited \d+ s at forward 3, .*; the main thread of rank 1 is"
-        )
-        assert re.match(told, text), text
+        assert re.match(r"rank 1 is still at work: rank 0 has waited \d+ s at forward 3, ", text), text
 
 
 def test_work_shows_in_processor_time_and_bytes(tmp_path: Path) -> None:
