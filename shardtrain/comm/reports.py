@@ -48,7 +48,7 @@ STALL_S = 1.0  # the wait after which it asks for reports
 GRACE_S = 2.0  # the time for the others to report, once ranks are known to differ
 MOST = 10  # times the time-out: the longest wait, even for a rank at work
 # The reason; the rank that the sender has lost (-1: none), and in which state; whether the sender waits for
-# ranks; the seconds since it, or a rank that it waits for, was at work; the number of collectives in the rest.
+# ranks; the seconds since it, or a rank that it waits for, was at work; the number of its collectives.
 HEAD = struct.Struct("<iii?di")
 # LEAVES: the sender has dropped the model. DIFFERS: some ranks differ, and all are asked to report.
 TELLS, ASKS, LEAVES, DIFFERS = range(4)
