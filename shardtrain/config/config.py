@@ -87,12 +87,6 @@ class Train:
     def __post_init__(self) -> None:
         if isinstance(self.loss, str):
             return
-        if "_target_" not in self.loss:
-            name = next(iter(self.loss), "_target_")
-            raise UserError(
-                f"train.loss.{name}: only a loss of your own has keywords, "
-                "train.loss._target_=PACKAGE.CLASS; train.class_weights=[…] weights cross-entropy by classes"
-            )
         if self.class_weights is not None:
             raise UserError(
                 "train.class_weights is for train.loss=cross_entropy; your own loss weights classes itself"

@@ -16,7 +16,6 @@ from shardtrain.config.errors import not_valid, plain_file, program_configs, rea
 from shardtrain.config.schema import choices_of, comments_of, defaults_of, kinds_of
 
 WIDTH = 120  # columns
-COMMENTS_AT = 40
 EVERY_KEY = "all"  # in place of a group's name
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
 
@@ -58,19 +57,14 @@ def keys_in_words(header: str, cls: type) -> str:
 
 
 def _with_comments(text: str, said: Mapping[str, str]) -> str:
-    """Return lines of YAML with what is ``said`` of each key."""
-    keys = zip(text.splitlines(), _keys(text), strict=True)
-    return "\n".join(_commented(line, said.get(key, "")) for line, (key, _) in keys)
-
-
-def _commented(line: str, comment: str) -> str:
-    """Return a line of YAML and its comment, which continues on lines of its own if it is long."""
-    start = max(COMMENTS_AT, len(line) + 2)
-    texts = textwrap.wrap(comment.lstrip("# "), WIDTH - start - 2, break_on_hyphens=False)
-    lines = [
-        f"{line:<{start}}# {text}" for line, text in zip([line, *[""] * len(texts)], texts, strict=False)
-    ]
-    return "\n".join(lines) or line
+    """Return lines of YAML, each below what is ``said`` of its key."""
+    lines: list[str] = []
+    for line, (key, _) in zip(text.splitlines(), _keys(text), strict=True):
+        start = line[: len(line) - len(line.lstrip())] + "# "
+        comment = said.get(key, "").lstrip("# ")
+        lines += textwrap.wrap(comment, WIDTH, initial_indent=start, subsequent_indent=start)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _comments(folders: Sequence[Path], group: str, section: Mapping[Any, Any]) -> dict[str, str]:

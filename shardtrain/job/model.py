@@ -10,6 +10,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,6 @@ def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
     """
     if config.parallel.offload and not is_accelerator(device):
         raise UserError(f"parallel.offload=true needs a GPU, found {device.type}")
-    if config.train.capture and not is_accelerator(device):
-        raise UserError(f"train.capture=true needs a GPU, found {device.type}")
     if config.train.capture and config.parallel.activation_checkpoint:
         raise UserError(
             "train.capture=true: parallel.activation_checkpoint has the host read random states in each "
@@ -216,7 +215,14 @@ def optimizer_of(
     node |= vars(keys).get("keywords", {})
     if keys.name in ("sgd", "adamw"):
         node["fused"] = True  # one pass over all parameters
-    optimizer: torch.optim.Optimizer = instantiate(node, "optim", torch.optim.Optimizer, allow, groups)
+    made = partial(instantiate, node, "optim", torch.optim.Optimizer, allow)
+    optimizer: torch.optim.Optimizer = made(groups)
+    if keys.name == "own":
+        tried = torch.nn.Parameter(torch.ones(2, 2))
+        tried.grad = torch.ones_like(tried)
+        with reading(f"optim._target_={keys._target_}", "choose another optimizer, or other keys"):
+            made([{"params": [tried]}]).step()
+            optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
     return optimizer
 
 

@@ -26,9 +26,9 @@ from shardtrain.job import pictures
 from shardtrain.job.pictures import Picture
 from shardtrain.launch.ranks import on_rank_0
 
-# Logits [images, classes], labels [images] and, if its third parameter has no default or is named `classes`,
-# names of classes → a number, or numbers, pictures and texts by name. Its attribute `higher_is_better` (so
-# torchmetrics calls it) says which of two numbers is the better one.
+# Logits [images, classes], labels [images] and, if it has a parameter `classes`, their names → a number, or
+# numbers, pictures and texts by name. Its attribute `higher_is_better` (so torchmetrics calls it) says which
+# of two numbers is the better one.
 Score = Callable[..., Any]
 
 PER_CLASS = "per_class"
@@ -170,15 +170,10 @@ def results_of(
 
 def _call(path: str, function: Score, arguments: tuple[Any, ...], results: Results) -> None:
     """Add to ``results`` what a function returns."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    # Others have their own default, which names of classes must not replace.
-    required = sum(
-        each.kind in positional and (each.default is each.empty or each.name == "classes")
-        for each in parameters
-    )
+    logits, labels, classes = arguments
+    named_classes = {"classes": classes} if "classes" in inspect.signature(function).parameters else {}
     with torch.no_grad():
-        returned = function(*arguments[: max(2, required)])
+        returned = function(logits, labels, **named_classes)
     higher_is_better = getattr(function, "higher_is_better", None)
     named = returned if isinstance(returned, Mapping) else {path.rpartition(".")[2]: returned}
     for name, value in named.items():

@@ -10,20 +10,11 @@ from shardtrain.plan.simulate import Plan
 def headline(config: Config, plan: Plan) -> str:
     """Return what is planned for, in two lines, and in a third if the batch is not the configuration's."""
     question = plan.question
-    parallel = config.parallel
     side = config.data.image_size
     batch_size = config.train.batch_size
     parts = question.world_size * plan.accumulate
     images = question.micro_batch * parts
-    options = {
-        f" (gradients in {parallel.reduce})": parallel.reduce,
-        ", kept whole after forward": not parallel.reshard_after_forward,
-        ", whole parameters": config.optim.layout == "whole",
-        ", activations computed again in backward": parallel.activation_checkpoint,
-        "; planned as if it were not compiled": parallel.compile,
-    }
     link = "shared memory" if question.in_place else "messages"
-    link += "".join(text for text, chosen in options.items() if chosen)
     parameters = sum(unit.parameters for unit in plan.units)
     units = counted(len(plan.units), "unit")
     joined = max(len(unit.modules) for unit in plan.units)
@@ -38,7 +29,7 @@ def headline(config: Config, plan: Plan) -> str:
         batch = f"inputs of {', '.join('×'.join(map(str, shape)) for shape in plan.inputs)}"
     return (
         f"{config.model_name}, {parameters:,} parameters in {units}; "
-        f"{config.optim.name}, {parallel.precision}, device={config.device}, {link}\n"
+        f"{config.optim.name}, {config.parallel.precision}, device={config.device}, {link}\n"
         f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
         f"{batch}"
     )

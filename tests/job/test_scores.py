@@ -122,7 +122,7 @@ def test_what_functions_may_return() -> None:
     def called(function: Any) -> scores.Results:
         return scores.results_of({"mine.score": function}, logits, labels, NAMES)
 
-    assert called(lambda logits, labels, names: {"n": len(names)}).numbers == {"n": 5.0}
+    assert called(lambda logits, labels, classes: {"n": len(classes)}).numbers == {"n": 5.0}
     returned = called(lambda *_: {"text": "lines", "plot": np.zeros((5, 4, 3), np.uint8), "x": math.nan})
     assert returned.texts == {"text": "lines"}
     assert returned.pictures["plot"].shape == (5, 4, 3)

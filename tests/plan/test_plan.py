@@ -239,7 +239,7 @@ def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     assert found.state["parameters"] == max(held) > even.state["parameters"]
     assert sum(held) == 4 * sum(unit.parameters for unit in found.units)
     assert re.match(rf"rank {found.question.rank}, which has most, holds +MiB\n", rank_table(found))
-    assert "whole parameters" in headline(muon.config, found)
+    assert headline(muon.config, found).count("\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
