@@ -107,18 +107,16 @@ def _record(blocks: Iterable[Any], take: Callable[[Any], object] = len) -> Recor
     return Record(size, digest.hexdigest())
 
 
-def sync_directory(path: Path) -> bool:
-    """Wait until the names in the directory ``path`` are on disk. Return False if the file system cannot."""
+def sync_directory(path: Path) -> None:
+    """Wait until the names in the directory ``path`` are on disk, if the file system can sync directories."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
-        return False
     finally:
         os.close(handle)
-    return True
 
 
 def read_text(path: Path, most_bytes: int) -> str:

@@ -71,7 +71,6 @@ class Draft:
     def __init__(self, path: Path, content: Content, all_ranks: Ranks) -> None:
         self.path = path
         self.has_all_files = False
-        self.syncs = True  # whether the file system can sync directories
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}-{content.token}")
         self.file = file_name(all_ranks.rank)
         self._manifest = content.manifest
@@ -94,9 +93,9 @@ class Draft:
         """Complete the directory with the manifest, and rename it."""
         if self._all_ranks.rank == 0:
             write_manifest(self._temporary, dump(self._manifest))
-            self.syncs = sync_directory(self._temporary)
+            sync_directory(self._temporary)
             os.rename(self._temporary, self.path)
-            self.syncs &= sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
 
     def agree(self, problem: str, **facts: Any) -> list[dict[str, Any]]:
         """Return all ranks' facts; discard the draft if any rank has a ``problem``."""
@@ -204,25 +203,22 @@ def retain(directory: Path, keep: int, best: int | None = None) -> None:
                 shutil.rmtree(deleted)
 
 
-def rehearse(directory: Path, all_ranks: Ranks) -> bool:
+def rehearse(directory: Path, all_ranks: Ranks) -> None:
     """Try in ``directory`` what a checkpoint needs: save a small one, read, verify and delete it. Collective.
 
-    Returns whether the file system can sync directories. Raises SaveFailed or Damaged on every rank if it
-    cannot do the rest.
+    Raises SaveFailed or Damaged on every rank if that fails.
     """
     rank = all_ranks.rank
     part = Part("rehearsal", shape=(all_ranks.world,), stride=(1,), start=rank, stop=rank + 1)
     named: Named = {"rehearsal": (part, torch.tensor([rank]))}
     content = agree(directory, all_ranks, named, {"optimizer": None, "facts": {}})
     path = directory / f"{TEMPORARY}rehearsal-{content.token}"
-    draft = Draft(path, content, all_ranks)
     try:
-        draft.save(file_writer(content))
+        Draft(path, content, all_ranks).save(file_writer(content))
         open_checkpoint(path, all_ranks)
     finally:
         if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
-    return draft.syncs
 
 
 class Store:

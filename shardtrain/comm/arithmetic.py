@@ -76,14 +76,14 @@ def merge(parts: Sequence[Tensor], out: Tensor, op: object, terms: int = 0) -> N
         parts = [torch.view_as_real(part).flatten() for part in parts]
         out = torch.view_as_real(out).view(-1)
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
-    divisor = _divisor(terms or len(parts), out) if op == ReduceOp.AVG else None
+    by = divisor(terms or len(parts), out) if op == ReduceOp.AVG else None
     for start in range(0, out.numel(), length):
         span = slice(start, start + length)
-        _merge_span([part[span] for part in parts], out[span], _MERGES[op], divisor)
+        _merge_span([part[span] for part in parts], out[span], _MERGES[op], by)
 
 
 def _merge_span(
-    parts: Sequence[Tensor], out: Tensor, combine: Callable[..., Tensor], divisor: Tensor | int | None
+    parts: Sequence[Tensor], out: Tensor, combine: Callable[..., Tensor], by: Tensor | int | None
 ) -> None:
     wide = torch.float32 if out.is_floating_point() and out.itemsize < 4 else out.dtype
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
@@ -96,8 +96,8 @@ def _merge_span(
         join(_tree(left, join), _tree(right, join), total)
     else:
         total.copy_(parts[0])
-    if divisor is not None:
-        total.div_(divisor, rounding_mode=None if wide.is_floating_point else "trunc")
+    if by is not None:
+        total.div_(by, rounding_mode=None if wide.is_floating_point else "trunc")
     if total is not out:
         out.copy_(total)
 
@@ -115,7 +115,7 @@ def _halves(parts: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     return parts[:half], parts[half:]
 
 
-def _divisor(count: int, like: Tensor) -> Tensor | int:
+def divisor(count: int, like: Tensor) -> Tensor | int:
     """Return ``count``, for the CPU as a tensor: dividing by one takes a third of the time of a number."""
     fast = like.is_floating_point() and like.device.type == "cpu"
     return torch.tensor(float(count), device="cpu") if fast else count

@@ -26,7 +26,7 @@ from torch import Tensor
 from shardtrain import device as devices
 from shardtrain import torch_private
 from shardtrain.comm import backends
-from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.arithmetic import divisor, merge
 from shardtrain.comm.backends import living
 from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
@@ -284,11 +284,6 @@ class BackendTransport(ProcessGroupTransport):
         kinds = [kind.split(":") for kind in dist.get_backend_config(self._backend_group).split(",")]
         return [device for device, name in kinds if name in backends.COMPLETE]
 
-    @cached_property
-    def _world_tensor(self) -> Tensor:
-        """The number of ranks. Dividing by a tensor takes a third of the time of dividing by a number."""
-        return torch.tensor(float(self.world), device="cpu")
-
     @property
     def _backend_group(self) -> dist.ProcessGroup:
         return living(self._backend)
@@ -447,7 +442,7 @@ class BackendTransport(ProcessGroupTransport):
             if mean is not out:
                 mean.copy_(out)
             if op is _SUM and self.world > 1:
-                mean.div_(self._world_tensor)
+                mean.div_(divisor(self.world, mean))
 
     def _average(
         self, means: list[Tensor], dtypes: Sequence[torch.dtype], buffers: Sequence[Tensor]
