@@ -73,6 +73,8 @@ def test_all_that_a_sweep_writes_is_in_its_folder(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
     folders = sorted(path.name for path in (tmp_path / "sweep").iterdir())
     assert folders == ["0-seed-1", "1-seed-2", "multirun.yaml"]
+    # the same again, of fewer: the other's end is not told again
+    assert started(tmp_path, "seed=1,1") == ["seed=1", "seed=1"]
 
 
 def test_a_sweep_ends_with_the_table_and_2_if_a_job_failed(tmp_path: Path, capsys: Any) -> None:
