@@ -1,15 +1,12 @@
 """FSDP2 scripts with the import changed and nothing else: losses equal FSDP2's, or a refusal by name."""
 
 import copy
-import functools
 import importlib
 import itertools
 import os
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -132,65 +129,6 @@ def torchtitan(names: Any) -> list[float]:
     return train(model)
 
 
-def launched(script: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
-    """Run a library's ``script`` as under torchrun, with our names where the library imports FSDP2's."""
-
-    @functools.wraps(script)
-    def run(names: Any, **options: Any) -> list[float]:
-        world, rank = (str(number) for number in (dist.get_world_size(), dist.get_rank()))
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        changed = ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy")
-        patched = {name: getattr(names, name) for name in changed}
-        with patch.multiple(theirs, **patched), patch.dict(os.environ, own), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the libraries' own
-            return script(names, **options)
-
-    return run
-
-
-@launched
-def accelerate(names: Any, **options: Any) -> list[float]:
-    """Hugging Face accelerate, whole: accumulation, clipping, precision, activation checkpointing.
-
-    It imports FSDP2 inside its functions, so a changed import is a changed attribute of torch's module. On
-    CPUs it leaves the plugin alone, so the type of its state is set by hand, for FSDP2 itself, too.
-    """
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-
-    model: Any = decoder()
-    model._no_split_modules = ["Layer"]
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data = torch.utils.data.DataLoader(torch.randint(23, (32, 7)), batch_size=2)
-    losses = []
-    given: Any = {
-        "auto_wrap_policy": "transformer_based_wrap",
-        "activation_checkpointing": True,
-        **options,
-    }
-    policy = names.MixedPrecisionPolicy(**BF16)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy, **given)
-    try:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        accelerator.state.distributed_type = "FSDP"
-        PartialState().distributed_type = "FSDP"
-        accelerator.state.fsdp_plugin = plugin
-        assert accelerator.is_fsdp2
-        model, optimizer, data = accelerator.prepare(model, optimizer, data)
-        for ids in data:
-            with accelerator.accumulate(model):
-                loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.roll(1).flatten())
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    return losses
-
-
 def accumulation(names: Any) -> list[float]:
     """Gradients reduced on the last of three micro-batches; one layer's on every one of them."""
     model = decoder()
@@ -232,15 +170,7 @@ def alone(names: Any) -> list[float]:
     return train(model)
 
 
-def wild(script: Any) -> Any:
-    """Mark a script that needs the library of its name."""
-    absent = find_spec(script.__name__) is None
-    return pytest.param(
-        script, marks=[pytest.mark.release, pytest.mark.skipif(absent, reason='pip install -e ".[wild]"')]
-    )
-
-
-SCRIPTS = (tutorial, clipped, torchtitan, wild(accelerate), accumulation, nested, alone)
+SCRIPTS = (tutorial, clipped, torchtitan, accumulation, nested, alone)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import shardtrain
@@ -197,16 +196,6 @@ def test_mistakes_are_named() -> None:
         layer = nn.Linear(3, 3, dtype=options.pop("dtype", None))
         with pytest.raises(ValueError, match=told):
             shardtrain.shard(layer, **{"virtual_ranks": 2, **options})
-
-
-def apart() -> None:
-    rows = DeviceMesh("cpu", [[0, 2], [1, 3]])
-    with pytest.raises(ValueError, match="ranks 0, 2 share a row of the mesh"):
-        shard(nn.Linear(3, 3), virtual_ranks=4, mesh=rows)
-
-
-def test_rows_whose_ranks_do_not_follow_one_another_are_refused(on_ranks: Any) -> None:
-    on_ranks(4, apart)
 
 
 @pytest.mark.long

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.exc import Unsupported
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
@@ -300,23 +299,6 @@ def test_state_that_is_made_of_gradients_is_pickled_as_other_state() -> None:
     optimizer.step()
     state = pickle.loads(pickle.dumps(optimizer.state_dict()))["state"]
     assert {type(value["first"]) for value in state.values()} == {Tensor}
-
-
-@each_rank(2)
-def test_torchscript_and_whole_graphs_end_in_torch_s_own_errors() -> None:
-    grad = with_gradients()[0].weight.grad
-    scripted = torch.jit.script(mean_of)
-    traced = torch.jit.trace(mean_of, torch.ones(16, 1))
-    for function in (scripted, traced):
-        with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter"):
-            function(grad)
-    graph = torch.compile(mean_of, backend="eager", fullgraph=True)
-    with pytest.raises(Unsupported, match="Piece"):
-        graph(grad)
-
-
-def mean_of(values: Tensor) -> Tensor:
-    return values.abs().mean()
 
 
 # What `element_wise.UNSEEN` names: each reads a piece as if it were a whole gradient.

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
@@ -39,7 +38,6 @@ from small import (
     sgd,
     shard,
     sharded_and_replica,
-    train,
     train_alike,
 )
 
@@ -777,22 +775,3 @@ def test_users_post_accumulate_hooks_fire_once_at_rest_with_the_reduced_piece() 
     assert not seen
     classify(model, 0).backward()
     assert sorted(seen) == sorted([(name, param.shape, 0) for name, param in model.named_parameters()] * 2)
-
-
-@pytest.mark.long
-@each_rank(3)
-def test_a_copy_from_before_shard_is_sharded_too() -> None:
-    """An average of weights, as failures.md says."""
-    _, replica = sharded_and_replica()
-    plain = OddNet()
-    plain.load_state_dict(replica.module.state_dict())
-    averages = [AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for net in (plain, replica.module)]
-    shard(plain, units=[Block])
-    shard(averages[0].module, units=[Block])
-    for net, average in zip((plain, replica), averages, strict=True):
-        optimizer = sgd(net)
-        for step in range(3):
-            train(net, optimizer, 1, start=step)
-            average.update_parameters(getattr(net, "module", net))
-    assert_same_parameters(averages[0].module, averages[1].module)
-    assert_same_parameters(plain, replica)

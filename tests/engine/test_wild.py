@@ -18,8 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributions import Categorical
-from torch.nn import functional as F
 
 import shardtrain
 
@@ -164,25 +162,6 @@ def trainer(wrap: Wrap, sync: Sync) -> list[Any]:
     return [model]
 
 
-def generation(wrap: Wrap, sync: Sync) -> list[Any]:
-    """Policy gradient on text of the model's own, with gradient checkpointing."""
-    import transformers
-
-    sizes = {"hidden_size": 30, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 5}
-    config = transformers.LlamaConfig(**sizes, vocab_size=53, pad_token_id=0, eos_token_id=None)
-    model = wrap(transformers.LlamaForCausalLM(config))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def loss() -> torch.Tensor:
-        model.eval()
-        ids = model.generate(torch.randint(53, (2, 4)), max_new_tokens=5, do_sample=True)
-        model.train()
-        policy = Categorical(logits=model(input_ids=ids, use_cache=False).logits[:, :-1])
-        return -(policy.log_prob(ids[:, 1:]) * torch.randn(2, 1)).mean()
-
-    return train(model, loss, sync)
-
-
 def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     """timm's groups without decay by dimensions, schedule and mixup; torchmetrics over all ranks."""
     import timm
@@ -211,7 +190,7 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(model, loss, sync, optimizer=optimizer, after=after), accuracy.compute()]
 
 
-LOOPS = [lora, generation, timm_recipe, trainer]
+LOOPS = [lora, timm_recipe, trainer]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -251,8 +230,6 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "T5ForConditionalGeneration": (text(d_kv=7, d_ff=37, num_heads=4), tokens),
 }
 
-TIMM = ["test_vit", "test_nfnet", "test_mambaout"]  # in timm.models
-
 
 def compare(make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
     def loop(wrap: Any, sync: Any) -> list[Any]:
@@ -270,14 +247,3 @@ def test_transformers(name: str) -> None:
     options, batch = TRANSFORMERS[name]
     kind = getattr(transformers, name)
     compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss)
-
-
-@pytest.mark.parametrize("name", TIMM)
-@each_rank(2, transport="auto")
-def test_timm(name: str) -> None:
-    import timm.models
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        return F.cross_entropy(model(photos()), torch.randint(11, (3,)))
-
-    compare(lambda: getattr(timm.models, name)(num_classes=11), loss)

@@ -276,18 +276,6 @@ def test_a_mistake_in_the_constructor_is_raised_on_every_rank() -> None:
         deferred(OddNet, 1, 2, 3)
 
 
-@each_rank(2, transport="auto")
-def test_conversions_copies_and_wrappers_after_deferring() -> None:
-    torch.manual_seed(2)
-    expected = nn.Sequential(OddNet(), nn.Linear(5, 3))
-    expected = expected.to(memory_format=torch.channels_last).double()
-    torch.manual_seed(2)
-    model = nn.Sequential(deferred(OddNet), nn.Linear(5, 3))
-    model = copy.deepcopy(model).to(memory_format=torch.channels_last).double()
-    assert model[0].fc.weight.is_meta == (dist.get_rank() > 0)
-    assert_same_parameters(shard(model, units=[Block]), expected, tolerance=0)
-
-
 @each_rank(3, transport="auto")
 def test_a_mesh_without_rank_0_is_refused() -> None:
     mesh = DeviceMesh("cpu", [1, 2])
