@@ -276,7 +276,7 @@ OUTSIDE = """
     builtins torch torch.Tensor torch.autograd.graph torch.func torch.nn torch.nn.Module torch.nn.functional
     torch.distributed torch.distributed.checkpoint torch.distributed.checkpoint.format_utils
     torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.distributed.tensor
-    torch.distributed.tensor.DTensor
+    torch.distributed.tensor.DTensor torch.optim.swa_utils
     """
 OTHERS = """
     FOLDER/recipe/NAME.yaml logit_scale mine.yaml model.KEY
