@@ -23,18 +23,7 @@ from torch import Tensor
 
 from shardtrain.comm import trace
 from shardtrain.comm.guard import Guard, Handshake
-from shardtrain.comm.trace import (
-    ALL_REDUCE,
-    AVERAGE,
-    BROADCAST,
-    ENTER,
-    GATHER,
-    GRAPH,
-    NOTES,
-    REDUCE,
-    Movement,
-    count,
-)
+from shardtrain.comm.trace import Movement, count
 from shardtrain.comm.transport import Alone, Collective, Pending, Transport, Vector
 from shardtrain.layout import Layout
 
@@ -64,8 +53,8 @@ class Ranks:
         """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
         if self.world == 1:
             return
-        count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
-        position = self.guard.post(BROADCAST, f"{tensor.nbytes} bytes")
+        count(trace.BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
+        position = self.guard.post(trace.BROADCAST, f"{tensor.nbytes} bytes")
         with self.guard.waiting(position):
             self.transport.broadcast(tensor, src)
 
@@ -73,9 +62,9 @@ class Ranks:
         """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
         if self.world == 1:
             return
-        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+        count(trace.ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
         kind = f"{op} of {str(tensor.dtype).removeprefix('torch.')}"
-        position = self.guard.post(ALL_REDUCE, f"{tensor.nbytes} bytes ({kind})")
+        position = self.guard.post(trace.ALL_REDUCE, f"{tensor.nbytes} bytes ({kind})")
         with self.guard.waiting(position):
             self.transport.all_reduce(tensor, op)
 
@@ -88,10 +77,10 @@ class Ranks:
         if self.world == 1:
             return
         paths = self.guard.paths
-        if what in (ENTER, GRAPH):
+        if what in (trace.ENTER, trace.GRAPH):
             paths.forward += 1
-        is_begin = what is GRAPH or (what is ENTER and paths.captures)
-        if what in NOTES or self.in_place or is_begin:
+        is_begin = what is trace.GRAPH or (what is trace.ENTER and paths.captures)
+        if what in trace.NOTES or self.in_place or is_begin:
             self.guard.post(what, name)
         self.transport.fence(what)
 
@@ -143,20 +132,20 @@ class Channel(Ranks):
     def gather(self, name: str, flats: Sequence[Vector]) -> Pending[None]:
         """Start filling every ``full`` from all ranks' ``local``. ``name``: the unit's, on all ranks."""
         sent = (flat.local.nbytes * (self.world - 1) for flat in flats)
-        return self._start(GATHER, "gather", name, flats, sent, self.transport.all_gather)
+        return self._start(trace.GATHER, "gather", name, flats, sent, self.transport.all_gather)
 
     def reduce(self, name: str, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Start reducing ``gradients`` of the unit ``name``. See `Transport.reduce_scatter`."""
         sent = (gradient.full.nbytes - gradient.local.nbytes for gradient in gradients)
-        return self._start(REDUCE, "reduce", name, gradients, sent, self.transport.reduce_scatter)
+        return self._start(trace.REDUCE, "reduce", name, gradients, sent, self.transport.reduce_scatter)
 
     def average(
         self, name: str, gradients: Sequence[Vector], means: Pending[list[Tensor]]
     ) -> Pending[list[Tensor]]:
         """Start averaging ``means`` of the unit ``name`` over replicas. See `Transport.average`."""
         sizes = [gradient.local.nbytes for gradient in gradients]
-        count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        call = self._call(AVERAGE, name, gradients)
+        count(trace.AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
+        call = self._call(trace.AVERAGE, name, gradients)
         return self._guarded(call, lambda: self.transport.average(gradients, means))
 
     def _start(

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from shardtrain.comm.trace import (
-    ADD,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    AVERAGE,
-    BROADCAST,
-    ENTER,
-    GATHER,
-    GRAPH,
-    LEAVE,
-    REDUCE,
-    SHARE,
-    STEP,
-    TRAIN,
-    Movement,
-)
+from shardtrain.comm import trace
+from shardtrain.comm.trace import Movement
 
 CAPTURE = (
     ". A captured step must run on all ranks alike: inputs of the same shapes in each call, and the same "
@@ -48,14 +34,14 @@ BACKWARDS = (
 )
 
 # What a forward and a backward consist of. The first gather of a unit may share memory.
-OF_BACKWARDS = frozenset({REDUCE, AVERAGE, ADD})
-OF_FORWARDS = OF_BACKWARDS | {SHARE, GATHER, ENTER, LEAVE}
+OF_BACKWARDS = frozenset({trace.REDUCE, trace.AVERAGE, trace.ADD})
+OF_FORWARDS = OF_BACKWARDS | {trace.SHARE, trace.GATHER, trace.ENTER, trace.LEAVE}
 
 HINTS: tuple[tuple[Set[Movement], str], ...] = (
-    ({GRAPH}, CAPTURE),
-    ({ALL_REDUCE, BROADCAST, ALL_TO_ALL}, CALLS),
-    ({TRAIN}, FROZEN),  # noted as a forward or backward begins, before the steps of optimizers
-    ({STEP}, STEPS),
+    ({trace.GRAPH}, CAPTURE),
+    ({trace.ALL_REDUCE, trace.BROADCAST, trace.ALL_TO_ALL}, CALLS),
+    ({trace.TRAIN}, FROZEN),  # noted as a forward or backward begins, before the steps of optimizers
+    ({trace.STEP}, STEPS),
     (OF_BACKWARDS, UNITS + BACKWARDS),
     (OF_FORWARDS, UNITS),
 )
