@@ -39,8 +39,8 @@ def test_manifests(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     checkpoint.save(folder, model, optimizer, extra={"a": [1, torch.ones(2)]})
 
-    @settings(max_examples=40)
-    @given(spoiled(json.loads((folder / NAME).read_text())))
+    whole = json.loads((folder / NAME).read_text())
+
     def load(node: Any) -> None:
         (folder / NAME).write_text(json.dumps(node))
         (folder / DIGEST_NAME).write_text(digest_line(json.dumps(node)))
@@ -53,4 +53,5 @@ def test_manifests(tmp_path: Path) -> None:
         assert "\n" not in told
         assert bool(told) == bool((model.weight == 7).all())
 
-    load()
+    load({**whole, "tensors": {name: {} for name in whole["tensors"]}})
+    settings(max_examples=40)(given(spoiled(whole))(load))()
