@@ -305,6 +305,11 @@ def _open(
         link = kind
     elif isinstance(kind, Transport):
         link = Channel(kind)
+        if isinstance(kind, comm.ProcessGroupTransport) and not kind.notices:
+            raise ValueError(
+                f"ranks that differ would hang over transport={type(kind).__name__}(...): call "
+                "shardtrain.comm.guard_world() on all ranks before it is made"
+            )
     elif mesh is None:
         link = comm.open_transport(kind)
     elif mesh.ndim == 1 or mesh.size(0) == 1:

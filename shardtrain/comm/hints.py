@@ -23,8 +23,8 @@ STEPS = (
     "scale by shardtrain.GradScaler: with torch.amp.GradScaler each rank decides"
 )
 UNITS = (
-    ". Modules that only some ranks call (experts, heads for some images) belong into shard(..., "
-    "conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must run on every "
+    ". Modules that only some ranks call (experts, dropped layers, heads for some images) belong into "
+    "shard(..., conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must run on every "
     "rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
     "shardtrain.unsharded(model)"
 )

@@ -112,6 +112,12 @@ class ProcessGroupTransport(Transport):
     def open_guard(self) -> Guard:
         return self._guard
 
+    @property
+    def notices(self) -> bool:
+        """Whether its guard is the best that there is: without gloo ranks are compared at ``LEAVE`` alone."""
+        alone = self.world == 1 or not backends.moves_bytes(self.group)
+        return self.reports is not None or alone or not self.has_gloo
+
     def fence(self, what: Movement) -> None:
         """Compare hashes of paths at ``LEAVE``. No rank waits at fences, since none shares memory.
 

@@ -74,7 +74,7 @@ class Train:
     capture: bool = key(False, mark=Mark.CHANGES)
     # optimizer steps; null: 10, or fewer, so that a short run has ten points
     log_every: int | None = key(None, at_least=1, mark=REPORTED)
-    # epochs; the end is always evaluated
+    # epochs; the last step is evaluated, too, unless a hook ends the run before it
     eval_every: int = key(1, at_least=1, mark=REPORTED)
     # the score that decides the best step, patience and the order of a sweep: loss/val, balanced/val, …
     best: str = key("acc1/val", mark=REPORTED)

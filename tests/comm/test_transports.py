@@ -559,7 +559,7 @@ class ByTheBackend(comm.BackendTransport):
 @each_rank(2, transport="auto")
 def test_gloo_is_asked_for_sums_of_equal_intervals() -> None:
     """It has no mean, and it refuses or mistakes intervals of other lengths."""
-    transport = ByTheBackend(dist.group.WORLD)
+    transport = ByTheBackend(dist.group.WORLD, comm.open_transport("process_group").guard)
     like_a_replica(transport=transport)
     with pytest.raises(ValueError, match="moves tensors on cpu in equal intervals only: use layout='even'"):
         like_a_replica(layout="whole", transport=transport)

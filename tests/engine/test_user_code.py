@@ -186,6 +186,10 @@ def test_calls_are_refused() -> None:
         ("^ignored must hold modules and parameters, got Tensor", lambda: sharded(ignored=linear.weight)),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: comm.open_transport("pigeon")),
+        (
+            r"^ranks that differ would hang over transport=MessagesTransport\(...\): call .*guard_world\(\)",
+            lambda: sharded(transport=comm.MessagesTransport(dist.group.WORLD)),
+        ),
         ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
         (
