@@ -24,8 +24,8 @@ STEPS = (
 )
 UNITS = (
     ". Modules that only some ranks call (experts, dropped layers, heads for some images) belong into "
-    "shard(..., conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must run on every "
-    "rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
+    "shard(..., conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must "
+    "run on every rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
     "shardtrain.unsharded(model)"
 )
 BACKWARDS = (
