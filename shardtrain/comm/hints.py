@@ -25,8 +25,8 @@ STEPS = (
 UNITS = (
     ". Modules that only some ranks call (experts, dropped layers, heads for some images) belong into "
     "shard(..., conditional=[module]); what stands under `if rank == 0:`, an evaluation for example, must "
-    "run on every rank; forwards of which ranks make different numbers (generate() to other lengths) belong into "
-    "shardtrain.unsharded(model)"
+    "run on every rank; forwards of which ranks make different numbers (generate() to other lengths) belong "
+    "into shardtrain.unsharded(model)"
 )
 BACKWARDS = (
     ". Ranks must clear gradients at the same point, and make as many backwards under no_sync and outside of "
