@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -46,6 +47,7 @@ Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 _PAIRS = "__pairs__"  # {"__pairs__": [[1, "one"]]} stands for a dict: JSON would turn its numbers into texts
+_COUNTER = "__counter__"  # the same for a Counter, in which a MultiStepLR has its milestones
 
 
 class LocalShard(NamedTuple):
@@ -328,14 +330,18 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], 
                 "and make a dict of them after load"
             )
         pairs.append((key, encode_extra(item, tensors, f"{where}[{key!r}]")))
-    return {_PAIRS: pairs}
+    return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
 
 
 def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Undo `encode_extra`, except that tuples are lists."""
 
     def decode(node: dict[str, Any]) -> Any:
-        return tensors[node[_TENSOR]] if _TENSOR in node else dict(node[_PAIRS])
+        if _TENSOR in node:
+            return tensors[node[_TENSOR]]
+        if _COUNTER in node:
+            return Counter(dict(node[_COUNTER]))
+        return dict(node[_PAIRS]) if _PAIRS in node else node  # 0.3.0 wrote dicts as they are
 
     return json.loads(text, object_hook=decode)
 

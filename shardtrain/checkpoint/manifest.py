@@ -168,7 +168,9 @@ def parse_entry(node: Mapping[str, Any], name: str) -> Entry:
 
 
 def _optimizer(node: Mapping[str, Any]) -> dict[str, Any]:
-    groups = [{"names": list(group["names"]), "options": dict(group["options"])} for group in node["groups"]]
+    groups = [
+        {"names": [*map(str, group["names"])], "options": dict(group["options"])} for group in node["groups"]
+    ]
     for values in node["values"].values():
         for each in values.values():
             is_plain = each.keys() == {"value"}

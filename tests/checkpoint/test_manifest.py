@@ -53,5 +53,9 @@ def test_manifests(tmp_path: Path) -> None:
         assert "\n" not in told
         assert bool(told) == bool((model.weight == 7).all())
 
+    names = whole["optimizer"]["groups"][0]["names"]
+    names[0], name = 1, names[0]
+    load(whole)  # names of two kinds
+    names[0] = name
     load({**whole, "tensors": {name: {} for name in whole["tensors"]}})
     settings(max_examples=40)(given(spoiled(whole))(load))()
