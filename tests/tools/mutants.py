@@ -23,6 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests/mutants.txt"
 LONGEST_S = 300  # of the tests of one fault; a fault that makes them hang is found
+VERDICTS = {"passed": "SURVIVED", "failed": "found", "hung": "hung"}
 
 
 class Mutant(NamedTuple):
@@ -67,18 +68,18 @@ def copy(folder: Path) -> Path:
     return folder
 
 
-def passes(tests: str, folder: Path) -> bool:
-    """Return whether ``tests`` pass in ``folder``; SystemExit if there are none."""
+def outcome(tests: str, folder: Path) -> str:
+    """Run ``tests`` in ``folder`` and return "passed", "failed" or "hung"; SystemExit if there are none."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         words = [*command, *shlex.split(tests)]
         run = subprocess.run(words, cwd=folder, env=os.environ | own, capture_output=True, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
-        return False
+        return "hung"
     if run.returncode not in (0, 1):
         sys.exit(f"pytest {tests} ended with {run.returncode}:\n{run.stdout.decode()[-2000:]}")
-    return run.returncode == 0
+    return "failed" if run.returncode else "passed"
 
 
 def main() -> None:
@@ -89,19 +90,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = copy(Path(name))
         for number, tests, file, before, after in chosen:
-            if tests not in known and not passes(tests, folder):
+            if tests not in known and outcome(tests, folder) != "passed":
                 sys.exit(f"pytest {tests} fails without a fault")
             known.add(tests)
             path = folder / file
             text = path.read_text()
             path.write_text(text.replace(before, after))
-            survived = passes(tests, folder)
+            verdict = VERDICTS[outcome(tests, folder)]
             path.write_text(text)
-            survivors += [number] if survived else []
+            survivors += [number] if verdict == "SURVIVED" else []
             tier = "long" if "--long" in tests else "default"
-            print(
-                f"{number:>3} {'SURVIVED' if survived else 'found   '} {tier:7} {file}: {after}", flush=True
-            )
+            print(f"{number:>3} {verdict:8} {tier:7} {file}: {after}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} found; survivors: {survivors or 'none'}")
 
 
