@@ -111,7 +111,7 @@ class Slow(comm.MessagesTransport):
     """Messages that are under way until they are awaited. ``log``: begins and ends, with sizes of layouts."""
 
     def __init__(self, group: Any) -> None:
-        super().__init__(group)
+        super().__init__(group, comm.open_transport("process_group").guard)
         self.log: list[str] = []
 
     def _noted(self, what: str, layouts: Iterator[Any], pending: Any) -> Any:
@@ -134,7 +134,7 @@ class Slow(comm.MessagesTransport):
 @each_rank(2, transport="auto")
 def test_collectives_overlap_with_computation() -> None:
     """At each show the next gather has begun. A reduction is awaited as the next one needs its room."""
-    transport = Slow(dist.group.WORLD, comm.open_transport("process_group").guard)
+    transport = Slow(dist.group.WORLD)
     widths = (20, 30, 40, 50, 60)
     layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
     model = shard(nn.Sequential(*layers), units=[nn.Linear], transport=transport)
