@@ -6,7 +6,9 @@ import datetime
 import json
 import math
 import os
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,13 +17,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from shardtrain.config.command import as_values, compose
 from shardtrain.config.config import Config
-from shardtrain.config.marks import MARKS
+from shardtrain.config.marks import MARKS, changed_keys
 from shardtrain.config.schema import Mark
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import scores_in_words, trained_in_words, unit_of_speed
+
+ERASE = "\r\x1b[K"  # of a terminal: to the line's begin, and what stands in it away
 
 
 class Writer:
@@ -50,14 +55,30 @@ class Writer:
 
 
 class Console(Writer):
-    """The texts that are printed, and a line per report."""
+    """The texts that are printed, and a line per report, which on a terminal overwrites the one before."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.started = time.perf_counter()
+        self._erase = ""  # what erases the report in the terminal's last line
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(f"{self._erase}{text}", flush=True)
+        self._erase = ""
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        if self._erase and "status" in facts:  # a traceback may follow
+            print(flush=True)
+            self._erase = ""
+
+    def report(self, line: str) -> None:
+        """Print ``line``; on a terminal the next report overwrites it."""
+        if not sys.stdout.isatty():
+            self.say(line)
+            return
+        width = shutil.get_terminal_size().columns - 1  # a longer line could not be erased
+        print(f"{self._erase}{line[:width]}", end="", flush=True)
+        self._erase = ERASE
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         steps = self.job.steps
@@ -69,7 +90,8 @@ class Console(Writer):
             return
         speed = f"{scalars[tags.IMG_PER_S]:.0f} {unit_of_speed(self.job.inference)}"
         rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed}  {self.left(step)} left"
-        self.say("  ".join([where, *trained_in_words(scalars), rate]))
+        line = "  ".join([where, *trained_in_words(scalars), rate])
+        (self.say if step == steps else self.report)(line)
 
     def left(self, step: int) -> str:
         """Return the time to the end, at the mean pace so far."""
@@ -185,8 +207,8 @@ class TensorBoard(Writer):
             column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
         plugin.content = columns.SerializeToString()
         text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
-        command = summary.text("command", f"`` {facts['command']} ``")
-        for each in (experiment, session, command, text):
+        changed = summary.text("changed", f"`` {facts['command']} ``\n\n{_changes(config)}")
+        for each in (experiment, session, changed, text):
             self._keep(first_step, summary=each)
 
     def _keep(self, step: int, **content: Any) -> None:
@@ -217,6 +239,17 @@ class TensorBoard(Writer):
         if facts.get("status") == "finished":  # otherwise TensorBoard shows the run as running
             self._keep(facts["step"], summary=self._end)
         self._write()
+
+
+def _changes(config: Config) -> str:
+    """Return a table of the keys that differ from the defaults, of a command without words, in Markdown."""
+    usual = compose([])
+    assert usual is not None
+    lines = ["| key | value | default |", "| --- | --- | --- |"]
+    for change in changed_keys(as_values(usual.values), asdict(config)):
+        if Mark.HIDDEN not in change.mark:
+            lines.append(f"| `{change.key}` | {change.now} | {change.before} |")
+    return "\n".join(lines)
 
 
 def _after_others(directory: Path) -> str:

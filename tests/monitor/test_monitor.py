@@ -1,10 +1,13 @@
 """What a run reports on the console, in files and in tables, how it is measured; slow ranks; profiles."""
 
 import contextlib
+import io
 import errno
 import json
+import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -155,6 +158,37 @@ def test_metrics_are_of_the_steps_between_reports() -> None:
         metrics.report(7, ONE)
 
 
+def printed(terminal: bool, width: int = 200) -> list[str]:
+    """Return the lines that stand on the screen after reports, a text, and a failure with its traceback."""
+    output = io.StringIO()
+    output.isatty = lambda: terminal  # type: ignore[method-assign]
+    with (
+        patch.object(sys, "stdout", output),
+        patch.object(shutil, "get_terminal_size", lambda: os.terminal_size((width, 9))),
+    ):
+        console = writers.Console(SimpleNamespace(**vars(FOUR), inference=None))  # type: ignore[arg-type]
+        console.log(1, SCALARS)
+        console.log(2, SCALARS)
+        console.say("said")
+        console.log(3, SCALARS)
+        console.facts({"status": "failed"})
+        print("Traceback")
+        console.log(4, SCALARS)
+    return [line.rpartition(writers.ERASE)[2] for line in output.getvalue().split("\n")[:-1]]
+
+
+def test_a_report_overwrites_the_one_before_on_a_terminal_alone() -> None:
+    steps = [
+        f"step {step}/4  epoch {step / 2}  loss 0.5000  acc1 80.00 %  lr 0.1  123 it" for step in range(5)
+    ]
+    lines = [line.partition("ems/s")[0] for line in printed(terminal=True)]
+    assert lines == ["said", steps[3], "Traceback", steps[4]]
+    lines = [line.partition("ems/s")[0] for line in printed(terminal=False)]
+    assert lines == [steps[1], steps[2], "said", steps[3], "Traceback", steps[4]]
+    narrow = printed(terminal=True, width=20)
+    assert narrow[:3] == ["said", steps[3][:19], "Traceback"]
+
+
 def rows(*busy_ms: dict[str, float]) -> list[dict[str, float]]:
     return [{phase: row.get(phase, 0.0) / 1e3 for phase in PHASES} for row in busy_ms]
 
@@ -267,8 +301,9 @@ def test_a_run_is_one_file_with_all_tags_hyperparameters_texts_and_pictures(fini
         for tag in sorted(events.Tags()["tensors"])
         if tag.endswith("/text_summary")
     }
-    assert [*texts] == ["command", "config"]  # as TensorBoard shows them
-    assert shlex.join(sys.argv) in texts["command"]
+    assert [*texts] == ["changed", "config"]  # as TensorBoard shows them
+    assert shlex.join(sys.argv) in texts["changed"]
+    assert "| `train.batch_size` | 12 |" in texts["changed"]
     assert "batch_size: 12" in texts["config"]
     assert {*events.Tags()["images"]} == {"samples/as_trained", "confusion/val", "mistakes/val"}
     first = {info.name for info in experiment.hparam_infos if info.differs}
