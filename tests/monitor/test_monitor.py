@@ -1,8 +1,8 @@
 """What a run reports on the console, in files and in tables, how it is measured; slow ranks; profiles."""
 
 import contextlib
-import io
 import errno
+import io
 import json
 import os
 import re
