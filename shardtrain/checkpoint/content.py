@@ -46,8 +46,9 @@ Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter 
 Named: TypeAlias = dict[str, tuple[Part | None, torch.Tensor]]
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
-_PAIRS = "__pairs__"  # {"__pairs__": [[1, "one"]]} stands for a dict: JSON would turn its numbers into texts
+_PAIRS = "__pairs__"  # {"__pairs__": [[1, "one"]]} stands for a dict with keys that JSON does not keep
 _COUNTER = "__counter__"  # the same for a Counter, in which a MultiStepLR has its milestones
+_MARKS = (_TENSOR, _PAIRS, _COUNTER)
 
 
 class LocalShard(NamedTuple):
@@ -330,7 +331,9 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], 
                 "and make a dict of them after load"
             )
         pairs.append((key, encode_extra(item, tensors, f"{where}[{key!r}]")))
-    return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
+    mark = _COUNTER if isinstance(value, Counter) else _PAIRS
+    readable = mark is _PAIRS and all(type(key) is str and key not in _MARKS for key in value)
+    return dict(pairs) if readable else {mark: pairs}
 
 
 def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -341,7 +344,7 @@ def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tensors[node[_TENSOR]]
         if _COUNTER in node:
             return Counter(dict(node[_COUNTER]))
-        return dict(node[_PAIRS]) if _PAIRS in node else node  # 0.3.0 wrote dicts as they are
+        return dict(node[_PAIRS]) if _PAIRS in node else node
 
     return json.loads(text, object_hook=decode)
 

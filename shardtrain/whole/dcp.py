@@ -85,6 +85,12 @@ def _attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam)
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         value = state.get(prefix + attribute)
+        cut = own_part.shape != own_part.local_shape and unit.shown is not Shown.PRIVATE
+        if cut and value is not None and value.shape == own_part.shape:
+            raise ValueError(
+                f"load_state_dict() was given the whole {own_part.name}, of which a rank has a piece; "
+                "use shardtrain.load_full_state_dict(model, state)"
+            )
         if isinstance(value, Piece):
             part = value.owners.part or own_part  # one of other elements has another shape
             if part.numel and (part.start, part.stop) != (own_part.start, own_part.stop):

@@ -8,7 +8,7 @@ REFUSED = {
     "Adafactor": f"Adafactor {CANNOT}",
     "Muon": f"Muon {CANNOT}",
     "LARS in a warm-up that begins with a learning rate of 0": f"Lars {CANNOT}",
-    "Torch's `GradScaler`, where one rank's gradients overflow": "use shardtrain.GradScaler",
+    "Torch's `GradScaler`, where one rank's gradients overflow": "by shardtrain.GradScaler",
     "Pruning after wrapping": "topk of head.weight, a parameter at rest, would see",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
