@@ -1,23 +1,14 @@
 """CUDA graphs for the simulated device: a recording notes operations with their memory, and repeats them.
 
-They stand for `torch.cuda.CUDAGraph` and `torch.cuda.graph`, which `shardtrain.device.Recorder` uses. As on a
-device, recording changes nothing: what its operations wrote is restored. A replay runs no code of the host.
-It computes the operations again, in their order, on the memory that they had. So what the host must do in
-each step, and what it does not see, shows as on a device::
-
-    a launch          noted with views of its tensors; numbers of the host as they were
-    an allocation     the graph's own memory from then on, as is what `resize_` allocates
-    a wait, a value   refused in the words of CUDA, and so is a copy between host and device
-    a stream          takes part once it waits for one that does; it may wait for nothing older, and the first
-                      stream must wait for it in the end: otherwise refused in the words of CUDA
-    a draw            draws anew, from torch's generator as it is then; reading its state is refused
-    a collective      made again, over gloo or torch's fake process group
+They stand for `torch.cuda.CUDAGraph` and `torch.cuda.graph`, which `shardtrain.device.Recorder` uses. What a
+recording's operations wrote is restored. A replay runs no code of the host: it computes the operations again,
+in their order, on the memory that they had, with numbers of the host as they were. Collectives are made
+again, over gloo or torch's fake process group. Refused in the words of CUDA are waits of the host, a stream
+that waits for older work, and one that the first stream does not wait for in the end.
 
 Memory from before the recording is not the graph's. If a replay uses some that was given back since, or lies
 elsewhere now, it finds garbage there, and the device notes that as a finding. So it does for what is launched
 or allocated on a stream that takes no part: it runs once, and its memory is not the graph's.
-
-What the host computes by itself is not noted.
 """
 
 from __future__ import annotations
@@ -25,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,11 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtrain import device as devices
 
-from simulated_device import DEVICE, NO_KERNEL, WAITS, Event, SimulatedDevice, Stream, tensors, written
+from simulated_device import DEVICE, NO_KERNEL, Event, SimulatedDevice, Stream, tensors, written
 
-Launch = Callable[[], object]
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
-NO_STATE = "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture"
 ISOLATION = "CUDA error: dependency created on uncaptured work in another stream"
 UNJOINED = "CUDA error: capturing stream has unjoined work"
 
@@ -67,16 +56,23 @@ class Recordings:
 
     @contextmanager
     def graph(self, recording: Recording, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        """Do as `torch.cuda.graph`."""
+        """Do as `torch.cuda.graph`; nothing of what is recorded has run in the end."""
         assert capture_error_mode == "thread_local"
         current = self.sim.current
         self.sim.host.clock |= current.clock  # torch synchronizes
+        self.sim.recording = recording
+        recording.streams[stream] = stream.clock[stream]
         try:
-            with devices.inside(stream), recording.begun_on(stream):
+            with devices.inside(stream), recording, recording.resizes():
                 yield
+            for other, begin in recording.streams.items():
+                if other.clock[other] > max(begin, stream.clock[other]):
+                    raise RuntimeError(UNJOINED)
         finally:
+            self.sim.recording = None
             for other in recording.streams:
-                current.clock |= other.clock  # nothing has run
+                current.clock |= other.clock
+            recording.undo()
         self.recordings.append(recording)
 
 
@@ -123,7 +119,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, sim: SimulatedDevice) -> None:
         super().__init__()
         self.sim = sim
-        self.launches: list[Launch] = []
+        self.launches: list[Callable[[], object]] = []
         self.names: list[str] = []
         self.replays = 0
         self.is_deleted = False
@@ -131,20 +127,6 @@ class Recording(TorchDispatchMode):
         self._own: dict[int, Tensor] = {}  # storages of the graph's own memory, each by a view that holds it
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other storages that it uses, and what was there
         self._groups: list[dist.ProcessGroup] = []
-
-    @contextmanager
-    def begun_on(self, stream: Stream) -> Iterator[None]:
-        """Record what is launched inside, and let nothing of it have run."""
-        self.streams[stream] = stream.clock[stream]
-        self.sim.recording = self
-        try:
-            with self, self._resizes():
-                yield
-            if any(other.clock[other] > max(at, stream.clock[other]) for other, at in self.streams.items()):
-                raise RuntimeError(UNJOINED)
-        finally:
-            self.sim.recording = None
-            self._undo()
 
     def reset(self) -> None:
         """Do as torch's: delete the graph, and give its memory back."""
@@ -175,9 +157,6 @@ class Recording(TorchDispatchMode):
         if self.sim.current not in self.streams:
             self.sim.find(f"outside: {name} on {self.sim.current.name}, which is not recorded")
 
-    def on_device(self, tensor: Tensor) -> bool:
-        return self.sim.on_device(tensor)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             return self._operation(func, args, kwargs or {})
@@ -186,24 +165,18 @@ class Recording(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         *_, views = written(func)
         arguments = tensors([args, kwargs])
-        is_launch = any(map(self.on_device, arguments)) and not (views or name in NO_KERNEL)
-        if is_launch and name in WAITS:
-            raise RuntimeError(NOT_PERMITTED)
+        on_device = self.sim.on_device
+        is_launch = any(map(on_device, arguments)) and not (views or name in NO_KERNEL)
         for tensor in arguments if is_launch else ():
             self._save(tensor)  # it may be written: the schema of a batch's norm does not say so
         sends = func.namespace == "c10d" and self.sim.is_real
-        generator = torch.default_generator.get_state()
         result = func(*self._sending_nothing(args) if sends else args, **kwargs)
-        if is_launch:  # a device has a generator of its own, which draws nothing now
-            torch.default_generator.set_state(generator)
         fresh = [t for t in tensors(result) if all(t is not other for other in arguments)]
-        if name in ("copy_", "_to_copy") and len({*map(self.on_device, [*arguments, *fresh])}) > 1:
-            raise RuntimeError(f"{NOT_PERMITTED} (a copy between host and device)")
         shared = {tensor.untyped_storage()._cdata for tensor in arguments}
         for tensor in fresh:
             if tensor.untyped_storage()._cdata not in shared:
                 self._make(tensor, name)
-        if is_launch or (fresh and not arguments and name not in NO_KERNEL and self.on_device(fresh[0])):
+        if is_launch or (fresh and not arguments and name not in NO_KERNEL and on_device(fresh[0])):
             self._require_stream(name)
             self.names.append(name)
             own = tree_map(partial(self._kept, name), (tuple(args), kwargs))
@@ -212,19 +185,19 @@ class Recording(TorchDispatchMode):
 
     def _sending_nothing(self, args: Sequence[Any]) -> list[Any]:
         """Return arguments of a collective, with a group that moves nothing: other ranks may not record."""
-        groups = [arg for arg in args if "c10d.ProcessGroup" in str(getattr(arg, "_type", str)())]
-        real = dist.ProcessGroup.unbox(groups[0])
+        [boxed] = [arg for arg in args if "c10d.ProcessGroup" in str(getattr(arg, "_type", str)())]
+        real = dist.ProcessGroup.unbox(boxed)
         made = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)(real.rank(), real.size())
         silent = dist.ProcessGroup(FakeStore(), real.rank(), real.size())
         silent._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
         self._groups.append(silent)
-        return [silent.boxed() if arg is groups[0] else arg for arg in args]
+        return [silent.boxed() if arg is boxed else arg for arg in args]
 
     def _kept(self, name: str, value: Any) -> Any:
         """Return a view of a tensor on the device; a copy of one of the host, whose value is taken now."""
         if not isinstance(value, Tensor):
             return value
-        if not self.on_device(value):
+        if not self.sim.on_device(value):
             return value.clone()
         return _view(value) if value.untyped_storage()._cdata in self._own else Outside(value, name)
 
@@ -242,22 +215,19 @@ class Recording(TorchDispatchMode):
         number = storage._cdata
         if number in self._own or number in self._before:
             return
-        if self.on_device(tensor):
+        if self.sim.on_device(tensor):
             self._require_stream(name)
         self._own[number] = _view(tensor)
         self.launches.append(partial(_resize, storage, storage.nbytes()))
 
     @contextmanager
-    def _resizes(self) -> Iterator[None]:
-        """Note what is resized inside, and refuse to read random states."""
+    def resizes(self) -> Iterator[None]:
+        """Note what is resized inside."""
         resize = torch.UntypedStorage.resize_
-
-        def refused(device: object = None) -> Any:
-            raise RuntimeError(NO_STATE)
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             view = _alias(storage, torch.uint8, 0, (0,))
-            if self.on_device(view) and storage.nbytes() != size:
+            if self.sim.on_device(view) and storage.nbytes() != size:
                 self._require_stream("resize_")
                 if storage._cdata in self._before and storage._cdata not in self._own:
                     self.sim.find("outside: memory of before is used in a recording, and given back there")
@@ -267,12 +237,9 @@ class Recording(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.UntypedStorage, "resize_", noted)
-            patch.setattr(torch.cuda, "get_rng_state", refused)
-            patch.setattr(torch.cuda, "_initialized", True)  # else `torch.utils.checkpoint` does not ask
-            patch.setattr(torch.cuda, "device", lambda index: nullcontext())
             yield
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
         """Restore what was in memory before. Nothing is in the graph's own memory yet."""
         with torch._C.DisableTorchFunction():
             for whole, before in self._before.values():
