@@ -53,66 +53,30 @@ NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "is_pinned", "record_stream"}
 NO_KERNEL |= {"_has_compatible_shallow_copy_type"}  # asked by `.data =`, in inference mode by way of here
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "is_nonzero"}
-WAITS |= {
-    "unique_dim",
-    "unique_consecutive",
-    "repeat_interleave",
-    "_linalg_check_errors",
-    "allclose",
-    "histc",
-}
-TAKES_NUMBERS = {
-    "fill_",
-    "masked_fill_",
-    "masked_fill",
-    "where",
-    "_index_put_impl_",
-    "index_put_",
-}  # of the host
-INDEXES = {
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "_unsafe_index",
-}  # also by tensors of the host
+WAITS |= {"unique_dim", "unique_consecutive", "repeat_interleave"}
+WAITS |= {"_linalg_check_errors", "allclose", "histc"}
+# Numbers of the host; and indices, which may be tensors of the host.
+TAKES_NUMBERS = {"fill_", "masked_fill_", "masked_fill", "where", "_index_put_impl_", "index_put_"}
+INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 ANSWERS = {"is_available": True, "device_count": 1, "get_memory_info": (1 << 30, 1 << 30)}
 ANSWERS |= {"set_device_index": None, "reset_peak_memory_stats": None, "empty_cache": None}
 ANSWERS |= {"memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated": 4, "max_memory_reserved": 8}
 ACCELERATOR = (*ANSWERS, "current_stream", "set_stream", "synchronize")  # of `torch.accelerator`
 STAGED = 1 << 16  # bytes from pageable memory that the driver takes without waiting
 AUTOGRAD = "autograd"  # what it makes of nothing in C++ lies on the device; the rest, where its arguments do
-OF_GLOO = {
-    "allreduce_",
-    "broadcast_",
-    "_allgather_base_",
-    "allgather_",
-    "_reduce_scatter_base_",
-    "alltoall_base_",
-}
+OF_GLOO = {"allreduce_", "broadcast_", "_allgather_base_", "allgather_", "_reduce_scatter_base_"}
+OF_GLOO |= {"alltoall_base_"}
 NOT_OF_NCCL = {torch.int16, torch.complex64, torch.complex128}
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
 TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
-GRADIENT = (
-    "attempting to assign a gradient with device type '{}' to a tensor with device type '{}'. "
-    "Please ensure that the gradient and the tensor are on the same device"
-)
-MEMORY = (
-    'Attempted to set the storage of a tensor on device "{}" to a storage on different device "{}".  '
-    "This is no longer allowed; the devices must match."
-)
+GRADIENT = "attempting to assign a gradient with device type '{}' to a tensor with device type '{}'."
+MEMORY = 'Attempted to set the storage of a tensor on device "{}" to a storage on different device "{}".'
 OF_INDICES = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
 OF_BACKWARD = "invalid gradient at index {} - expected device {} but got {}"
 NO_GENERATOR = "Expected a 'cuda' device type for generator but found 'cpu'"
-NO_NUMPY = (
-    "can't convert cuda:0 device type tensor to numpy. "
-    "Use Tensor.cpu() to copy the tensor to host memory first."
-)
-GROUPED = (
-    "Tensors of the same index must be on the same device and the same dtype except `step` tensors "
-    "that can be on CPU and float32/64 notwithstanding"
-)
+NO_NUMPY = "can't convert cuda:0 device type tensor to numpy."
+GROUPED = "Tensors of the same index must be on the same device and the same dtype except `step` tensors"
 
 
 class Line:

@@ -282,48 +282,34 @@ def train(
 
     ``folder``: of all ranks, empty, for a way that saves. ``each_step(step)`` is called before each step.
     """
-    with contextlib.nullcontext() if way.around is None else way.around(device):
-        return train_inside(model, way, device, rank, world, folder, optimizer, each_step)
-
-
-def train_inside(
-    model: nn.Module,
-    way: Way,
-    device: torch.device,
-    rank: int,
-    world: int,
-    folder: Path | None,
-    optimizer: MakeOptimizer,
-    each_step: Callable[[int], object],
-) -> Result:
-    """Do what `train` does, inside of what is around."""
-    start = dict(build(Way()).named_parameters())
-    updates = optimizer(model)
-    scaler = shardtrain.GradScaler(device.type, init_scale=way.scale or 1.0, enabled=way.scale > 0)
-    ema = Ema(model, way.averages) if way.averages else None
-    count = way.count(world)
-    numbers = range(rank * count, (rank + 1) * count)
-    losses: list[Tensor] = []
-    for step in range(STEPS):
-        each_step(step)
-        losses += compute(model, way, scaler, numbers, step, device)
-        if way.clip:
-            scaler.unscale_(updates)
-            shardtrain.clip_grad_norm_(model, way.clip)
-        scaler.step(updates)
-        scaler.update()
-        updates.zero_grad()
-        if ema is not None:
-            ema.update(step + 1)
-        if way.saves and step == 1:
-            assert folder is not None
-            load_again(model, updates, folder / "saved")
-        if way.between is not None and step < 2:
-            way.between(model, updates, device)
-    with contextlib.nullcontext() if ema is None else ema.swapped():
-        state = shardtrain.full_state_dict(model)
-    changes = {name: state[name].float() - value.detach() for name, value in start.items()}
-    return Result([loss.item() for loss in losses], changes)
+    with (way.around or contextlib.nullcontext)(device):
+        start = dict(build(Way()).named_parameters())
+        updates = optimizer(model)
+        scaler = shardtrain.GradScaler(device.type, init_scale=way.scale or 1.0, enabled=way.scale > 0)
+        ema = Ema(model, way.averages) if way.averages else None
+        count = way.count(world)
+        numbers = range(rank * count, (rank + 1) * count)
+        losses: list[Tensor] = []
+        for step in range(STEPS):
+            each_step(step)
+            losses += compute(model, way, scaler, numbers, step, device)
+            if way.clip:
+                scaler.unscale_(updates)
+                shardtrain.clip_grad_norm_(model, way.clip)
+            scaler.step(updates)
+            scaler.update()
+            updates.zero_grad()
+            if ema is not None:
+                ema.update(step + 1)
+            if way.saves and step == 1:
+                assert folder is not None
+                load_again(model, updates, folder / "saved")
+            if way.between is not None and step < 2:
+                way.between(model, updates, device)
+        with contextlib.nullcontext() if ema is None else ema.swapped():
+            state = shardtrain.full_state_dict(model)
+        changes = {name: state[name].float() - value.detach() for name, value in start.items()}
+        return Result([loss.item() for loss in losses], changes)
 
 
 def step_of(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., list[Tensor]]:

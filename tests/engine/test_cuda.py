@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import Precision, comm
@@ -38,22 +37,9 @@ from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.launch import launcher
 from shardtrain.launch.ranks import RankInfo
 
+import ways
 from small import MakeOptimizer, assert_at_rest, images, sgd, until
-from ways import (
-    CAPTURABLE,
-    FP16,
-    OFFLOAD,
-    WAYS,
-    Way,
-    compute,
-    deviation,
-    recurrent,
-    recurrent_steps,
-    sharded,
-    step_of,
-    train,
-    train_plain,
-)
+from ways import CAPTURABLE, FP16, OFFLOAD, WAYS, Way, recurrent, recurrent_steps
 
 CARDS = torch.cuda.device_count()
 LIMIT_S = 400  # of all rows in one world
@@ -101,7 +87,7 @@ class Place(NamedTuple):
         return options
 
     def model(self, way: Way) -> torch.nn.Module:
-        return sharded(way, self.device, "inductor", **self.options(way))
+        return ways.sharded(way, self.device, "inductor", **self.options(way))
 
     def expects(self, way: Way) -> contextlib.AbstractContextManager[Any]:
         """Expect that gloo refuses a way by name: with tensors of a device it moves equal intervals only."""
@@ -118,9 +104,9 @@ def compared(way: Way, optimizer: MakeOptimizer, at: Place) -> str:
     torch.use_deterministic_algorithms(way.virtual)
     with at.expects(way):
         model = at.model(way)
-        result = train(model, way, at.device, at.rank, at.world, at.folder, optimizer)
+        result = ways.train(model, way, at.device, at.rank, at.world, at.folder, optimizer)
         assert_at_rest(model)
-        apart = deviation(result, train_plain(way, at.device, at.rank, at.world, optimizer))
+        apart = ways.deviation(result, ways.train_plain(way, at.device, at.rank, at.world, optimizer))
         if not apart <= way.tolerance:
             return f"{apart:.1e} from the plain model, expected {way.tolerance}"
     return ""
@@ -132,7 +118,7 @@ def overflowing(way: Way, at: Place) -> str:
     before = shardtrain.full_state_dict(model)
     optimizer = sgd(model)
     scaler = shardtrain.GradScaler(at.device.type, init_scale=way.scale)
-    compute(model, way, scaler, range(at.rank, at.rank + 1), 0, at.device)
+    ways.compute(model, way, scaler, range(at.rank, at.rank + 1), 0, at.device)
     scaler.step(optimizer)
     scaler.update()
     after = shardtrain.full_state_dict(model)
@@ -171,7 +157,7 @@ def captured(way: Way, at: Place) -> str:
         model = at.model(way)
         rate = torch.tensor(0.05, device=at.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)
-        step = step_of(way, model, optimizer)
+        step = ways.step_of(way, model, optimizer)
         if captures:
             step = shardtrain.capture(step, model, optimizer)
         losses = []
@@ -321,25 +307,11 @@ def test_memory_of_a_dropped_model_returns(nccl_of_one: ProcessGroupTransport, n
     way = WAYS[name]
     held = []
     for _ in range(3):  # libraries keep their workspaces from the first one on
-        train(sharded(way, device, transport=nccl_of_one), way, device, 0, 1)
+        ways.train(ways.sharded(way, device, transport=nccl_of_one), way, device, 0, 1)
         gc.collect()
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert held[2] == held[1]
-
-
-def steps(model: torch.nn.Module, rank: int, device: torch.device, count: int = 4) -> list[float]:
-    """Train, and return this rank's losses."""
-    optimizer = sgd(model)
-    losses = []
-    for step in range(count):
-        x, y = images(step, rank)
-        loss = F.cross_entropy(model(x.to(device)), y.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.fixture
@@ -390,7 +362,7 @@ def test_slow_collectives_change_nothing(
         torch.manual_seed(0)
         model = linear_layers().to(device)
         shardtrain.shard(model, units=[torch.nn.Linear], transport=nccl_of_one, precision=PRECISIONS[name])
-        losses.append(steps(model, 0, device))
+        losses.append(recurrent_steps(model, device, 0, 1))
         assert_at_rest(model)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 

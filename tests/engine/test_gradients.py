@@ -28,14 +28,7 @@ from shardtrain.pieces import functions as element_wise
 from shardtrain.pieces.piece import Piece
 
 from pool import each_rank
-from small import (
-    Block,
-    OddNet,
-    classify,
-    raised_soon,
-    shard,
-    sharded_and_replica,
-)
+from small import Block, OddNet, classify, raised_soon, shard, sharded_and_replica
 
 SEES = "would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ for the norm of all "
 

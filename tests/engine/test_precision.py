@@ -20,15 +20,7 @@ from shardtrain.data import Batch
 from shardtrain.engine.precision import cast
 
 from pool import each_rank
-from small import (
-    Block,
-    OddNet,
-    assert_same_parameters,
-    images,
-    sgd,
-    shard,
-    tree_sum,
-)
+from small import Block, OddNet, assert_same_parameters, images, sgd, shard, tree_sum
 from tiny import result_of, run
 
 BF16 = Precision(param=torch.bfloat16)
