@@ -52,12 +52,12 @@ def simulated(size: int = 0) -> Iterator[tuple[SimulatedDevice, Recordings]]:
         patch.setenv("TEARDOWN_CUPTI", "0")  # as the recorder sets it, so that it is as before in the end
         with SimulatedDevice()(patch) as device, recorder(device) as records:
             if size:
-                dist.init_process_group(
-                    "cpu:fake,cuda:fake", store=FakeStore(), rank=size // 4, world_size=size
-                )
+                backends = "cpu:fake,cuda:fake"
+                dist.init_process_group(backends, store=FakeStore(), rank=size // 4, world_size=size)
             try:
                 yield device, records
             finally:
+                torch.use_deterministic_algorithms(False)
                 if size:
                     dist.destroy_process_group()
     assert list(device.findings) == []
@@ -415,17 +415,16 @@ def test_counts_go_on_in_replays() -> None:
         assert dict(meter.exposed()) == {}
 
 
-# What cannot be captured.
-
-
-# What is captured or called, on a sharded ``model`` with its ``params``, and the message.
+# What cannot be captured, on a sharded ``model`` with its ``params``, and the message.
 CALLS = {
     "capture(step, model, sgd(model), warmup=0)": r"warmup=0\): expected at least 1",
     "capture(step, model, SGD(params))": r"SGD reads its learning rate .*: SGD\(\.\.\., fused=True\)",
     "capture(step, model, Adam(params))": r"Adam decides on the host .*: Adam\(\.\.\., capturable=True\)",
     "capture(step, model, NAdam(params, capturable=True))": "NAdam would keep its learning rate",
     "capture(step, offloaded := sharded(offload=True), sgd(offloaded))": "offload has the host wait",
-    "capture(step, virtual := deterministic(), sgd(virtual))": "virtual ranks compute and compare on the",
+    "torch.use_deterministic_algorithms(True); v = sharded(virtual_ranks=8); capture(step, v, sgd(v))": (
+        "virtual ranks compute and compare on the host"
+    ),
     "with unsharded(model): capture(step, model, sgd(model))": "cannot be called inside",
     "capture(step, plain := shard(OddNet()), sgd(plain))": "only steps on a CUDA device can .* on cpu",
     "Run(True, model=model).step(*images(0, 0))": "a captured step is on cpu, the model on cuda:0",
@@ -436,14 +435,6 @@ CALLS = {
         "a captured step while gradients wait under no_sync"
     ),
 }
-
-
-def deterministic() -> nn.Module:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return sharded(virtual_ranks=8)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("code", CALLS)
@@ -478,8 +469,6 @@ def test_gradients_that_may_be_absent_are_refused() -> None:
         assert records.recordings == []
 
 
-WAITS = "CUDA error: "
-DRAWS = "the step draws from {}, and each replay"
 # What a step does besides training, and the message. The first two are found before anything is recorded.
 DOES = {
     "adamw(model).step()": r"cannot be captured: AdamW steps the model, which capture\(\) was not given",
@@ -487,11 +476,11 @@ DOES = {
     "scaler.step(optimizer); scaler.update(); optimizer.zero_grad()": (
         "cannot be captured: a GradScaler has the host decide whether to step"
     ),
-    "x.sum().item()": WAITS,
-    "torch.accelerator.synchronize()": WAITS,
-    "random.random()": DRAWS.format("Python's random"),
-    "np.random.rand()": DRAWS.format("NumPy's random"),
-    "torch.rand(())": DRAWS.format("torch's generator of the CPU"),
+    "x.sum().item()": "CUDA error: ",
+    "torch.accelerator.synchronize()": "CUDA error: ",
+    "random.random()": "the step draws from Python's random, and each replay",
+    "np.random.rand()": "the step draws from NumPy's random, and each replay",
+    "torch.rand(())": "the step draws from torch's generator of the CPU, and each replay",
     "optimizer.param_groups[0]['lr'].mul_(0.5)": "the step changes its learning rate, .*: call the schedule",
     "model.blocks[0].train(not model.blocks[0].training)": (
         "the step changes what a replay cannot: training of modules changed"
