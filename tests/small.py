@@ -51,6 +51,13 @@ class OddNet(nn.Module):
         return self.fc(x * self.scale)
 
 
+def partly_frozen() -> nn.Module:
+    net = OddNet()
+    net.blocks.requires_grad_(False)
+    net.blocks[0].norm.requires_grad_(True)
+    return net
+
+
 class Vit(VisionTransformer):
     """A ViT on 5×5 images. Without dropout, which aot_eager cannot differentiate behind attention."""
 

@@ -45,6 +45,7 @@ from small import (
     like_a_replica,
     mean_in_a_tree,
     mesh,
+    partly_frozen,
     raised_soon,
     sgd,
     shard,
@@ -219,13 +220,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     return Muon(Muon.groups(model), lr=0.02)
-
-
-def partly_frozen() -> nn.Module:
-    net = OddNet()
-    net.blocks.requires_grad_(False)
-    net.blocks[0].norm.requires_grad_(True)
-    return net
 
 
 def hybrid_and_replica(

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
@@ -263,7 +262,6 @@ REFUSALS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] 
     "indexed": (lambda here, there: there.index_add_(0, torch.tensor([1]), there[:1]), ONE_DEVICE),
     "host indexed by the device": (lambda here, there: here[there > 2], "indices should be either on cpu"),
     "joined": (lambda here, there: torch.cat([here, there]), ONE_DEVICE),
-    "layer": (lambda here, there: F.linear(there[None], here[None]), ONE_DEVICE),
     "memory": (lambda here, there: here.set_(there), 'storage on different device "cuda:0"'),
     "gradient": (lambda here, there: setattr(here, "grad", there), "a gradient with device type 'cuda'"),
     "backward": (lambda here, there: backward_from(there, here), "expected device cuda:0 but got cpu"),

@@ -44,6 +44,7 @@ from small import (
     like_a_replica,
     mean_in_a_tree,
     mesh,
+    partly_frozen,
     sgd,
     shard,
     sharded_and_replica,
@@ -367,21 +368,14 @@ def test_an_infinite_gradient_on_one_rank_is_seen_by_all() -> None:
         shardtrain.clip_grad_norm_(model, 1.0, norm_type=0.0)
 
 
-def freeze() -> nn.Module:
-    net = OddNet()
-    net.blocks.requires_grad_(False)
-    net.blocks[0].norm.requires_grad_(True)
-    return net
-
-
 @pytest.mark.smoke
 @each_rank(1, 3)
 def test_frozen_parameters_are_neither_reduced_nor_given_gradients() -> None:
-    model = like_a_replica(freeze)
+    model = like_a_replica(partly_frozen)
     with comm.meter() as meter:
         train(model, sgd(model), 1)
     world = dist.get_world_size()
-    trainable = sum(param.nbytes for param in freeze().parameters() if param.requires_grad)
+    trainable = sum(param.nbytes for param in partly_frozen().parameters() if param.requires_grad)
     assert meter.calls["reduce_scatter"] == 2 * (world > 1)
     assert meter.bytes["reduce_scatter"] <= (world - 1) * (trainable / world + 3 * ALIGN_BYTES)
     assert all(p.grad is None for p in (model.blocks[0].conv.weight, *model.blocks[1].parameters()))

@@ -28,7 +28,7 @@ from shardtrain.pieces import functions as element_wise
 from shardtrain.pieces.piece import Piece
 
 from pool import each_rank
-from small import Block, OddNet, classify, raised_soon, shard, sharded_and_replica
+from small import Block, OddNet, Parts, classify, raised_soon, shard, sharded_and_replica
 
 SEES = "would see this rank's piece alone: call torch's or shardtrain's clip_grad_norm_ for the norm of all "
 
@@ -345,21 +345,11 @@ def ask(function: Any, grad: Tensor) -> object:
     return Piece.__torch_function__(function, (Piece,), (grad,), {})
 
 
-class Two(nn.Module):
-    """Two parameters of which the second of three ranks holds as many elements, but other ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(96))
-        self.second = nn.Parameter(torch.ones(96))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.first * x).sum() + (self.second * x).sum()
-
-
 @each_rank(3, transport="auto")
 def test_pieces_of_other_elements_are_not_combined() -> None:
-    model = shard(Two())
+    """The second of three ranks holds as many elements of both parameters, but other ones."""
+    first, second = (nn.Parameter(torch.ones(96)) for _ in range(2))
+    model = shard(Parts(lambda self, x: ((self.first + self.second) * x).sum(), first=first, second=second))
     model(torch.ones(())).backward()
     first = model.first.grad
     second = model.second.grad

@@ -19,12 +19,7 @@ from shardtrain import comm
 from shardtrain.config.errors import UserError
 from shardtrain.export import __main__ as program
 from shardtrain.job import inference as reader
-from shardtrain.job.model import (
-    initial_model,
-    load_weights,
-    named_weights,
-    read_weights,
-)
+from shardtrain.job.model import initial_model, load_weights, named_weights, read_weights
 from shardtrain.launch import launcher
 from shardtrain.recipes.models import classifier
 from shardtrain.train.loop import train

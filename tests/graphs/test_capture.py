@@ -477,7 +477,6 @@ DOES = {
         "cannot be captured: a GradScaler has the host decide whether to step"
     ),
     "x.sum().item()": "CUDA error: ",
-    "torch.accelerator.synchronize()": "CUDA error: ",
     "random.random()": "the step draws from Python's random, and each replay",
     "np.random.rand()": "the step draws from NumPy's random, and each replay",
     "torch.rand(())": "the step draws from torch's generator of the CPU, and each replay",
