@@ -45,7 +45,7 @@ def load_exported(
     in evaluation mode; ``prepare`` turns an image of Pillow into a batch of one. No code in the files runs.
 
     Args:
-        file: the weights, or timm's folder. ``FILE.json`` beside it says the rest.
+        file: the weights. ``FILE.json`` beside it says the rest.
         allow: packages whose model may be built, besides those of torchvision and `shardtrain.recipes`.
 
     Raises:

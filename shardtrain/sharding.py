@@ -243,8 +243,6 @@ def check(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
             f"got {precision!r}"
         )
-    if isinstance(transport, str):
-        comm.require_transport(transport)
     if mesh is not None:
         _check_mesh(mesh)
     for name, child in module.named_modules():

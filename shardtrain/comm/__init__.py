@@ -32,7 +32,6 @@ from shardtrain.comm.opening import (
     open_transport,
     plain_transport,
     ranks_by_host,
-    require_transport,
 )
 from shardtrain.comm.process_group import (
     BackendTransport,

@@ -99,13 +99,6 @@ TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
 }
 
 
-def require_transport(kind: object) -> None:
-    """Raise ValueError unless ``kind`` is one of `TRANSPORTS`."""
-    if kind not in TRANSPORTS:
-        *names, last = map(repr, TRANSPORTS)
-        raise ValueError(f"transport must be {', '.join(names)} or {last}, got {kind!r}")
-
-
 def open_transport(
     kind: str = "process_group",
     group: dist.ProcessGroup | None = None,
@@ -122,7 +115,9 @@ def open_transport(
     Raises ValueError for another kind, if ranks ask for different ones, or for shared memory that is not
     possible.
     """
-    require_transport(kind)
+    if kind not in TRANSPORTS:
+        *names, last = map(repr, TRANSPORTS)
+        raise ValueError(f"transport must be {', '.join(names)} or {last}, got {kind!r}")
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is None or group.size() == 1:
         return Channel(Alone())
