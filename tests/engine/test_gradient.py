@@ -13,12 +13,10 @@ from small import like_a_replica
 
 
 class Late(nn.Module):
-    """A unit of which one parameter is used by a later call alone."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, 5) / 3)
-        self.late = nn.Parameter(torch.ones(5))
+        self.late = nn.Parameter(torch.ones(5))  # used by a later call alone
 
     def forward(self, x: torch.Tensor, is_late: bool = False) -> torch.Tensor:
         return x @ self.weight + (self.late if is_late else 0.0)
@@ -30,15 +28,12 @@ class Twice(nn.Module):
         self.unit = Late()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.unit(self.unit(x), is_late=True)
-        return output
+        return self.unit(self.unit(x), is_late=True)  # type: ignore[no-any-return]
 
 
 @each_rank(2)
-@pytest.mark.parametrize("reduced", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reduced", [torch.float32, torch.float64])  # to fp64 autograd cannot add
 def test_three_micro_batches_are_summed_where_a_unit_is_opened_twice(reduced: torch.dtype) -> None:
-    """In fp64, which autograd cannot add to, sums are the engine's."""
-
     def step(net: nn.Module, number: int) -> None:
         is_sharded = hasattr(net, "_shardtrain_engine")
         for micro in range(3):

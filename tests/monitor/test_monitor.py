@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import re
@@ -226,10 +227,13 @@ def test_a_planted_slow_rank_is_found_with_its_phase() -> None:
     assert slow[:2] == (1, "data")
 
 
-def ranges_of(path: Path) -> list[str]:
-    """Return the names of the ranges of a trace that torch's profiler wrote."""
-    events = json.loads(path.read_text())["traceEvents"]
-    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
+def ranges_of(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Return when each named range of a trace begins and ends, in order."""
+    ranges: dict[str, list[tuple[float, float]]] = {}
+    for event in sorted(json.loads(path.read_text())["traceEvents"], key=lambda event: event.get("ts", 0)):
+        if event.get("cat") == "user_annotation":
+            ranges.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    return ranges
 
 
 def test_profiles_are_made_when_planned(on_ranks: Any, tmp_path: Path) -> None:
@@ -238,11 +242,13 @@ def test_profiles_are_made_when_planned(on_ranks: Any, tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert names == [f"steps-5-7-rank{rank}.json" for rank in range(2)]
     for rank in range(2):
-        names = ranges_of(tmp_path / f"traces/steps-5-7-rank{rank}.json")
-        assert names.count("train step") == 3
+        ranges = ranges_of(tmp_path / f"traces/steps-5-7-rank{rank}.json")
+        assert len(ranges["train step"]) == 3
         for kind in ("gather", "forward", "backward", "reduce", "phase", "wait"):
             own = {"phase": "data", "wait": "fence of the model"}.get(kind, "the root")
-            assert names.count(f"{kind} {own}") >= 3, kind
+            found = ranges[f"{kind} {own}"]
+            assert len(found) >= 3, kind
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found)), kind
     log = (tmp_path / "log.txt").read_text()
     assert f"steps 5 to 7 are in {tmp_path}/traces/steps-5-7-rank*.json (for ui.perfetto.dev)" in log
 
