@@ -225,7 +225,7 @@ class Reduction:
             if sums and sums[-1].first == micro_batch and segment.full.dtype == sums[-1].like.dtype:
                 for member, grad in sums[-1].grads.items():
                     if member not in self._lent:
-                        member.param.grad = grad
+                        member.lend_grad(grad)
                         self._lent[member] = grad, grad._version
 
     def take(self, micro_batch: int) -> list[str]:

@@ -141,8 +141,8 @@ class ShardedParam:
         return self.part.shown(self.part.of(whole))
 
     # In a step only these write ``.grad``. Between steps it is the user's. A backward puts that aside with
-    # `take_grad`, then takes each gradient that autograd has made. At its end `set_grad` and `give_grad`
-    # return both.
+    # `take_grad`, lends what waits, and takes each gradient that autograd has made. At its end `set_grad` and
+    # `give_grad` return both.
 
     def take_grad(self) -> torch.Tensor | None:
         """Return ``.grad``, and let it be None."""
@@ -156,6 +156,10 @@ class ShardedParam:
         if self.marks and not isinstance(grad, Piece):
             grad = Piece.on(grad, self.owners)
         self._write_grad(grad)
+
+    def lend_grad(self, whole: torch.Tensor) -> None:
+        """Let autograd add to ``whole``, of the full shape, in place, until `take_grad`."""
+        self.param.grad = whole
 
     def give_grad(self, value: torch.Tensor) -> None:
         """Add ``value``, a new view of this rank's part in the shape at rest, to the gradient."""
