@@ -39,7 +39,7 @@ from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.segment import plain_name
 from shardtrain.errors import SaveFailed
 from shardtrain.pieces.part import Part, dense_stride
-from shardtrain.pieces.piece import Piece, plain
+from shardtrain.pieces.piece import Piece
 from shardtrain.whole.state_dict import equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
@@ -240,8 +240,7 @@ def _state_of(shard: LocalShard, optimizer: torch.optim.Optimizer | None) -> tup
     named: Named = {}
     values: dict[str, Any] = {}
     state = optimizer.state.get(shard.param, {}) if optimizer is not None else {}
-    for key, entry in state.items():
-        value = plain(entry)  # an optimizer may have made it of gradients
+    for key, value in state.items():  # which may be pieces
         if not isinstance(value, torch.Tensor):
             values[key] = {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
         elif value.shape == shard.param.shape and "/" not in key:
