@@ -5,8 +5,9 @@
 
 `tests/mutants.txt` has arguments of pytest on lines of their own, and below them, indented, the faults that
 these tests must find: `FILE: WHAT STANDS THERE => WHAT IT BECOMES`. Arguments with `--long` are of faults
-that no default test finds; all others are found by default. It is run by hand, in a copy of the checkout. A
-fault whose text does not stand in its file exactly once ends the run before it begins.
+that no default test finds; all others are found by default. Those of optuna and of test_wild need `.[wild]`.
+It is run by hand, in a copy of the checkout. A fault whose text does not stand in its file exactly once ends
+the run before it begins.
 """
 
 from __future__ import annotations
