@@ -243,7 +243,7 @@ def test_what_is_cited_is_what_is_built() -> None:
     assert f'name = "{cited["title"]}"\ndynamic = ["version"]' in project
     assert 'version = {attr = "shardtrain.__version__"}' in project
     assert cited["version"] == shardtrain.__version__
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest[1] == shardtrain.__version__
     assert f'license = "{cited["license"]}"' in project
