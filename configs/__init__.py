@@ -48,10 +48,9 @@ def groups_in(folders: Sequence[Path]) -> set[str]:
     files = [file for folder in folders for file in folder.glob("*/*.yaml")]
     choices = {(file.parent.name, file.stem) for file in files}
     help_texts = importlib.import_module("shardtrain.config.help")
-    device = "shardtrain.device"
     for name, resolver in {
         "own_or_none": lambda group, name: name if (group, name) in choices else "none",
-        "bf16_or_fp32": lambda: importlib.import_module(device).fastest_precision(),
+        "bf16_or_fp32": lambda: importlib.import_module("shardtrain.device").fastest_precision(),
         "recipes": lambda: help_texts.choice_table(folders, "recipe"),
     }.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)

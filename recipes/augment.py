@@ -1,9 +1,8 @@
 """Augment batches of images on their device, and single images where they are loaded.
 
 An augmentation is called with a batch and with random numbers, uniform in [0, 1), of which each image takes
-`draws`. The caller draws them. The training program derives them from the seed and from the image's position
-in the run, so they do not depend on the number of ranks. An augmentation that also changes single images has
-a method `image`.
+`draws`. The caller draws them: the training program from the seed and the image's position in the run. An
+augmentation that also changes single images has a method `image`.
 """
 
 from __future__ import annotations
@@ -55,22 +54,15 @@ FLIP = 2  # the draw that decides whether an image is mirrored
 class Photo:
     """Crops and mirror images, changed colours and shapes, and erased boxes. It suits photographs.
 
-    First a policy of torchvision changes each image, as uint8, where it is loaded (`image`). Its transforms
-    draw from torch's random numbers once per call. So they are called once per image, in the loader's
-    processes, and the numbers are seeded by the image's position in the run. The other changes are array
-    operations on the whole batch: they pad and crop back to size, mirror half of the images, and fill a box
-    in some images with zeros (the mean).
+    First a policy of torchvision changes each image, as uint8, where it is loaded (`image`), since its
+    transforms draw from torch's random numbers once per call. The other changes are array operations on the
+    whole batch: they pad and crop back to size, mirror half of the images, and fill a box in some images with
+    zeros (the mean).
     """
 
     draws = 8
 
-    def __init__(
-        self,
-        pad: int,
-        policy: str = "none",
-        erase: float = 0.0,
-        flip: str = "random",
-    ) -> None:
+    def __init__(self, pad: int, policy: str = "none", erase: float = 0.0, flip: str = "random") -> None:
         """Choose the changes.
 
         pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
@@ -85,8 +77,8 @@ class Photo:
         self.pad = pad
         self.erase = erase
         self.flip = flip
+        # uint8 [channels, height, width] to the same, drawing from torch's random numbers; None: nothing.
         self.image = policy_named(policy)
-        """uint8 [channels, height, width] to the same, drawing from torch's random numbers; None: nothing."""
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
         """Change images, float32 [batch, channels, height, width]. uniform: float32 [batch, 8]."""

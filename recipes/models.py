@@ -136,11 +136,10 @@ def _zero_init_residual(model: nn.Module, name: str) -> None:
     if not isinstance(model, ResNet):
         raise ValueError(f"zero_init_residual=true is for ResNets, not for {name}")
     for part in model.modules():
-        last = (
-            part.bn3 if isinstance(part, Bottleneck) else part.bn2 if isinstance(part, BasicBlock) else None
-        )
-        if last is not None:
-            nn.init.zeros_(last.weight)
+        if isinstance(part, Bottleneck):
+            nn.init.zeros_(part.bn3.weight)
+        elif isinstance(part, BasicBlock):
+            nn.init.zeros_(part.bn2.weight)
 
 
 def _set_input_channels(model: nn.Module, channels: int) -> None:

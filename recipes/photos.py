@@ -104,12 +104,9 @@ class Pictures(Batches):
     def _read(self, index: int) -> tuple[Tensor, int]:
         return self.transform(opened_image(self.source, index)), self.source.labels[index]
 
-    def path(self, index: int) -> str | None:
-        return self.source.paths[index]
-
 
 def files_in(root: Path) -> Iterator[str]:
-    """Yield the paths of all files in ``root`` and its folders, in order. Raises OSError if one is closed."""
+    """Yield the paths of all files in ``root`` and its folders, in order. Raises OSError if it cannot."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -202,10 +199,7 @@ class Prepared(Batches):
             opened_image(self.source, index, self.mode)
         except Unreadable as error:
             return " ".join(str(error).split())
-        return f"cannot read the image {self.path(index)}: it could not be read when it was needed"
-
-    def path(self, index: int) -> str | None:
-        return self.source.paths[index]
+        return f"cannot read the image {self.source.paths[index]}: it could not be read when it was needed"
 
 
 class Files(NamedTuple):

@@ -81,14 +81,10 @@ def views_of(images: Tensor) -> list[tuple[Tensor, float]]:
 
 
 class Crops:
-    """Random crops of images with a reflected border, mirrored in every second epoch.
-
-    At random in the first epoch (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498).
-    """
+    """Random crops with a reflected border; each image is mirrored in every second epoch."""
 
     draws = 3
-    alternates = (FLIP,)
-    """Columns of the random numbers that move by 1/2 from epoch to epoch."""
+    alternates = (FLIP,)  # columns of the random numbers that move by 1/2 from epoch to epoch
 
     def __init__(self, pad: int) -> None:
         """pad: pixels on each side before the crop. Raises ValueError below 0."""
@@ -154,7 +150,6 @@ class Norm(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         momentum = float(self.momentum or 0)
         bias = self.bias * BIAS_SCALE
-        training = self.training
         return F.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, bias, training, momentum, self.eps
+            input, self.running_mean, self.running_var, self.weight, bias, self.training, momentum, self.eps
         )

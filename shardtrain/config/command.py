@@ -56,14 +56,14 @@ COMPOSES = "Hydra only composes here; run.name and run.dir say where a run write
 
 
 class Composed(NamedTuple):
-    """The configuration of a command, and its words by the key or the group that each names."""
+    """What Hydra composes of a command's words, unchecked; and these, by the key or group that each names."""
 
     values: DictConfig
     words: Mapping[str, str]
 
 
 class Command(NamedTuple):
-    """The configuration of a command line, its words by what they name, and a program's own keys."""
+    """The checked configuration of a command, its words as of `Composed`, and a program's own keys."""
 
     config: Config
     words: Mapping[str, str]
@@ -287,15 +287,12 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @contextlib.contextmanager
 def explained(groups: set[str], known: Sequence[str] = ()) -> Iterator[None]:
-    """Turn what Hydra and the parsers raise inside into a UserError; nothing else runs there.
-
-    ``known``: the keys at the top, as far as they are known.
-    """
+    """Turn what Hydra and the parsers raise inside into a UserError. ``known``: the keys at the top."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # nothing else runs inside
         raise _explain(error, groups, known) from None
 
 

@@ -56,8 +56,7 @@ class Train:
     channels_last: bool = key(False, mark=Mark.CHANGES)
     # cross_entropy | loss._target_=PACKAGE.CLASS and its keywords
     loss: str | dict[str, Any] = key("cross_entropy", choices=("cross_entropy",))
-    # of the loss: balanced | one per class: [1,5,2]; over the weights of all images of the step; null: all
-    # alike
+    # of the loss: balanced | one per class: [1,5,2]; over the weights of all images of the step; null: all 1
     class_weights: str | tuple[float, ...] | None = key(None, choices=("balanced",), above=0)
     # part of each target that is spread over all classes
     label_smoothing: float = key(0.0, at_least=0, below=1)
@@ -67,8 +66,7 @@ class Train:
     cutmix: float = key(0.0, at_least=0)
     # largest global gradient norm; null: no clipping
     clip_grad_norm: float | None = key(None, above=0)
-    # K: every K steps a neighbour computes a micro-batch again, and the run stops if their bits differ; 0:
-    # never
+    # K: every K steps a neighbour computes a micro-batch again; the run stops if bits differ; 0: never
     replay_every: int = key(0, at_least=0, mark=REPORTED)
     # launch each step as one CUDA graph, for steps that wait for Python; learning rates are rounded to fp32
     capture: bool = key(False, mark=Mark.CHANGES)
@@ -80,14 +78,11 @@ class Train:
     best: str = key("acc1/val", mark=REPORTED)
     # evaluations without a better score after which training ends; null: it goes on
     patience: int | None = key(None, at_least=1, mark=REPORTED)
-    # PACKAGE.CLASS, with allow=[PACKAGE]: subclasses of shardtrain.train.Hook, called after each step and
-    # evaluation
+    # PACKAGE.CLASS, with allow=[PACKAGE]: subclasses of shardtrain.train.Hook, for steps and evaluations
     hooks: tuple[str, ...] = key((), mark=REPORTED)
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss, str):
-            return
-        if self.class_weights is not None:
+        if not isinstance(self.loss, str) and self.class_weights is not None:
             raise UserError(
                 "train.class_weights is for train.loss=cross_entropy; your own loss weights classes itself"
             )
@@ -112,20 +107,17 @@ class Images:
     eval_size: int | None = key(None, at_least=1, at_most=10**5)
     # N: N versions of each image, augmented apart, and 1/N of the images per epoch
     repeats: int = key(1, at_least=1, mark=Mark.IMAGES)
-    # training images to choose by, as a fraction or number; what was validation before is then a test, once,
-    # at the end
+    # training images to choose by, a fraction or number; what was validation is then a test, once, at the end
     validation: float = key(0, at_least=0, mark=Mark.IMAGES)
     # which images `validation` holds out, of each class the same part: another number, others; never by seed
     split: int = key(0, at_least=0, mark=Mark.IMAGES)
     # images of each part that are used, evenly spaced; null: all
     limit: int | None = key(None, at_least=1, mark=Mark.IMAGES)
-    # `completed` fills in what is open of the next three.
+    # `completed` fills in what is null of the next three.
 
-    # names of the classes by label, [cat,dog], for a data set without names; null: its own names, else 0, 1,
-    # …
+    # names of the classes by label, [cat,dog], for a data set without names; null: its own, else 0, 1, …
     classes: tuple[str, ...] | None = key(None, mark=Mark.IMAGES | Mark.HIDDEN)
-    # of the pixels, from 0 to 1, one value or one per channel: [0.5]; null: the data set's, of photographs
-    # ImageNet's
+    # of pixels from 0 to 1, one or one per channel: [0.5]; null: the data set's, of photographs ImageNet's
     mean: tuple[float, ...] | None = key(None, at_least=0, at_most=1)
     # likewise, their standard deviation
     std: tuple[float, ...] | None = key(None, above=0, at_most=1)
@@ -157,8 +149,7 @@ class Npz(Images):
     """One .npz of images and labels, as MedMNIST has them."""
 
     name: str = data_set("arrays")
-    # FILE.npz as of MedMNIST: train_images, train_labels, and val_… or test_…; uint8, channels last, first or
-    # none
+    # FILE.npz as MedMNIST's: train_images, train_labels, val_… or test_…; uint8, channels last, first or none
     root: str = key(mark=Mark.PER_HOST)
     # pixels; 0: as they are; images of another size are resized
     image_size: int = key(0, at_least=0)
@@ -207,8 +198,7 @@ class Csv(ImageFolder):
     _target_: str = key("shardtrain.recipes.table.image_table", mark=Mark.IMAGES)
     # folder of the images
     root: str = key(mark=Mark.PER_HOST)
-    # FILE.csv with columns image (a path in root), label (a name or number), and perhaps split (train, val or
-    # test)
+    # FILE.csv with columns image (a path in root), label (name or number), perhaps split (train, val or test)
     table: str = key(mark=Mark.PER_HOST)
 
 
@@ -229,8 +219,7 @@ class OwnData(Images):
     """What a function of your own returns: data._target_=PACKAGE.FUNCTION allow=[PACKAGE]."""
 
     name: str = data_set("own")
-    # PACKAGE.FUNCTION with allow=[PACKAGE], which returns a training and a validation set; other keys are its
-    # keywords
+    # PACKAGE.FUNCTION with allow=[PACKAGE], which returns training and validation sets; other keys: keywords
     _target_: str = key(mark=Mark.IMAGES)
     # pixels; 0: as they are; images of another size are resized
     image_size: int = key(0, at_least=0)
@@ -377,13 +366,11 @@ class Parallel:
     compile: bool = key(False, mark=Mark.CHANGES)
     # fp32 | bf16 | fp16: compute and communicate so; normalisation, loss, update in fp32
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
-    # null: as the optimizer needs | even | whole: cut between parameters, for LAMB, Adafactor and other
-    # optimizers of whole matrices
+    # null: as the optimizer needs | even | whole: cut between parameters, as LAMB and Adafactor need it
     layout: str | None = key(None, choices=("even", "whole"), mark=Mark.CHANGES)
     # bf16: gradients travel in bf16, whatever computes; null: in the dtype that computes
     reduce: str | None = key(None, choices=("bf16",))
-    # V: compute as V ranks would, on any N that divides V, both powers of two, to the same bits; 0: as N
-    # ranks
+    # V: compute as V ranks would, to the same bits on any N that divides V, both powers of two; 0: as N ranks
     virtual_ranks: int = key(0, at_least=0, at_most=1024, mark=Mark.CHANGES)
 
     def __post_init__(self) -> None:
@@ -411,12 +398,9 @@ class MonitorConfig:
     TENSORBOARD: ClassVar[str] = "tensorboard"  # the program's own writer
 
     # recall of each class, their mean balanced/val, confusion matrix; not of more than 50 classes |
-    # PACKAGE.FUNCTION or {_target_: PACKAGE.FUNCTION, KEYWORD: VALUE}, with allow=[PACKAGE], of all logits
-    # and
-    # labels
+    # PACKAGE.FUNCTION of all logits and labels, with allow=[PACKAGE], or {_target_: …, KEYWORD: VALUE}
     scores: tuple[str | dict[str, Any], ...] = key(("per_class",))
-    # event files | PACKAGE.CLASS, with allow=[PACKAGE]: subclasses of shardtrain.monitor.Writer, which get
-    # every event; []: none
+    # event files | PACKAGE.CLASS, with allow=[PACKAGE]: subclasses of shardtrain.monitor.Writer; []: none
     writers: tuple[str, ...] = key((TENSORBOARD,))
     # the first of three steps that torch's profiler records; null: none
     profile_at: int | None = key(None, at_least=2)
@@ -432,8 +416,7 @@ class Config:
     # Groups whose files set keys of other sections and have none of their own.
     KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
-    # on the command line alone: packages that keys may name (model._target_, data._target_, …), which run
-    # their code
+    # on the command line alone: packages that keys may name (model._target_, …), which runs their code
     allow: tuple[str, ...] = key((), mark=COMMAND)
     # of initial values, order of images, augmentation, dropout
     seed: int = key(0, at_least=0, mark=Mark.IMAGES)

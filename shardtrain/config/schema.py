@@ -27,7 +27,6 @@ from shardtrain.config.errors import UnknownKey, UserError, not_valid
 
 Frozen = TypeVar("Frozen")
 
-# The bounds that a field's metadata may declare.
 BOUNDS = {
     "at_least": (operator.ge, "at least"),
     "above": (operator.gt, "more than"),

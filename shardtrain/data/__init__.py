@@ -4,19 +4,8 @@ Read in this order: ``sampler`` (which images a rank has in a step), ``feed`` (w
 batches on the device); then ``sets``, which opens them by name.
 """
 
-from shardtrain.data.feed import Augment, Batch, DataSet, EvalFeed, Mix, Prepare, ToDevice, TrainFeed
+from shardtrain.data.feed import Batch, DataSet, EvalFeed, Mix, Prepare, ToDevice, TrainFeed
 from shardtrain.data.sampler import Share
 from shardtrain.data.sets import load
 
-__all__ = [
-    "Augment",
-    "Batch",
-    "DataSet",
-    "EvalFeed",
-    "Mix",
-    "Prepare",
-    "Share",
-    "ToDevice",
-    "TrainFeed",
-    "load",
-]
+__all__ = ["Batch", "DataSet", "EvalFeed", "Mix", "Prepare", "Share", "ToDevice", "TrainFeed", "load"]

@@ -1,7 +1,7 @@
 """Data sets, their images loaded by index, and float32 batches on the device.
 
 `images, labels = data[[3, 1, 4]]` are uint8 [3, channels, height, width] and int64 [3]. Pixels stay as stored
-until they are on the device. There they are resized, normalised, augmented and mixed.
+until they are on the device. There they are normalised, resized, augmented and mixed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ EVAL_BATCH = 256  # images per rank in one forward of an evaluation, at most
 
 
 class Batches(Protocol):
-    random: bool = False
-    """Whether loading an image draws from torch's random numbers, as for a random crop."""
+    """Images and their labels, loaded by lists of indices."""
 
-    labels: Tensor | None = None
-    """int64 [count], where labels are known before images are loaded."""
-
-    in_memory: bool = False
-    """Whether images are there already, so that none can turn out to be unreadable."""
+    random: bool = False  # whether loading an image draws from torch's random numbers, as for a random crop
+    labels: Tensor | None = None  # int64 [count], where labels are known before images are loaded
+    in_memory: bool = False  # whether images are there already, so that none can turn out to be unreadable
 
     def __len__(self) -> int: ...
 
@@ -152,7 +149,6 @@ class Prepare:
         self.std = torch.tensor([255 * value for value in preprocessing.std], device=device)[:, None, None]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return normalised images."""
         pixels = images.to(self.device, non_blocking=True).float()
         normal = (pixels - self.mean) / self.std
         size = (self.side, self.side)
@@ -172,10 +168,7 @@ class ToDevice:
 
 
 class Seeded:
-    """Images whose random crops and changes depend on the seed and their position in the run alone.
-
-    So they do not depend on which rank or worker loads an image, or on interruptions of the run.
-    """
+    """Images whose random crops and changes depend on the seed and their position in the run alone."""
 
     def __init__(self, data: Batches, seed: int, change: Callable[[Tensor], Tensor] | None) -> None:
         """change: uint8 [channels, height, width] to the same, with torch's random numbers."""
@@ -202,8 +195,7 @@ class Mix:
 
     An image's partner is its neighbour in the global batch: 0 and 1, 2 and 3, …. How they are mixed is drawn
     for each image of the global batch from the seed and the step. Each micro-batch has an even number of
-    images. So neither depends on the number of ranks and micro-batches. (torchvision and timm draw once per
-    rank's batch, so the number of ranks changes the images.)
+    images. So neither depends on the number of ranks and micro-batches (torchvision and timm draw per rank).
 
     Mixup with 0.7 turns images a, b of classes 3, 5 into 0.7 a + 0.3 b, labelled 0.7 of class 3 and 0.3 of
     class 5. Cutmix puts a box of b into a. A box that covers 30 % gives the same label.

@@ -93,7 +93,6 @@ class Items(Batches):
         return item
 
     def _pixels(self, image: Any, subject: str) -> Tensor:
-        """Return an image, uint8 [channels, height, width]."""
         pixels: Tensor
         if isinstance(image, Image.Image):
             if image.mode not in MODES:

@@ -29,7 +29,7 @@ class Share(NamedTuple):
     accumulate: int  # micro-batches per step
     rank: int
     world_size: int
-    virtual: int = 0  # virtual ranks, `accumulate` of them on each rank; 0 without
+    virtual: int = 0  # virtual ranks, equally many on each rank; 0 without
 
     @property
     def per_rank(self) -> int:

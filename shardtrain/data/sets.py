@@ -83,12 +83,11 @@ def stratified(labels: Tensor, split: int) -> Tensor:
     return order[fractions[order].argsort(stable=True)]
 
 
-def with_validation(data: DataSet, amount: float, split: int = 0) -> DataSet:
+def with_validation(data: DataSet, amount: float, split: int) -> DataSet:
     """Use ``amount`` (fraction or number) of the training images for validation, and ``data.val`` to test.
 
     The choice depends on the data and on ``split`` alone. It has about the same fraction of each class, if
-    labels are known before images are loaded. Raises
-    UserError for another amount.
+    labels are known before images are loaded. Raises UserError for another amount.
     """
     images = len(data.train)
     count = round(amount if amount >= 1 else amount * images)

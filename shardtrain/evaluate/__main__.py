@@ -67,9 +67,8 @@ def read(arguments: Sequence[str], speak: bool = True) -> Command | None:
     train = replace(command.config.train, accumulate=1, capture=False)
     config = replace(command.config, parallel=parallel, train=train)
     if run is not None and "data" in command.words:
-        config = prepared_as(
-            typed(Data, read_base(require_run(Path(run)), "run")["data"], "data"), config, command
-        )
+        before = typed(Data, read_base(require_run(Path(run)), "run")["data"], "data")
+        config = prepared_as(before, config, command)
     return command._replace(config=config)
 
 

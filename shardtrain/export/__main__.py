@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +64,8 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
         expected = model(images.to(device)).cpu()
         with draft_of(out) as draft:
             write_weights(state, draft)
-            write_json(asdict(inference), Path(f"{draft}.json"))
+            text = json.dumps(asdict(inference), indent=2, ensure_ascii=False)
+            Path(f"{draft}.json").write_text(f"{text}\n", encoding="utf-8")
             plain, _, _ = load_exported(draft, settings.allow)
             _require_equal(expected, plain(images), out)
     mib = sum(value.nbytes for value in state.values()) / MIB
@@ -114,10 +114,6 @@ def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
         write_tensors(path, state, {"format": "pt"})
     else:
         torch.save(dict(state), path)
-
-
-def write_json(values: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 main = partial(launcher.start, read, export)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config.command import read_keys
-from shardtrain.config.errors import UserError, path_of, reading
+from shardtrain.config.errors import UserError, path_of, writing
 from shardtrain.config.format import counted
 from shardtrain.config.schema import key, typed
 from shardtrain.config.target import RECIPES
@@ -72,13 +72,12 @@ def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> Non
     def look() -> None:
         if out.exists():
             raise UserError(f"out={out} exists already; choose another name or remove it")
-        with reading(f"out={out}", "cannot write there; choose another out", OSError):
+        with writing("out", out):
             out.parent.mkdir(parents=True, exist_ok=True)
 
     on_rank_0(look)
     opened = open_saved(keys.run, keys.weights)
-    facts = opened.manifest.facts
-    inference = typed(Inference, facts["inference"], "inference")
+    inference = typed(Inference, opened.manifest.facts["inference"], "inference")
     files, notes = together(lambda: _files(keys.data))
     if rank_info.rank == 0:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
@@ -88,7 +87,7 @@ def predict(keys: PredictKeys, rank_info: RankInfo, device: torch.device) -> Non
     with saved_model(opened, keys, device) as model:
         answers = _answers(model, feed, rank_info)
     if rank_info.rank == 0:
-        with reading(f"out={out}", "cannot write there; choose another out", OSError):
+        with writing("out", out):
             temporary = out.with_name(f".{out.name}.part")
             with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 _write(file, files, answers, inference.classes)
