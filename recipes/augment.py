@@ -135,7 +135,6 @@ def erased(images: Tensor, uniform: Tensor, part: float) -> Tensor:
 
     Area (2 to 33 %) and ratio of height to width (0.3 to 3.3) are drawn as in torchvision's RandomErasing.
     That draws again if a box is too long for the image; here the box is cut to the image's side.
-
     uniform: float32 [batch, 5]: erased at all, area, ratio, top, left.
     """
     height, width = images.shape[2:]

@@ -40,7 +40,8 @@ USUAL_BITS = 15  # of the largest value of a 16-bit grey image
 def opened_image(source: Files, index: int, mode: str = "RGB") -> Image.Image:
     """Return an image of ``source`` in Pillow's ``mode``, of 8 bits per channel. Raises Unreadable."""
     try:
-        image: Image.Image = Image.open(io.BytesIO(source.content(index)))
+        content = plain_file(Path(source.paths[index])).read_bytes()
+        image: Image.Image = Image.open(io.BytesIO(content))
         # `convert` would cut grey values at 255.
         if _has_16_bits(image):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -98,11 +99,8 @@ class Pictures(Batches):
         return len(self.source.labels)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images, labels = zip(*map(self._read, indices), strict=True)
-        return torch.stack(images), torch.tensor(labels)
-
-    def _read(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(opened_image(self.source, index)), self.source.labels[index]
+        images = [self.transform(opened_image(self.source, index)) for index in indices]
+        return torch.stack(images), self.labels[indices]
 
 
 def files_in(root: Path) -> Iterator[str]:
@@ -133,10 +131,7 @@ def readable_endings() -> frozenset[str]:
 
 
 class Sieve:
-    """A test that tells the images in ``root`` from other files, and counts the others by their endings.
-
-    Hidden files and those in hidden folders, such as `.ipynb_checkpoints`, are neither.
-    """
+    """A test that tells the images in ``root`` from other files, and counts the others by their endings."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -146,7 +141,7 @@ class Sieve:
     def __call__(self, path: str) -> bool:
         """Return whether the file ``path`` is an image."""
         if any(name.startswith(".") for name in Path(path).relative_to(self.root).parts):
-            return False
+            return False  # hidden, or in a hidden folder such as `.ipynb_checkpoints`, and not counted
         ending = os.path.splitext(path)[1].lower()
         if ending not in self.endings:
             self.others[ending or "without an ending"] += 1
@@ -208,9 +203,6 @@ class Files(NamedTuple):
     paths: Sequence[str]
     labels: Sequence[int]
 
-    def content(self, index: int) -> bytes:
-        return plain_file(Path(self.paths[index])).read_bytes()
-
 
 NO_FILES = Files((), ())
 
@@ -249,10 +241,7 @@ def _to_score(config: ImageFolder) -> Part:
 
 
 def images_in(root: Path) -> tuple[list[str], list[str]]:
-    """Return the paths of all images in ``root`` and its folders, in order, and lines about other files.
-
-    Raises UserError without such a folder.
-    """
+    """Return the paths of images below ``root``, in order, and lines about other files. Raises UserError."""
     if not root.is_dir():
         raise UserError(f"data.root={root}: there is no such folder")
     is_image = Sieve(root)

@@ -40,12 +40,7 @@ def image_table(config: Csv, *, all_held_out: bool = False) -> DataSet:
     if all_held_out:
         return photographs(config, config.classes or (), NO_FILES, *_to_score(config, rows, root, where))
     classes = _in_order({row.label for row in rows})
-    labels = {label: number for number, label in enumerate(classes)}
-    parts = {}
-    for part in PARTS:
-        own = [row for row in rows if row.split == part]
-        if own:
-            parts[part] = Files([str(root / row.image) for row in own], [labels[row.label] for row in own])
+    parts = _by_part(rows, classes, root)
     _require_parts(parts, classes, where, held_out=config.validation > 0)
     val = parts.get("val", parts.get("test"))
     test = parts.get("test") if "val" in parts else None
@@ -59,17 +54,24 @@ def image_table(config: Csv, *, all_held_out: bool = False) -> DataSet:
     return data._replace(notes=(*data.notes, note))
 
 
-def _to_score(config: Csv, rows: Sequence[Row], root: Path, where: str) -> list[Files | None]:
+def _to_score(config: Csv, rows: Sequence[Row], root: Path, where: str) -> list[Files]:
     """Return the images to validate and to test by; without a column `split` all are of the first."""
     classes = config.classes or ()
     for row in rows:
         if row.label not in classes:
             raise not_valid(f"{where}: the run has no class {row.label}", row.label, classes)
-    kinds = {row.split for row in rows}
-    parts: list[Files | None] = []
-    for part in [kind for kind in ("val", "test") if kind in kinds] or ["train"]:
+    parts = _by_part(rows, classes, root)
+    return [parts[name] for name in ("val", "test") if name in parts] or [parts["train"]]
+
+
+def _by_part(rows: Sequence[Row], classes: Sequence[str], root: Path) -> dict[str, Files]:
+    """Return the images of each part that has some, with the numbers of their classes."""
+    labels = {label: number for number, label in enumerate(classes)}
+    parts = {}
+    for part in PARTS:
         own = [row for row in rows if row.split == part]
-        parts.append(Files([str(root / row.image) for row in own], [classes.index(row.label) for row in own]))
+        if own:
+            parts[part] = Files([str(root / row.image) for row in own], [labels[row.label] for row in own])
     return parts
 
 
@@ -104,10 +106,7 @@ def _reader(file: TextIO, required: Sequence[str]) -> csv.DictReader[str]:
 
 
 def _read(path: Path, where: str, root: Path) -> list[Row]:
-    """Return the lines of the table. Raises UserError for lines that lack a cell or name an image again.
-
-    `./0.png` and `0.png` in the folder ``root`` are one image.
-    """
+    """Return the lines of the table. Raises UserError for lines that lack a cell or name an image again."""
     with reading(where, EXPECTED), plain_file(path).open(encoding="utf-8-sig", newline="") as file:
         table = _reader(file, ("image", "label"))
         rows = []
@@ -115,7 +114,7 @@ def _read(path: Path, where: str, root: Path) -> list[Row]:
             rows.append(_row(line, f"{where}: line {table.line_num}"))
     if not rows:
         raise UserError(f"{where}: no line follows the first; {EXPECTED}")
-    paths = [os.path.normpath(root / row.image) for row in rows]
+    paths = [os.path.normpath(root / row.image) for row in rows]  # `./0.png` and `0.png` are one image
     path_of_most, times = Counter(paths).most_common(1)[0]
     if times > 1:
         same = [row.image for row, own in zip(rows, paths, strict=True) if own == path_of_most]

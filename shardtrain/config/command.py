@@ -125,10 +125,7 @@ def printed(arguments: Sequence[str]) -> bool:
 
 
 def compose(arguments: Sequence[str], program: Program = TRAIN, *, speak: bool = True) -> Composed | None:
-    """Return the configuration of ``arguments`` (without the program's name).
-
-    Returns None if a flag asks for output, which is printed if ``speak``. Raises UserError for mistakes.
-    """
+    """Return what ``arguments`` compose; None after a flag, whose output ``speak`` prints. Raises UserError."""
     flags, words = split(arguments)
     text = ""
     composed = None
@@ -263,10 +260,7 @@ def _text(config: DictConfig, flags: argparse.Namespace, folders: Sequence[Path]
 
 
 def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags, and the overrides. Raises UserError for an unknown flag.
-
-    With `--help` words in any place are the groups that it describes.
-    """
+    """Return the flags, and the overrides. Raises UserError for an unknown flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
@@ -275,6 +269,7 @@ def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     with reading("the flags", "see --help", argparse.ArgumentError):
         flags, overrides = parser.parse_known_args(arguments)
     flags.printing = flags.help or flags.version or flags.cfg is not None
+    # With `--help` words in any place are the groups that it describes.
     flags.groups = [text for text in overrides if flags.help and re.fullmatch(r"\w[\w.]*", text)]
     overrides = [text for text in overrides if text not in flags.groups]
     for text in overrides:

@@ -204,12 +204,12 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     """Return one dataclass for one mapping. ``path`` is `""` for the whole configuration."""
     prefix = path and f"{path}."
     entries = {entry.name: entry for entry in fields(cls)}
-    rest = next((name for name, entry in entries.items() if "others" in entry.metadata), None)
-    if rest is not None:
+    others = next((name for name, entry in entries.items() if "others" in entry.metadata), None)
+    if others is not None:
         unknown = {key: raw[key] for key in raw if key not in entries}
-        raw = {**raw, rest: {**typed(dict, raw.get(rest, {}), f"{prefix}{rest}"), **unknown}}
+        raw = {**raw, others: {**typed(dict, raw.get(others, {}), f"{prefix}{others}"), **unknown}}
     for key in raw:
-        if key not in entries and rest is None:
+        if key not in entries and others is None:
             known = [name for name, entry in entries.items() if "chosen" not in entry.metadata]
             known += getattr(cls, "KEYLESS_GROUPS", ())
             error = not_valid(f"unknown key {prefix}{key}", key, known, prefix)

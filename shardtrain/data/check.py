@@ -36,10 +36,7 @@ class _Problems:
 
 
 def require_readable(parts: Mapping[str, Batches | None], keys: Images, say: Callable[[str], object]) -> None:
-    """Read the images of all ``parts``, and report on them by ``say``. Those in memory have been read.
-
-    Raises UserError if an image cannot be read.
-    """
+    """Read all images that are not in memory; report by ``say``. Raises UserError if one cannot be read."""
     files = {part: source for part, source in parts.items() if source is not None and not source.in_memory}
     bad = sum(_read(source, part, keys.workers, say) for part, source in files.items())
     if bad:

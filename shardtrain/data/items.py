@@ -36,12 +36,9 @@ class Expected(NamedTuple):
 
 
 class Items(Batches):
-    """A data set of the user's: ``items[i]`` are an image and its label.
+    """A user's data set: each item an image, uint8 [channels, height, width] or Pillow's, and a label."""
 
-    An image is uint8 [channels, height, width], or of Pillow. It may be drawn from torch's random numbers.
-    """
-
-    random = True
+    random = True  # it may draw from torch's random numbers
 
     def __init__(self, items: Any, name: str, side: int = 0, expected: Expected | None = None) -> None:
         """Raise UserError unless ``items`` can be indexed and have a length above 0.
@@ -70,12 +67,7 @@ class Items(Batches):
         return len(self.items)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images = []
-        labels = []
-        for index in indices:
-            image, label = self.read(index)
-            images.append(image)
-            labels.append(label)
+        images, labels = zip(*map(self.read, indices), strict=True)
         return torch.stack(images), torch.tensor(labels)
 
     def read(self, index: int) -> tuple[Tensor, int]:
@@ -143,10 +135,7 @@ class Items(Batches):
 
 
 class Pairs(Items):
-    """A data set of inputs and targets: each a tensor, an array or a number, of one shape and dtype.
-
-    They may be drawn from torch's random numbers.
-    """
+    """A data set of inputs and targets: each a tensor, an array or a number, of one shape and dtype."""
 
     def __init__(self, items: Any, name: str, like: Pairs | None = None) -> None:
         """like: items are as the first one of these; None: as the first one here. name: as of `Items`."""

@@ -133,7 +133,9 @@ def _read(config: Data, allow: Sequence[str], all_held_out: bool) -> DataSet:
 def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
     """Open what the user's function returns: a `DataSet`, or a pair of torch's, the second perhaps None."""
     key = f"data._target_={config._target_}"
-    parts = _returned(config, allow)
+    # `image_size` is a key of all data sets, and here also a keyword, if the function has it.
+    sized = {"image_size": config.image_size} if config.image_size else {}
+    parts = instantiate({"_target_": config._target_, **config.keywords, **sized}, "data", tuple, allow)
     if isinstance(parts, DataSet):
         if not isinstance(parts.classes, tuple):
             raise UserError(f"{key}: classes is {parts.classes!r}, expected a tuple of names, by label")
@@ -170,13 +172,6 @@ def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
             tuple(map(str, classes)), mean, std, config.side_in_eval, side or None
         ),
     )
-
-
-def _returned(config: OwnData, allow: Sequence[str]) -> Any:
-    """Call the user's function, with `data.image_size` if that is set and the function takes it."""
-    sized = {"image_size": config.image_size} if config.image_size else {}
-    node = {"_target_": config._target_, **config.keywords, **sized}
-    return instantiate(node, "data", tuple, allow)
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -89,10 +89,7 @@ def new_path(out: Path) -> Path:
 
 @contextlib.contextmanager
 def draft_of(out: Path) -> Iterator[Path]:
-    """Give a path beside ``out``; what is written there is moved to ``out`` if the block succeeds.
-
-    Raises UserError if it cannot be written.
-    """
+    """Give a path beside ``out``; if the block succeeds, its file is moved there. Raises UserError if not."""
     # torch.save raises RuntimeError for a full disk.
     with reading(f"out={out}", "cannot write there; choose another out", (OSError, RuntimeError)):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -36,14 +36,7 @@ from shardtrain.config.errors import UserError, path_of
 from shardtrain.config.format import write_any_text
 from shardtrain.config.marks import marked_values
 from shardtrain.config.schema import Mark
-from shardtrain.launch.ranks import (
-    START_UP,
-    RankInfo,
-    Result,
-    choose_device,
-    cpu_threads,
-    meet,
-)
+from shardtrain.launch.ranks import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
 from shardtrain.launch.signals import Stopped, leave_with_launcher
 
 USER_ERROR = 2
@@ -59,8 +52,7 @@ class Context:
     rank_info: RankInfo
     device: torch.device
     run_dir: Path
-    # of the command, by the key or group that each names
-    words: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)  # the command's, by the key or group each names
 
 
 def run(
@@ -186,10 +178,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _exit_with(error: Exception, rank_info: RankInfo) -> NoReturn:
-    """Exit with code 2. The first rank that gets here, with a UserError, prints the message.
-
-    The others wait for their launcher to end them, since it takes the rank that ends first for the cause.
-    """
+    """Exit with code 2. The first rank that gets here, with a UserError, prints the message."""
     if rank_info.add("speaker", 1) == 1:  # 0 if the store ended with rank 0, which then has printed a message
         message = f"error: {error}"
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -199,5 +188,5 @@ def _exit_with(error: Exception, rank_info: RankInfo) -> NoReturn:
             with contextlib.suppress(OSError):
                 Path(path).write_text(json.dumps({"message": report}))
     else:
-        time.sleep(PATIENCE)
+        time.sleep(PATIENCE)  # a launcher takes the rank that ends first for the cause, and ends the others
     sys.exit(USER_ERROR)

@@ -80,10 +80,7 @@ class RankInfo:
         return store
 
     def add(self, key: str, number: int) -> int:
-        """Add ``number`` to this attempt's counter ``key``, and return its value; 0 if the store is gone.
-
-        With a cut link torch would wait for ever, so a thread asks.
-        """
+        """Add ``number`` to this attempt's counter ``key``, and return its value; 0 if the store is gone."""
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         values = [0]
 
@@ -97,7 +94,7 @@ class RankInfo:
 
         if self.world_size == 1:
             return number
-        asking = threading.Thread(target=ask, daemon=True)
+        asking = threading.Thread(target=ask, daemon=True)  # with a cut link torch would wait for ever
         asking.start()
         asking.join(ANSWER.total_seconds())
         return values[-1]
@@ -113,10 +110,8 @@ class RankInfo:
             gone = self.add("left", 0)
 
     def agree(self, key: str, proposal: str) -> str:
-        """Return the proposal of the rank that came first, the same on every rank and across restarts.
-
-        A single rank agrees with earlier attempts that torchrun may have started.
-        """
+        """Return the proposal of the rank that came first, the same on every rank and across restarts."""
+        # Under torchrun a single rank agrees with earlier attempts.
         if self.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             return proposal
         store = self.store
@@ -202,8 +197,8 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
         if rank == 0:
             missing = [other for other in missing if not _has_joined(store, key(other), session)]
         else:
-            shown, _, session = store.get(key(rank)).decode().partition(" ")
-            missing = [] if shown == token and session else [0]
+            answered, _, session = store.get(key(rank)).decode().partition(" ")
+            missing = [] if answered == token and session else [0]
         if not missing:
             break
         if time.monotonic() - start > seconds:
@@ -218,10 +213,10 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
 
 def _has_joined(store: Store, key: str, session: str) -> bool:
     """Return whether the rank of ``key`` has set the session's name; answer it if it has set a token."""
-    shown = store.get(key).decode() if store.check([key]) else ""
-    if shown and shown != session and " " not in shown:
-        store.compare_set(key, shown, f"{shown} {session}")
-    return shown == session
+    value = store.get(key).decode() if store.check([key]) else ""
+    if value and value != session and " " not in value:
+        store.compare_set(key, value, f"{value} {session}")
+    return value == session
 
 
 def together(action: Callable[[], Result]) -> Result:

@@ -26,14 +26,11 @@ SAME_S = 1.0  # seconds within which one Ctrl-C may arrive twice, from the termi
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal to stop that a rank got, raised on all ranks at the same point.
-
-    ``ending``: of the run's report: what is saved and how to resume; "" if there is no report.
-    """
+    """A signal to stop that a rank got, raised on all ranks at the same point."""
 
     def __init__(self, number: int, ending: str = "") -> None:
         self.number = number
-        self.ending = ending
+        self.ending = ending  # of the run's report: what is saved and how to resume; "" without a report
         self.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
@@ -90,18 +87,15 @@ def end_with_parent(worker: int) -> None:
 
 
 class StopSignals:
-    """The signals to stop that arrive inside the context. A second Ctrl-C raises KeyboardInterrupt at once.
-
-    Signals that are ignored stay so, such as SIGHUP under nohup.
-    ``noted``: the number of the first signal; 0: none.
-    """
+    """The signals to stop that arrive inside it. A second Ctrl-C raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
-        self.noted = 0
+        self.noted = 0  # the number of the first signal; 0: none
         self._noted_at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        # Signals that are ignored stay so, such as SIGHUP under nohup.
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
