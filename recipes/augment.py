@@ -1,8 +1,7 @@
 """Augment batches of images on their device, and single images where they are loaded.
 
-An augmentation is called with a batch and with random numbers, uniform in [0, 1), of which each image takes
-`draws`. The caller draws them: the training program from the seed and the image's position in the run. An
-augmentation that also changes single images has a method `image`.
+`shardtrain.data.TrainFeed` says how an augmentation is called. The random numbers of an image come from
+the seed and its position in the run.
 """
 
 from __future__ import annotations

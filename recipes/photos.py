@@ -223,8 +223,7 @@ def image_folder(config: ImageFolder, *, all_held_out: bool = False) -> DataSet:
         said = " and ".join(f"{part} has no {', '.join(lacks)}" for part, lacks in lacking.items() if lacks)
         raise UserError(f"data.root={config.root}: {said}; both need a folder of each class")
     data = photographs(config, train.classes, train.files, None if val is None else val.files)
-    notes = [*train.notes, *(() if val is None else val.notes)]
-    return data._replace(notes=(*data.notes, *notes))
+    return data._replace(notes=(*data.notes, *train.notes, *(() if val is None else val.notes)))
 
 
 def _to_score(config: ImageFolder) -> Part:

@@ -125,10 +125,11 @@ def printed(arguments: Sequence[str]) -> bool:
 
 
 def compose(arguments: Sequence[str], program: Program = TRAIN, *, speak: bool = True) -> Composed | None:
-    """Return what ``arguments`` compose; None after a flag, whose output ``speak`` prints. Raises UserError."""
+    """Return the configuration of ``arguments``; None for a flag, whose output ``speak`` prints.
+
+    Raises UserError for mistakes.
+    """
     flags, words = split(arguments)
-    text = ""
-    composed = None
     if flags.version:
         text = f"shardtrain {__version__}"
     elif flags.help and program.keys is not None:
@@ -136,13 +137,14 @@ def compose(arguments: Sequence[str], program: Program = TRAIN, *, speak: bool =
     else:
         folders = [program_configs().FOLDER, *map(_own_folder, flags.config_dir)]
         config = _composed(words, program, folders)
-        composed = config if not flags.printing else None
-        text = _text(config.values, flags, folders) if flags.printing else ""
-        OmegaConf.set_struct(config.values, False)
-        config.values.pop("hydra")
-    if flags.printing and speak:
+        if not flags.printing:
+            OmegaConf.set_struct(config.values, False)
+            config.values.pop("hydra")
+            return config
+        text = _text(config.values, flags, folders)
+    if speak:
         print(text)
-    return composed
+    return None
 
 
 def _composed(words: Sequence[str], program: Program, folders: Sequence[Path]) -> Composed:

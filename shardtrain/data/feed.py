@@ -252,9 +252,9 @@ def kept_pixels(draws: Tensor, height: int, width: int) -> Tensor:
 class TrainFeed:
     """This rank's micro-batches of the ``steps``.
 
-    `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]. It may have a method
-    `image`, which changes one image in the loader's workers, and a list `alternates` of columns whose numbers
-    belong to each image and move by 1/2 from epoch to epoch.
+    `augment`: called with a batch and random numbers in [0, 1), [batch, `augment.draws`]. It may have a
+    method `image`, which changes one image in the loader's workers, and a list `alternates` of columns whose
+    numbers belong to each image and move by 1/2 from epoch to epoch.
     """
 
     def __init__(

@@ -260,7 +260,6 @@ def _cifar(config: Cifar) -> DataSet:
     import torchvision
 
     kind = torchvision.datasets.CIFAR10 if config.name == "cifar10" else torchvision.datasets.CIFAR100
-
     where = path_of("data.root", config.root).absolute()
     what = f"data.root={config.root}"
 
