@@ -164,10 +164,7 @@ class Sieve:
 
 
 class Prepared(Batches):
-    """Images of files as a run's model gets them, one by one; labels are their numbers.
-
-    An image that cannot be read is NaN, so that the others get their answers.
-    """
+    """Images of files as a run's model gets them, NaN if they cannot be read; labels are their numbers."""
 
     def __init__(self, paths: Sequence[str], inference: Inference) -> None:
         self.source = Files(paths, [])
@@ -186,7 +183,7 @@ class Prepared(Batches):
         try:
             return self.transform(opened_image(self.source, index, self.mode))
         except Unreadable:
-            return torch.full(self._shape, math.nan)
+            return torch.full(self._shape, math.nan)  # so that the others get their answers
 
     def problem(self, index: int) -> str:
         """Return in one line why an image could not be read."""

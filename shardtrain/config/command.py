@@ -179,14 +179,12 @@ def _composed(words: Sequence[str], program: Program, folders: Sequence[Path]) -
 def _primary(
     program: Program, folders: Sequence[Path], base: Mapping[str, Any] | None, chosen: set[str]
 ) -> DictConfig:
-    """Return the configuration with which Hydra begins: `config.yaml`, or the ``base`` of the command.
-
-    A group that the command chooses takes the place of the base's section.
-    """
+    """Return the configuration with which Hydra begins: `config.yaml`, or the ``base`` of the command."""
     values: Any = OmegaConf.create()
     if base is not None:
         if "recipe" in chosen:
             raise UserError("recipe: config=FILE has all keys already; leave out one of the two")
+        # A group that the command chooses takes the place of the base's section.
         values = OmegaConf.create({key: value for key, value in base.items() if key not in chosen})
         values.defaults = [
             "_self_",

@@ -123,12 +123,10 @@ class Chosen(Batches):
 
 
 def of_length(source: Batches, count: int) -> Chosen:
-    """Return ``count`` images of ``source``: repeated if it has fewer, evenly spaced if it has more.
-
-    Evenly spaced images come from every class, even if a data set is sorted by class.
-    """
+    """Return ``count`` images of ``source``: repeated if it has fewer, evenly spaced if it has more."""
     images = len(source)
     order = torch.arange(count)
+    # Evenly spaced images come from every class, even if a data set is sorted by class.
     return Chosen(source, order % images if count > images else order * images // count)
 
 

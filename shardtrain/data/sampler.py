@@ -73,7 +73,6 @@ class TrainSampler:
     """The requests for this rank's micro-batches, step by step.
 
     Images after an epoch's last full batch are dropped; every epoch drops other images.
-    `repeats`: see `epoch_order`.
     """
 
     def __init__(self, images: int, share: Share, seed: int, steps: range, repeats: int = 1) -> None:

@@ -118,10 +118,8 @@ def score(command: Command, rank_info: RankInfo, device: torch.device) -> list[E
 
 
 def weighted_as_saved(config: Config, opened: Opened) -> Config:
-    """Return the configuration with the balanced class weights that the run counted.
-
-    An evaluation cannot count them itself: it may score other images, and have none to train on.
-    """
+    """Return the configuration with the balanced class weights that the run counted."""
+    # An evaluation cannot count them itself: it may score other images, and have none to train on.
     weights = opened.manifest.facts.get("class_weights")
     if config.train.class_weights != "balanced" or weights is None:
         return config

@@ -220,11 +220,8 @@ def _has_joined(store: Store, key: str, session: str) -> bool:
 
 
 def together(action: Callable[[], Result]) -> Result:
-    """Return ``action()`` on this rank; raise any rank's UserError on all ranks. Collective.
-
-    If one rank alone raised, it would look to the others as if that rank had died.
-    """
-    problem = ""
+    """Return ``action()`` on this rank; raise any rank's UserError on all ranks. Collective."""
+    problem = ""  # not raised at once, since the others would take this rank for dead
     try:
         result = action()
     except UserError as error:

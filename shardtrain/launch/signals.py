@@ -36,12 +36,10 @@ class Stopped(KeyboardInterrupt):
 
 
 def leave_with_launcher() -> None:
-    """Have Linux send this rank SIGTERM when torchrun ends, even by SIGKILL. Else it would train on alone.
-
-    Linux sends it when the thread that started this process ends; in torchrun that is the main thread.
-    """
+    """Have Linux send this rank SIGTERM when torchrun ends, even by SIGKILL. Else it would train on alone."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         launcher = os.getppid()
+        # Sent when the thread that started this process ends; in torchrun that is the main thread.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGTERM)
