@@ -46,8 +46,7 @@ PREPARED = ("classes", "mean", "std", "image_size", "eval_size", "resize", "inte
 class EvaluateKeys:
     """The evaluation's own keys."""
 
-    # a run directory, whose newest complete checkpoint is scored, or one of its checkpoints, as
-    # RUN/best
+    # a run directory, whose newest complete checkpoint is scored, or one of its checkpoints, as RUN/best
     run: str | None = key(None)
 
 
