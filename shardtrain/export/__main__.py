@@ -89,7 +89,7 @@ def new_path(out: Path) -> Path:
 
 @contextlib.contextmanager
 def draft_of(out: Path) -> Iterator[Path]:
-    """Give a path beside ``out``; if the block succeeds, its file is moved there. Raises UserError if not."""
+    """Give a path; what is written there is moved to ``out`` if the block succeeds. Raises UserError."""
     # torch.save raises RuntimeError for a full disk.
     with reading(f"out={out}", "cannot write there; choose another out", (OSError, RuntimeError)):
         out.parent.mkdir(parents=True, exist_ok=True)

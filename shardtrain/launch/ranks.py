@@ -142,7 +142,7 @@ def require_device(wanted: str) -> None:
 
 
 def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
-    """Return this rank's device, of the type ``wanted``, as `require_device` has it."""
+    """Return this rank's device, of the type ``wanted``, as of `require_device`."""
     require_device(wanted)
     count = devices.count()
     ranks = rank_info.local_world_size
