@@ -5,7 +5,7 @@ above it the public name that could replace it, and why that does not serve.
 
 Functions and classes are attributes of this module, without their underscores: ``torch_private.NormBase``.
 They are looked up at their first use, so that a release without one breaks what needs it, and nothing else.
-Attributes of tensors, modules and groups, and a base class, are used in place, as ``tensor._version``.
+Attributes of tensors, modules and groups are used in place, as ``tensor._version``.
 
 `tests/test_torch_private.py` finds private names that have no row here. Recipes, which are examples, are not
 searched.
@@ -43,19 +43,16 @@ NAMES = {
     "torch.utils._triton:has_triton": "to refuse inductor without Triton",
     "torch._subclasses:FakeTensor": "to shard the model of a plan, which has no memory",
     "torch._subclasses.fake_tensor:FakeTensorMode": "to plan a model that has no memory",
-    "torch.utils._python_dispatch:TorchDispatchMode": "to see the operations of a captured step",
+    "torch.utils._python_dispatch:TorchDispatchMode": "to see the operations of a captured or planned step",
     "torch.utils._python_dispatch:_disable_current_modes": "to try an optimizer while a model is planned",
-    # Public: none; `torch.utils.pytree` is planned.
+    # Public, for both: none; `torch.utils.pytree` is planned.
     "torch.utils._pytree:tree_leaves": "to find tensors in arguments and outputs",
-    # Public: none; `torch.utils.pytree` is planned.
     "torch.utils._pytree:tree_map": "to cast tensors in arguments and outputs",
-    # Public: the classes that torch.nn has, which misses users' own.
+    # Public, for both: the classes that torch.nn has, which misses users' own.
     "torch.nn.modules.batchnorm:_NormBase": "to find all kinds of BatchNorm, users' own included",
-    # Public: the classes that torch.nn has, which misses users' own.
     "torch.nn.modules.conv:_ConvNd": "to find all kinds of convolutions",
-    # Public: torch.cpu.get_capabilities, whose keys depend on the machine.
+    # Public, for both: torch.cpu.get_capabilities, whose keys depend on the machine.
     "torch.cpu:_is_avx512_bf16_supported": "to choose bf16 where the CPU multiplies it",
-    # Public: torch.cpu.get_capabilities, whose keys depend on the machine.
     "torch.cpu:_is_amx_tile_supported": "to choose bf16 where the CPU multiplies it",
     "torch.distributed.distributed_c10d:_coalescing_manager": "to launch several collectives as one",
     # Public: torch.distributed.set_timeout, which is used where it exists.
@@ -66,7 +63,6 @@ NAMES = {
 # Names that are used in place, by ``module:expression``. Those that are overridden, implemented or written
 # for torch to read say so.
 IN_PLACE = {
-    "torch.utils._python_dispatch:TorchDispatchMode": "a base class: to see each operation of a planned step",
     # Public: forward_ad.unpack_dual, which takes 40 times as long.
     "torch.autograd.forward_ad:_current_level": "to notice that dual numbers are in use",
     "torch:Tensor._version": "to notice that a user has changed a tensor",

@@ -1,7 +1,4 @@
-"""The check of a transport: what every one must do right, tried on ranks of this host.
-
-``check_transport(make, world=3)`` starts three ranks, and has each call ``make(rank, world)``.
-"""
+"""The check of a transport: what every one must do right, tried on ranks of this host."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ Read the files in this order. Each imports only from those before it:
 - ``opening``: the choice among them
 
 The public collectives are names of this module, too: ``from shardtrain import comm as dist`` serves programs
-written for ``torch.distributed``. They are defined in the room ``collectives/``, which is loaded at the first
-use of one. Nothing in this room or in the engine uses them.
+written for ``torch.distributed``. ``collectives/`` defines them, and is loaded at the first use of one.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ import torch.distributed as dist
 
 from shardtrain.comm.backends import set_time_out
 from shardtrain.comm.channel import Channel, Ranks, gather_texts, require_same
-from shardtrain.comm.opening import (
-    TRANSPORTS,
-    open_transport,
-    plain_transport,
-    ranks_by_host,
-)
+from shardtrain.comm.opening import TRANSPORTS, open_transport, plain_transport, ranks_by_host
 from shardtrain.comm.process_group import (
     BackendTransport,
     MessagesTransport,
@@ -56,14 +50,13 @@ _MOVED = {
 
 def __getattr__(name: str) -> object:
     """Return a public collective."""
-    if name in _MOVED:  # not AttributeError, whose text `from shardtrain.comm import ...` does not show
+    # Not AttributeError, whose text `from shardtrain.comm import ...` does not show.
+    if name in _MOVED:
         raise ValueError(f"shardtrain.comm.{name} was moved; use {_MOVED[name]}")
-    if name.startswith("__"):  # what Python asks of any module
+    # Python itself asks any module for names such as __path__: these load no collectives.
+    if name.startswith("__") or name not in import_module("shardtrain.collectives").__all__:
         raise AttributeError(f"module 'shardtrain.comm' has no attribute {name!r}")
-    collectives = import_module("shardtrain.collectives")
-    if name not in collectives.__all__:
-        raise AttributeError(f"module 'shardtrain.comm' has no attribute {name!r}")
-    return getattr(collectives, name)
+    return getattr(import_module("shardtrain.collectives"), name)
 
 
 def __dir__() -> list[str]:

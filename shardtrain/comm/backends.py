@@ -34,9 +34,9 @@ def set_time_out(time_out: timedelta) -> None:
             set_timeout(time_out, group)
 
 
-def time_out_s(group: dist.ProcessGroup, device: str = "cpu") -> float:
-    """Return the current time-out of ``group``'s backend for ``device``, in seconds."""
-    options = getattr(group._get_backend(torch.device(device)), "options", None)
+def time_out_s(group: dist.ProcessGroup) -> float:
+    """Return the current time-out of ``group``'s backend for the CPU, in seconds."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     time_out: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return time_out.total_seconds()
 

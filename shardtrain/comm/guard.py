@@ -27,13 +27,12 @@ import torch
 
 from shardtrain.comm import hints
 from shardtrain.comm.trace import GRAPH, MOVEMENTS, NOTES, Movement
-from shardtrain.errors import Diverged as Diverged
-from shardtrain.errors import PeerLost as PeerLost
+from shardtrain.errors import Diverged
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
-KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
-_NOTHING = nullcontext()
+KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `signals.py`
 EVERY = 100  # forwards from one comparison of hashes to the next, after the first two
+_NOTHING = nullcontext()
 
 
 class Entry(NamedTuple):
@@ -193,8 +192,8 @@ class Guard:
 class Handshake(Guard):
     """A guard over a transport that has none: paths are compared before each collective, by one all-reduce.
 
-    ``all_reduce``: the transport's. So no rank sends or reads what others do not expect. Notes, such as a
-    step of the optimizer, are compared with the collective that follows.
+    So no rank sends or reads what others do not expect. Notes are compared with the collective that follows.
+    ``all_reduce``: the transport's.
     """
 
     def __init__(self, rank: int, world: int, all_reduce: Callable[[torch.Tensor, str], None]) -> None:

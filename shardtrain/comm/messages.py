@@ -111,15 +111,12 @@ def start_reduce_scatter(
     inbox = open_inbox(sent, mailbox.world, own_part.numel())
     slots = len(inbox)
 
-    def place_of(peer: int) -> int:
-        """Return where the chunks of ``peer`` arrive: places are in the order of ranks, without this one."""
-        return peer - (peer > mailbox.rank)
-
     def receive(index: int) -> list[dist.Work]:
         places = inbox[index % slots, :, : spans[index].stop - spans[index].start]
         works = []
         for peer in mailbox.peers():
-            works += mailbox.post("recv", places[place_of(peer)], peer, tag)
+            place = peer - (peer > mailbox.rank)  # in the order of ranks, without this one
+            works += mailbox.post("recv", places[place], peer, tag)
         return works
 
     arriving = deque(receive(index) for index in range(slots))

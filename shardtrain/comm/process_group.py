@@ -32,7 +32,7 @@ from shardtrain.comm.guard import Guard, Paths
 from shardtrain.comm.messages import Mailbox, collective_tag, start_exchange, start_reduce_scatter
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ENTER, GRAPH, LEAVE, Movement
-from shardtrain.comm.transport import Move, Pending, Transport, Vector, intervals
+from shardtrain.comm.transport import Move, Pending, Transport, Vector
 
 T = TypeVar("T")
 Finish = Callable[[], T]  # waits for what was started
@@ -41,7 +41,6 @@ Tags = Callable[[int], int]  # from the number of a segment to the tag of its me
 
 _SUM = dist.ReduceOp.SUM
 _AVG = dist.ReduceOp.AVG
-
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 
@@ -242,8 +241,7 @@ class MessagesTransport(ProcessGroupTransport):
     """A transport of messages over gloo, for CPU tensors. Their tags say of which collective they are."""
 
     def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
-        vectors = [(flat.local, intervals(flat.full, flat.layout)) for flat in flats]
-        return Pending(self._send_to_all(vectors, self._tags))
+        return Pending(self._send_to_all([(flat.local, flat.parts) for flat in flats], self._tags))
 
     def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         return self._reduce_in_tree(gradients)
@@ -315,12 +313,12 @@ class BackendTransport(ProcessGroupTransport):
 
         def run() -> None:
             with self._together([flat.full for flat in flats if flat.layout.equal]):
-                for full, local, layout, *_ in flats:
-                    if layout.equal:
-                        backends.all_gather(full, local, self._backend_group)
+                for flat in flats:
+                    if flat.layout.equal:
+                        backends.all_gather(flat.full, flat.local, self._backend_group)
                     # The fake group would copy the input to every output.
                     elif backends.moves_bytes(self._backend_group):
-                        dist.all_gather(intervals(full, layout), local, group=self._backend_group)
+                        dist.all_gather(flat.parts, flat.local, group=self._backend_group)
 
         return Pending(self._run(flats[0].full.device, run))
 
@@ -347,7 +345,6 @@ class BackendTransport(ProcessGroupTransport):
         return Pending(self._run(gradients[0].full.device, run))
 
     def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
-        """Start ``moves``, which carry no tags."""
         if devices.on_accelerator(moves[0][0][0]):
             self._require_equal(moves[0][0][0], equal=False)
 

@@ -93,10 +93,12 @@ _waits: set[GuardedWait] = set()
 
 
 class Links:
-    """The connections for reports between this rank and its ``peers``. May outlive the model, see `leave`."""
+    """The connections for reports between this rank and its ``peers``. May outlive the model, see `leave`.
+
+    ``tag``: of messages with the head of a report; the two after it: of the pulse, and of the rest.
+    """
 
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
-        """``tag``: of messages with the head of a report; the two after it: of the pulse, and of the rest."""
         self.peers = [*paths.theirs]
         self._paths = paths
         self.group = weakref.ref(group)
@@ -125,7 +127,7 @@ class Links:
             )
 
     def start(self, reports: Reports) -> None:
-        """Start the threads: one per peer, which receives its reports, and one that checks."""
+        """Start the threads."""
         known = weakref.ref(reports)
         tasks = [partial(self._check, known), *(partial(self._listen, known, peer) for peer in self.peers)]
         for task in tasks:
@@ -229,12 +231,10 @@ class Links:
 
 
 def _end(known: weakref.ref[Links]) -> None:
-    """Close the links when the group is destroyed."""
     if (links := known()) is not None:
         links.end()
 
 
-# Process-wide like the waits.
 _open_links = weakref.WeakSet[Links]()
 
 
@@ -293,7 +293,6 @@ class Reports(Guard):
         return self._open[-1] if self._open else None
 
     def post(self, kind: Movement, name: str) -> int:
-        """Add this rank's next collective. Return its position."""
         self._links.require_rank()
         with self._changed:
             position = self.paths.add(kind, name)
@@ -307,10 +306,7 @@ class Reports(Guard):
 
     @contextmanager
     def waiting(self, position: int) -> Iterator[None]:
-        """Register, for the duration of the block, that this rank waits for others at ``position``.
-
-        Raises `Diverged` or `PeerLost` as `Signals.wait`, also in place of the block's own RuntimeError.
-        """
+        """Watch the block. Raises `Diverged` or `PeerLost`, also in place of the block's own RuntimeError."""
         with self._changed:
             wait = GuardedWait(position)
             self._open.append(wait)
@@ -358,8 +354,8 @@ class Reports(Guard):
     def _end_waits(self) -> None:
         """Close all connections once the last reports are out, and so end this rank's waits.
 
-        Not in a thread that listens, nor inside the lock that it takes. Ranks that fail together receive each
-        other's last reports meanwhile; else each would wait until ``GRACE_S`` is over.
+        Not to be called by a thread that listens, nor inside the lock that it takes: meanwhile it receives
+        the last reports of ranks that fail, too. Else each would wait until ``GRACE_S`` is over.
         """
         self._links.close(self._lost)
         self.abort()
@@ -367,7 +363,7 @@ class Reports(Guard):
     # Called by the threads:
 
     def check(self) -> None:
-        """Ask for reports if this rank has waited for long. End its waits once it has failed."""
+        """Check this rank's wait, and end its waits once it has failed."""
         with self._changed:
             self._compare()
             self._check_wait()

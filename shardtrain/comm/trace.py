@@ -169,14 +169,11 @@ def waiting(movement: Movement, unit: str, device: torch.device) -> AbstractCont
 @contextmanager
 def _recorded(movement: Movement, unit: str, device: torch.device) -> Iterator[None]:
     start = devices.moment(device)
-    with (
-        record_function(f"wait {movement.counted} of {unit}")
-        if torch_private.profiler_enabled()
-        else _NOTHING
-    ):
+    is_profiled = torch_private.profiler_enabled()
+    with record_function(f"wait {movement.counted} of {unit}") if is_profiled else _NOTHING:
         yield
     stop = devices.moment(device)
-    for metering in _meters:
-        metering._moments.append((WaitKey(movement.counted, unit, metering.during), start, stop))
+    for current in _meters:
+        current._moments.append((WaitKey(movement.counted, unit, current.during), start, stop))
         if isinstance(start, float):  # add at once, since a meter may be open for a whole run
-            metering.exposed()
+            current.exposed()

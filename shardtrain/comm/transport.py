@@ -35,7 +35,7 @@ class Vector(NamedTuple):
     @property
     def parts(self) -> list[Tensor]:
         """Every rank's interval of ``full``, as views."""
-        return intervals(self.full, self.layout)
+        return [self.full[self.layout.interval(rank)] for rank in range(self.layout.world)]
 
     def new_mean(self) -> Tensor:
         """Allocate the mean of this rank's interval: 1-D, uninitialized."""
@@ -98,11 +98,6 @@ class Pending(Generic[T]):
             self._result = finish() if self._call is None else self._call.wait_for(finish)
         return self._result
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._finish is None
-
     def settle(self) -> None:
         """Wait, so that no memory is in use, unless `wait` was called before, even if that raised."""
         if self._finish is not None:
@@ -144,8 +139,6 @@ class Transport:
         """Return what notices that ranks differ, or None: ranks then compare before each collective."""
         return None
 
-    # memory
-
     def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a full vector and this rank's interval of ``like``'s dtype and device, uninitialized.
 
@@ -160,8 +153,6 @@ class Transport:
 
     def discard(self, gradient: Tensor) -> None:
         """Free a result of `gradient` that will not be reduced."""
-
-    # collectives
 
     def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
         """Start filling every ``full`` from all ranks' ``local``."""
@@ -227,8 +218,3 @@ class Alone(Transport):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         pass
-
-
-def intervals(full: Tensor, layout: Layout) -> list[Tensor]:
-    """Return every rank's interval of ``full``, as views."""
-    return [full[layout.interval(rank)] for rank in range(layout.world)]

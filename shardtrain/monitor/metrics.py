@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +28,8 @@ from shardtrain.plan.memory import optimizer_tensors
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
 
-# Step times do not show which rank is slow: ranks wait for one another, so every rank's step takes as long as
-# the slowest rank's. A rank's own work, without waiting, shows it: busy 135 ms where the others' median is
-# 94, with 40 ms of the difference in data. A rank is slow if its work exceeds the median by more than both of
-# these.
-
+# Ranks wait for one another, so every rank's step takes as long as the slowest rank's. A rank's own work,
+# without waiting, shows which one is slow: work that exceeds the others' median by more than both of these.
 MARGIN = 0.20  # fraction of the other ranks' median
 LEAST_S = 0.005  # seconds per step
 
@@ -46,24 +42,22 @@ class SlowRank(NamedTuple):
     text: str
 
 
-def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
-    """Return the slow rank, if any, given ``busy[rank][phase]`` in seconds per step."""
-    totals = [sum(row.values()) for row in busy]
-    own = max(totals)
-    rank = totals.index(own)
-    others = [row for other, row in enumerate(busy) if other != rank]
-    usual = median(sum(row.values()) for row in others or busy)
+def slow_rank(busy: Tensor) -> SlowRank | None:
+    """Return the slow rank, if any. ``busy``: seconds of work per step, fp64 [ranks, phases]."""
+    totals = busy.sum(1)
+    rank = int(totals.argmax())
+    others = torch.cat([busy[:rank], busy[rank + 1 :]])
+    own = float(totals[rank])
+    usual = float(others.sum(1).quantile(0.5)) if len(others) else own
     if own - usual <= max(MARGIN * usual, LEAST_S):
         return None
-    excess: dict[str, float] = {}
-    for phase, seconds in busy[rank].items():
-        excess[phase] = seconds - median(row[phase] for row in others)
-    phase = max(excess, key=excess.__getitem__)
+    excess = busy[rank] - others.quantile(0.5, dim=0)
+    most = int(excess.argmax())
     text = (
         f"rank {rank} is slow: busy {1e3 * own:.1f} ms per step, the others {1e3 * usual:.1f} ms, "
-        f"most of it in {phase} ({1e3 * excess[phase]:+.1f} ms)"
+        f"most of it in {PHASES[most]} ({1e3 * float(excess[most]):+.1f} ms)"
     )
-    return SlowRank(rank, phase, text)
+    return SlowRank(rank, PHASES[most], text)
 
 
 def scores_in_words(scalars: Mapping[str, Any]) -> dict[str, str]:
@@ -242,9 +236,8 @@ class StepMetrics:
             **{tags.sent_mib(kind): sent[kind] / steps / MIB for kind in REPORTED_TRAFFIC if ranks > 1},
             **_memory(self.job),
         }
-        per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 1:] / steps).tolist()]
         self._restart()
-        return Report(scalars, slow_rank(per_step))
+        return Report(scalars, slow_rank(rows[:, 1:] / steps))
 
     def _means(self, loss: float, right: float, scored: int) -> dict[str, float]:
         """Return the means over what was trained on. ``right``: of a user's trainer, the weight."""

@@ -26,12 +26,7 @@ from shardtrain.job.pictures import Picture
 from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import versions
 from shardtrain.launch.signals import Stopped
-from shardtrain.monitor.metrics import (
-    scores_in_words,
-    time_in_words,
-    trained_in_words,
-    unit_of_speed,
-)
+from shardtrain.monitor.metrics import scores_in_words, time_in_words, trained_in_words, unit_of_speed
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
 
@@ -107,10 +102,7 @@ class Monitor:
 
 @contextlib.contextmanager
 def open_monitor(
-    config: Config,
-    context: Context,
-    job: Job,
-    best: tuple[int, float, str] | None = None,
+    config: Config, context: Context, job: Job, best: tuple[int, float, str] | None = None
 ) -> Iterator[Monitor]:
     """Open the run's monitor. Its files are complete after the block, also after an exception.
 

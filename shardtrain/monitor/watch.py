@@ -14,7 +14,7 @@ from torch.profiler import profile
 from shardtrain import comm
 from shardtrain.config.config import Config
 from shardtrain.launch.launcher import Context
-from shardtrain.monitor.metrics import Report, SlowRank, StepMetrics
+from shardtrain.monitor.metrics import Report, StepMetrics
 from shardtrain.monitor.monitor import Monitor
 
 PROFILED = 3  # steps per trace
@@ -40,7 +40,13 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     def step_done(self, step: int, report: Report | None) -> None:
         """Begin or end the profile after ``step``; name a slow rank. Collective when a profile ends."""
         if report is not None:
-            self._name_slow_rank(step, report.slow)
+            slow = report.slow
+            now = slow and slow[:2]
+            # Once, if two reports in a row name it, since other programs often disturb one report.
+            if slow and now == self._slow != self._named:
+                self._monitor.say(f"step {step}: {slow.text}")
+                self._named = now
+            self._slow = now
         last = self._metrics.job.steps
         if self._profile is not None and step in (self._first + PROFILED - 1, last):
             self._finish(self._profile, step)
@@ -58,14 +64,6 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             if self._monitor.write(path, lambda: _export(current, path)):
                 self._monitor.say(f"steps {self._first} to {last} are in {name}*.json (for ui.perfetto.dev)")
             comm.barrier()  # or the others would wait for the slowest writer in the next step
-
-    def _name_slow_rank(self, step: int, slow: SlowRank | None) -> None:
-        """Name a rank once if two reports in a row name it, since other programs often disturb one report."""
-        now = slow and slow[:2]
-        if slow and now == self._slow != self._named:
-            self._monitor.say(f"step {step}: {slow.text}")
-            self._named = now
-        self._slow = now
 
 
 def _export(current: profile, path: Path) -> None:

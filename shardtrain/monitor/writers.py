@@ -177,11 +177,7 @@ class TensorBoard(Writer):
     """
 
     def __init__(
-        self,
-        directory: Path,
-        config: Config,
-        facts: Mapping[str, Any],
-        first_step: int = 0,
+        self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
     ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain import introspect, torch_private
 from shardtrain.config.format import MIB
@@ -37,7 +36,7 @@ _LAYS_OUT = torch.ops.aten._foreach_copy_.default  # in backward, what the engin
 
 
 class MemoryPoint(NamedTuple):
-    """The memory of one rank after one operation of the step. ``bytes``: one number per MEMORY_KIND."""
+    """The memory of one rank after one operation of the step. ``bytes``: one number per kind of memory."""
 
     phase: str  # forward | backward | update
     unit: str
@@ -85,16 +84,16 @@ class Life:
 
     @property
     def was_resized(self) -> bool:
-        """Return whether a storage that still exists has another size now."""
+        """Whether the storage still exists, and has another size now."""
         storage = self.storage()
         return storage is not None and storage.nbytes() != self.size
 
 
-class LiveTensors(TorchDispatchMode):
+class LiveTensors(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Every operation of a ``step`` over ``batches``, and the life of every storage, while entered."""
 
     def __init__(self, step: Step, batches: Sequence[Sequence[Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._instants: list[tuple[str, str, int]] = []  # phase, unit, bytes that the engine had gathered
         self._lives: list[Life] = []
         self._model = introspect(step.model)
@@ -205,9 +204,8 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | N
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors of ``optimizer``'s state."""
-    return [
-        leaf for leaf in torch_private.tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)
-    ]
+    leaves = torch_private.tree_leaves([*optimizer.state.values()])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

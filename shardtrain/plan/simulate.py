@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import UnitInfo, comm, introspect, torch_private
@@ -129,7 +128,8 @@ class AnyModule(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         outputs = self.module(*(self.inputs or (images,)))
-        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+        leaves = torch_private.tree_leaves(outputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors:
             raise ValueError(f"the module returns {type(outputs).__name__} without a tensor to train by")
         return torch.stack([tensor.float().mean() for tensor in tensors]).sum()

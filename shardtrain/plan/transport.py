@@ -39,7 +39,7 @@ class Simulated(Alone):
         return Guard(Paths(self.rank, ()))
 
     def _inbox_of(self, part: Tensor, sent: Tensor) -> list[Tensor]:
-        """Return an inbox for each rank's ``part``, of ``sent``'s dtype; nothing without ``inbox``."""
+        """Return an inbox for each rank's ``part``, of ``sent``'s dtype; none over shared memory and NCCL."""
         return [open_inbox(sent, self.world, part.numel())] if self._inbox else []
 
     def allocate(self, layout: Layout, like: Tensor, gradient_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -63,14 +63,14 @@ class Simulated(Alone):
     def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
         inboxes = list[Tensor]()
-        for gradient in [] if self.in_place else gradients:
+        for gradient in gradients:
             inboxes += self._inbox_of(gradient.local, gradient.full)
         if self.in_place or self._inbox:  # which compute means when they are waited for
             return Pending(partial(_means, gradients, inboxes))
         return Pending.done(_means(gradients, inboxes))
 
     def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
-        """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
+        """Allocate the memory of an average across replicas until it is waited for."""
         buffers = list[Tensor]()
         for gradient, mean in zip(gradients, means.wait(), strict=True):
             sent = mean.to(gradient.full.dtype)

@@ -613,7 +613,7 @@ def test_a_rank_that_keeps_gradients_or_averages_alone_is_named(left_out: str) -
             if not (left_out == "update" and leaves_out):
                 ema.update(step + 1)
 
-    text = raised_soon(guard.Diverged, steps)
+    text = raised_soon(comm.Diverged, steps)
     if left_out == "zero_grad":
         assert "rank 1 is adding to the gradients of an earlier backward" in text, text
         assert "call zero_grad(), backward() and no_sync() on every rank" in text, text

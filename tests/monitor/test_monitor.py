@@ -190,8 +190,8 @@ def test_a_report_overwrites_the_one_before_on_a_terminal_alone() -> None:
     assert narrow[:3] == ["said", steps[3][:19], "Traceback"]
 
 
-def rows(*busy_ms: dict[str, float]) -> list[dict[str, float]]:
-    return [{phase: row.get(phase, 0.0) / 1e3 for phase in PHASES} for row in busy_ms]
+def rows(*busy_ms: dict[str, float]) -> torch.Tensor:
+    return torch.tensor([[row.get(phase, 0.0) for phase in PHASES] for row in busy_ms]).double() / 1e3
 
 
 def test_a_rank_is_slow_by_the_median_of_the_others() -> None:
