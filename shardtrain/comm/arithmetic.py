@@ -37,8 +37,9 @@ _MERGES: dict[object, Callable[..., Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-# Elements merged at a time: 512 KiB of fp32 per part. Sum and mean of 2.4 million elements take 0.78 of the
-# time of two passes over the whole vector (2 MiB of L2 cache per core). Half or twice the size is no faster.
+# Elements merged at a time on the CPU, so that spans stay in the cache: 512 KiB of fp32 per part. Sum and mean
+# of 2.4 million elements take 0.78 of the time of two passes over the whole vector (2 MiB of L2 cache per
+# core). Half or twice the size is no faster.
 SPAN = 1 << 17
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -68,13 +69,11 @@ def merge(parts: Sequence[Tensor], out: Tensor, op: object, terms: int = 0) -> N
     ``parts``: 1-D, of one length; floating-point parts may differ in dtype. ``out``: as long, of the widest
     of their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and ``[3.0
     5.0]`` give ``[2.0 3.5]``.
-
-    On the CPU long parts are merged in spans that stay in the cache through all operations; on a GPU, where
-    each operation is a launch, at once.
     """
     if out.is_complex():  # a complex quotient would lose the sign of zero, which means "no gradient"
         parts = [torch.view_as_real(part).flatten() for part in parts]
         out = torch.view_as_real(out).view(-1)
+    # On a GPU at once, since each operation is a launch.
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
     by = divisor(terms or len(parts), out) if op == ReduceOp.AVG else None
     for start in range(0, out.numel(), length):

@@ -2,7 +2,7 @@
 
 Each collective enters this rank's path, which the guard compares with the others', and is counted by the
 meter. While torch's profiler runs, its start and the wait for its result are ranges. The transport moves the
-bytes, and returns a `Pending`, whose wait is guarded and measured here.
+bytes, and returns a `Pending`, whose wait is guarded and measured, too.
 
 `Ranks` agree on texts (bytes, never pickles), buffers and norms. A `Channel` gathers and reduces the vectors
 of a model between the ranks of one shard group. With several replicas there are more ranks than in one::
@@ -31,10 +31,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The collectives of ranks that do something together: buffers, norms, texts, barriers.
-
-    The ranks are those of ``transport``. ``guard``: the transport's own if None.
-    """
+    """The collectives of a transport's ranks: buffers, norms, texts, barriers. ``guard``: its own if None."""
 
     def __init__(self, transport: Transport, guard: Guard | None = None) -> None:
         self.transport = transport
@@ -90,10 +87,10 @@ class Channel(Ranks):
 
     ``all_ranks``: all ranks that train the model; None if these are the transport's. Errors name ranks by
     their numbers there. ``stages``: the shard groups, whose gradients are summed first, where replicas are a
-    second stage. ``uploads``: shards lie in host memory, and a gather casts them.
+    second stage.
     """
 
-    uploads = False
+    uploads = False  # whether shards lie in host memory, and a gather casts them
     # `OptimizerStep`, while an optimizer makes one on pieces; set by ``guardrails/optimizers.py``.
     step: Any = None
     stages: Sequence[Sequence[int]] = ()
@@ -157,10 +154,7 @@ class Channel(Ranks):
         sent: Iterable[int],
         start: Callable[[Sequence[Vector]], Pending[T]],
     ) -> Pending[T]:
-        """Call ``start`` of ``vectors``, whose wait is part of the call.
-
-        ``verb``: of the range. ``sent``: bytes that this rank sends, of each vector.
-        """
+        """Call ``start``. ``verb``: of the profiler's range. ``sent``: bytes that this rank sends."""
         if self.world == 1:
             return start(vectors)
         count(kind, sent)
@@ -200,8 +194,7 @@ def gather_texts(text: str, ranks: Ranks) -> list[str]:
 def require_same(lines: Sequence[str], subject: str, ranks: Ranks) -> None:
     """Check that all ranks have the same ``lines``. Collective: two all-reduces of one number.
 
-    Raises:
-        ValueError: on every rank, with the first line in which each rank differs from rank 0.
+    Raises ValueError, on every rank, with the first line in which each rank differs from rank 0.
     """
     digest = zlib.crc32("\n".join(lines).encode())
     low, high = (torch.tensor([digest], device="cpu") for _ in range(2))

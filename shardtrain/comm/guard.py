@@ -36,15 +36,12 @@ _NOTHING = nullcontext()
 
 
 class Entry(NamedTuple):
-    """One collective of one rank. ``kind``, ``number`` and ``forward`` must be equal on all ranks.
+    """One collective of one rank. ``kind``, ``number`` and ``forward`` must be equal on all ranks."""
 
-    ``kind``: `Movement.number`. ``number``: a hash of the whole name, whose end is ``name``.
-    """
-
-    kind: int
-    number: int
+    kind: int  # `Movement.number`
+    number: int  # a hash of the whole name
     forward: int
-    name: str
+    name: str  # the end of it
 
     def pack(self, position: int) -> bytes:
         return MESSAGE.pack(position, *self[:3], self.name.encode()[-64:])
@@ -56,26 +53,19 @@ class Entry(NamedTuple):
 
 
 class Paths:
-    """The latest collectives of this rank, and those known of the others, by position.
-
-    ``forward``: the number of the latest forward, where those of evaluations and of each micro-batch count;
-    errors name it. ``end``: the position of this rank's next collective. ``digest``: of all its collectives.
-    ``difference``: the first position at which ranks are known to differ. ``untagged``: some collectives have
-    no tag. ``captures``: steps may be captured and replayed. ``recording``: one is captured now, so that
-    nothing runs and nothing can be compared.
-    """
+    """The latest collectives of this rank, and those known of the others, by position."""
 
     def __init__(self, rank: int, others: Iterable[int]) -> None:
         self.rank = rank
-        self.forward = 0
-        self.end = 0
-        self.digest = 0
+        self.forward = 0  # the number of the latest, for errors; those of evaluations and micro-batches count
+        self.end = 0  # the position of this rank's next collective
+        self.digest = 0  # of all its collectives
         self.own: dict[int, Entry] = {}
         self.theirs: dict[int, dict[int, Entry]] = {other: {} for other in others}
-        self.difference: int | None = None
-        self.untagged = False
-        self.captures = False
-        self.recording = False
+        self.difference: int | None = None  # the first position at which ranks are known to differ
+        self.untagged = False  # whether some collectives have no tag
+        self.captures = False  # whether steps may be captured and replayed
+        self.recording = False  # whether one is captured now: nothing runs, and nothing can be compared
         self._compared = 0  # the position up to which hashes are known to be equal
         self._compared_forward = 0  # and the forward
 

@@ -34,19 +34,13 @@ FOREVER = timedelta(days=300)
 
 
 class Mailbox(NamedTuple):
-    """A rank's messages within ``group``, which may be None for a single rank.
+    """A rank's messages within ``group``. Sender and receiver must use the same tag."""
 
-    Sender and receiver must use the same tag.
-
-    ``members``: the ranks of ``group`` that take part, if not all do; ``rank`` and peers count among them.
-    ``guarded``: `Reports` decides how long to wait. At gloo's own time-out all connections would close.
-    """
-
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # None only for a single rank
     rank: int
     world: int
-    members: Sequence[int] | None = None
-    guarded: bool = False
+    members: Sequence[int] | None = None  # of ``group``, if not all; ``rank`` and peers count among them
+    guarded: bool = False  # `Reports` limits waits: at gloo's own time-out all connections would close
 
     def peers(self) -> list[int]:
         """Return the other ranks from the next one on, so that not all ranks begin with the same peer."""

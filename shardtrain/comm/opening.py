@@ -39,10 +39,9 @@ from shardtrain.errors import PeerLost
 class Opening:
     """The ranks between which an entry of `TRANSPORTS` opens a transport, with the guard of their messages.
 
-    ``process_group``: the transport between all ranks of all groups, for vectors on the CPU if there is gloo;
-    ``all_ranks``: those of it. ``groups``: the ranks of every shard group. ``own``: those of this
-    rank's group; ``shards``: its part of ``process_group``. Raises ValueError if ranks ask for different
-    kinds, PeerLost if some do not come.
+    ``process_group``: the transport between ``all_ranks``, for vectors on the CPU if there is gloo.
+    ``groups``: the ranks of every shard group; ``own``: of this rank's. ``shards``: the transport between
+    these. Raises ValueError if ranks ask for different kinds, PeerLost if some do not come.
     """
 
     def __init__(
@@ -108,10 +107,8 @@ def open_transport(
 ) -> Channel:
     """Open the transport ``kind`` of `TRANSPORTS` between the ranks of ``group`` (default: the world).
 
-    With ``groups`` each of them has a replica, and memory is shared inside them: their ranks, ascending in
-    rows and columns. ``inside``, ``across``: the process groups of this rank's shard group and column, for
-    the backend's own collectives.
-
+    ``groups``: the ranks of every shard group, each with a replica, ascending in rows and columns. ``inside``,
+    ``across``: the process groups of this rank's shard group and column, for the backend's own collectives.
     Raises ValueError for another kind, if ranks ask for different ones, or for shared memory that is not
     possible.
     """
@@ -156,12 +153,12 @@ def ranks_by_host(all_ranks: Ranks) -> dict[str, list[int]]:
 def host_key() -> str:
     """Return a text that is equal on ranks that can share memory; empty if this rank cannot.
 
-    Such ranks have one namespace of process numbers. ``SHARDTRAIN_HOST_KEY`` overrides the text, to simulate
-    hosts.
+    ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (boot.exists() and hasattr(os, "memfd_create")):
         return ""
+    # In one namespace of process numbers, by which `connect` knows its peers.
     host = f"{socket.gethostname()} {boot.read_text()} {os.readlink('/proc/self/ns/pid')}"
     return os.environ.get("SHARDTRAIN_HOST_KEY", host)
 

@@ -99,8 +99,7 @@ class ProcessGroupTransport(Transport):
     def part(self, members: Sequence[int], backend: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
         """Return a transport between the ranks ``members`` of the group, this one included, with its guard.
 
-        All ranks of the group make the same collectives, each within its part. ``backend``: a process group
-        of the members, for the backend's own collectives; messages need none.
+        All ranks of the group make the same collectives, each within its part. Messages need no ``backend``.
         """
         return type(self)(self.group, self._guard, members, backend)
 
@@ -182,7 +181,40 @@ class ProcessGroupTransport(Transport):
         finishes = [start(mailbox, tags(segment)) for segment, start in enumerate(starts)]
         return lambda: [finish() for finish in finishes]
 
-    # A reduction in the tree of `merge`, by whatever moves vectors:
+    # Flat vectors, by whatever moves them. Reductions are in the tree of `merge`.
+
+    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
+        return Pending(self._send_to_all([(flat.local, flat.parts) for flat in flats], self._tags))
+
+    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
+        parts = [gradient.parts for gradient in gradients]
+        return Pending(self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms))
+
+    def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
+        """Average a part of every interval on each rank, which then sends it to the others."""
+        local_means = means.wait()
+        parts = []
+        for gradient, mean in zip(gradients, local_means, strict=True):
+            sent = mean.to(gradient.full.dtype).tensor_split(self.world)
+            own_part = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
+            parts.append([*sent[: self.rank], own_part, *sent[self.rank + 1 :]])
+        tags = self._tags  # of which the first stage uses one per gradient
+        finish_first = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
+
+        def finish() -> list[Tensor]:
+            vectors = list[tuple[Tensor, list[Tensor]]]()
+            wholes = list[Tensor]()
+            for gradient, mean, own_mean in zip(gradients, local_means, finish_first(), strict=True):
+                whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
+                wholes.append(whole)
+                vectors.append((own_mean.to(whole.dtype), [*whole.tensor_split(self.world)]))
+            self._send_to_all(vectors, lambda segment: tags(len(gradients) + segment))()
+            for whole, mean in zip(wholes, local_means, strict=True):
+                if whole is not mean:
+                    mean.copy_(whole)
+            return local_means
+
+        return Pending(finish)
 
     def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
         """Start ``moves``."""
@@ -193,61 +225,17 @@ class ProcessGroupTransport(Transport):
     ) -> Finish[list[Tensor]]:
         """Start sending each ``parts[r]`` to rank r. Return what waits for the means of ``parts[rank]``.
 
-        ``parts``: for each segment a list with a tensor per rank. ``dtypes``: of the means. ``terms``: as of
-        `Vector`.
+        ``parts``: for each segment a tensor per rank. ``dtypes``: of the means. ``terms``: see `Vector`.
         """
         raise NotImplementedError
 
     def _send_to_all(self, vectors: Sequence[tuple[Tensor, Sequence[Tensor]]], tags: Tags) -> Finish[None]:
-        """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
-
-        ``vectors``: for each segment ``local``, and its ``parts``, one per rank.
-        """
+        """Start sending each vector to every rank, and filling its parts, one per rank, from all ranks'."""
         return self._exchange([([local] * self.world, parts) for local, parts in vectors], tags)
-
-    def _reduce_in_tree(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
-        parts = [gradient.parts for gradient in gradients]
-        return Pending(self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms))
-
-    def _average_in_two_stages(
-        self, gradients: Sequence[Vector], means: Sequence[Tensor]
-    ) -> Pending[list[Tensor]]:
-        """Average a part of every interval on each rank, which then sends it to the others."""
-        parts = []
-        for gradient, mean in zip(gradients, means, strict=True):
-            sent = mean.to(gradient.full.dtype).tensor_split(self.world)
-            own_part = mean.tensor_split(self.world)[self.rank]  # as wide as the mean
-            parts.append([*sent[: self.rank], own_part, *sent[self.rank + 1 :]])
-        tags = self._tags  # of which the first stage uses one per gradient
-        finish_first = self._combine(parts, [gradient.dtype for gradient in gradients], gradients[0].terms)
-
-        def finish() -> list[Tensor]:
-            vectors = list[tuple[Tensor, list[Tensor]]]()
-            wholes = list[Tensor]()
-            for gradient, mean, own_mean in zip(gradients, means, finish_first(), strict=True):
-                whole = mean if mean.dtype == gradient.full.dtype else mean.to(gradient.full.dtype)
-                wholes.append(whole)
-                vectors.append((own_mean.to(whole.dtype), [*whole.tensor_split(self.world)]))
-            self._send_to_all(vectors, lambda segment: tags(len(gradients) + segment))()
-            for whole, mean in zip(wholes, means, strict=True):
-                if whole is not mean:
-                    mean.copy_(whole)
-            return [*means]
-
-        return Pending(finish)
 
 
 class MessagesTransport(ProcessGroupTransport):
     """A transport of messages over gloo, for CPU tensors. Their tags say of which collective they are."""
-
-    def all_gather(self, flats: Sequence[Vector]) -> Pending[None]:
-        return Pending(self._send_to_all([(flat.local, flat.parts) for flat in flats], self._tags))
-
-    def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
-        return self._reduce_in_tree(gradients)
-
-    def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
-        return self._average_in_two_stages(gradients, means.wait())
 
     def _exchange(self, moves: Sequence[Move], tags: Tags) -> Finish[None]:
         return self._send(moves, tags)
@@ -325,7 +313,7 @@ class BackendTransport(ProcessGroupTransport):
     def reduce_scatter(self, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Start reducing. Means are allocated now, in the compute stream's order."""
         if gradients[0].terms:
-            return self._reduce_in_tree(gradients)
+            return super().reduce_scatter(gradients)
         for gradient in gradients:
             self._require_equal(gradient.full, gradient.layout.equal)
         means = [gradient.new_mean() for gradient in gradients]
@@ -334,7 +322,7 @@ class BackendTransport(ProcessGroupTransport):
     def average(self, gradients: Sequence[Vector], means: Pending[list[Tensor]]) -> Pending[list[Tensor]]:
         """Start averaging the ``means`` in the stream in which they are computed."""
         if gradients[0].terms:
-            return self._average_in_two_stages(gradients, means.wait())
+            return super().average(gradients, means)
         narrowed = [gradient for gradient in gradients if gradient.dtype != gradient.full.dtype]
         buffers = [gradient.local.new_empty(len(gradient.local)) for gradient in narrowed]
         dtypes = [gradient.full.dtype for gradient in gradients]
@@ -422,10 +410,7 @@ class BackendTransport(ProcessGroupTransport):
         return _SUM if world == 1 or inexact or not self._is_complete(tensors[0]) else _AVG
 
     def _reduce(self, gradients: Sequence[Vector], means: list[Tensor]) -> list[Tensor]:
-        """Fill ``means``, and return them.
-
-        A narrower dtype is reduced into ``full`` first, which the caller keeps alive.
-        """
+        """Fill ``means``, and return them, by way of ``local`` where that is narrower; `_run` keeps it."""
         op = self._op([gradient.full for gradient in gradients])
         outs = list[Tensor]()
         for gradient, mean in zip(gradients, means, strict=True):
@@ -450,10 +435,7 @@ class BackendTransport(ProcessGroupTransport):
     def _average(
         self, means: list[Tensor], dtypes: Sequence[torch.dtype], buffers: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Average ``means`` in place, and return them.
-
-        They are sent as ``dtypes``: by way of ``buffers`` where these differ.
-        """
+        """Average ``means`` in place, and return them. They are sent as ``dtypes``, some from ``buffers``."""
         following = iter(buffers)
         sent = list[Tensor]()
         for mean, dtype in zip(means, dtypes, strict=True):

@@ -93,16 +93,13 @@ _waits: set[GuardedWait] = set()
 
 
 class Links:
-    """The connections for reports between this rank and its ``peers``. May outlive the model, see `leave`.
-
-    ``tag``: of messages with the head of a report; the two after it: of the pulse, and of the rest.
-    """
+    """The connections for reports between this rank and its ``peers``. May outlive the model, see `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
         self.peers = [*paths.theirs]
         self._paths = paths
         self.group = weakref.ref(group)
-        self._tag = tag
+        self._tag = tag  # of a report's head; the two after it: of the pulse, and of a report's rest
         self._activity = Activity()
         self._process = os.getpid()
         self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=32) for peer in self.peers}

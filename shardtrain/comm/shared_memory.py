@@ -71,10 +71,7 @@ def _aligned(size: int) -> int:
 
 
 class SharedMemoryTransport(Transport):
-    """The ranks of a host that share memory; ``messages``, guarded, move what is not shared.
-
-    ``signals`` connects the ranks. ``host``: their numbers, ascending.
-    """
+    """The ranks of a host, which share memory by ``signals``. Messages, guarded, move what is not shared."""
 
     in_place = True
 
@@ -83,7 +80,7 @@ class SharedMemoryTransport(Transport):
         self.rank = messages.rank
         self.world = messages.world
         self.signals = signals
-        self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
+        self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])  # the host's ranks
         self._largest = 0  # bytes of the largest gradient
         self._size = 0  # bytes of one gradient of each unit
         self._addresses: dict[int, int] = {}  # of full vectors, by their storage
@@ -111,7 +108,7 @@ class SharedMemoryTransport(Transport):
             self._arena = None
             size = _aligned(layout.padded * gradient_dtype.itemsize)
             self._largest = max(self._largest, size)
-            self._size = self._size + size
+            self._size += size
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)
             self._addresses[full.untyped_storage()._cdata] = full.data_ptr()
         return full, full[layout.interval(self.rank)]
@@ -161,7 +158,7 @@ class SharedMemoryTransport(Transport):
             self.signals.advance()
             return
         if what is ENTER:
-            self._open_arena()  # here, since it is collective: not every rank needs every gradient
+            self._open_arena()  # collective, and not every rank needs every gradient
         self.signals.wait(self.signals.post())
 
     def _average(self, numbers: Sequence[int], gradients: Sequence[Vector]) -> list[Tensor]:

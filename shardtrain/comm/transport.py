@@ -47,16 +47,13 @@ Move = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class Collective(NamedTuple):
-    """A collective of this rank, for those who watch its wait.
-
-    ``position``: in the path that ``guard`` has. ``device``: where the vectors of ``unit`` lie.
-    """
+    """A collective of this rank, for those who watch its wait."""
 
     guard: Guard
-    position: int
+    position: int  # in the path that ``guard`` has
     movement: Movement
     unit: str
-    device: torch.device
+    device: torch.device  # where the unit's vectors lie
 
     def wait_for(self, finish: Callable[[], T]) -> T:
         """Return what ``finish`` returns, which waits for other ranks: under the guard, and measured."""
@@ -65,10 +62,7 @@ class Collective(NamedTuple):
 
 
 class Pending(Generic[T]):
-    """A collective under way. ``wait()`` calls ``finish`` once, and returns what that returned.
-
-    A transport returns one without a call. Only the channel makes it part of a call (`of`).
-    """
+    """A collective under way. ``wait()`` calls ``finish`` once, and returns what that returned."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
@@ -76,7 +70,7 @@ class Pending(Generic[T]):
         self._result: T
 
     def of(self, call: Collective) -> Pending[T]:
-        """Wait from now on as part of ``call``."""
+        """Wait from now on as part of ``call``. A channel says so; a transport returns one without a call."""
         self._call = call
         return self
 
@@ -170,7 +164,7 @@ class Transport:
         """Start averaging the ``means`` of ``gradients`` over ranks that have the same interval: replicas.
 
         A stage of a reduction computes ``means``. They are sent in the dtype of each ``full``. With
-        ``terms``, ``means`` are complete already, on every rank. Only replicas need it.
+        ``terms`` they are sums, which this divides. Only replicas need it.
         """
         raise NotImplementedError
 

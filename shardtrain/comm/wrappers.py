@@ -32,14 +32,12 @@ class Offloaded(Channel):
     users may change shards at any time, and only data on its way is pinned. torch reuses pinned memory once
     the copies from it are done. The host waits once per backward that reduces, at its end, until the
     gradients have arrived: whatever follows may read them.
-
-    ``inner`` must not share memory between ranks: such shards are in host memory anyway.
     """
 
     uploads = True
 
     def __init__(self, inner: Channel, device: torch.device) -> None:
-        assert not inner.in_place or inner.world == 1
+        assert not inner.in_place or inner.world == 1, "shards that ranks share are in host memory anyway"
         super().__init__(inner.transport, inner.all_ranks, inner.guard)
         self.inner = inner
         self.stages = inner.stages
@@ -76,7 +74,7 @@ class Offloaded(Channel):
         return pending.then(lambda _: current_stream(self.device).wait_event(uploaded))
 
     def reduce(self, name: str, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
-        """Start reducing. After the wait the means are on their way to the host; see `fence`."""
+        """Start reducing. After the wait the means are on their way to the host, until `fence`."""
         pending = self.inner.reduce(name, gradients)
         launched = current_stream(self.device).record_event()
 
