@@ -107,10 +107,9 @@ def open_transport(
 ) -> Channel:
     """Open the transport ``kind`` of `TRANSPORTS` between the ranks of ``group`` (default: the world).
 
-    ``groups``: the ranks of every shard group, each with a replica, ascending in rows and columns. ``inside``,
+    ``groups``: the ranks of every shard group, each a replica, ascending in rows and columns. ``inside``,
     ``across``: the process groups of this rank's shard group and column, for the backend's own collectives.
-    Raises ValueError for another kind, if ranks ask for different ones, or for shared memory that is not
-    possible.
+    Raises ValueError for another kind, if ranks ask for different ones, or if shared memory is not possible.
     """
     if kind not in TRANSPORTS:
         *names, last = map(repr, TRANSPORTS)
