@@ -38,8 +38,8 @@ _MERGES: dict[object, Callable[..., Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 # Elements merged at a time on the CPU, to stay in the cache: 512 KiB of fp32 per part. Sum and mean of 2.4
-# million elements take 0.78 of the time of two passes over the whole vector (2 MiB of L2 cache per core). Half
-# or twice the size is no faster.
+# million elements take 0.78 of the time of two passes over the whole vector (2 MiB of L2 cache per core).
+# Half or twice the size is no faster.
 SPAN = 1 << 17
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

@@ -106,7 +106,7 @@ class Report(NamedTuple):
 
 
 class StepMetrics:
-    """Measurements of the steps of one rank. Each `report` covers the steps since the last one.
+    """Measurements of the steps of one rank.
 
     Only one phase runs at a time. A phase inside another interrupts it: loading images within a step counts
     as ``data`` only. On an accelerator marks are events in the compute stream, so they time the computation,
@@ -208,7 +208,7 @@ class StepMetrics:
         self._added += 1
 
     def report(self, step: int, grad_norm: Tensor) -> Report:
-        """Report the steps since the last call. Gradients must not have been cleared. Collective.
+        """Report the steps since the last call, before gradients are cleared. Collective.
 
         Raises RuntimeError if the loss is not finite.
         """

@@ -1,7 +1,6 @@
 """The names of slow ranks, and a profile of some steps, by torch's profiler.
 
-Three steps are profiled from `monitor.profile_at` on. Each rank writes its own trace, for Perfetto or Chrome.
-`comm/trace.py` lists the named ranges in it.
+Each rank writes its own trace, for Perfetto or Chrome. `comm/trace.py` lists the named ranges in it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shardtrain.launch.launcher import Context
 from shardtrain.monitor.metrics import Report, StepMetrics
 from shardtrain.monitor.monitor import Monitor
 
-PROFILED = 3  # steps per trace
+PROFILED = 3  # steps per trace, from `monitor.profile_at` on
 FOLDER = "traces"
 
 
@@ -29,7 +28,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._metrics = metrics
         self._monitor = monitor
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
-        self._named: tuple[int, str] | None = None  # the slow rank that was last named
+        self._named: tuple[int, str] | None = None  # those that were named last
         self._profile: profile | None = None  # running since the step before `_first`
         self._first = config.monitor.profile_at or 0
 

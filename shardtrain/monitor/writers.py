@@ -72,7 +72,7 @@ class Console(Writer):
             self._erase = ""
 
     def report(self, line: str) -> None:
-        """Print ``line``; on a terminal the next report overwrites it."""
+
         if not sys.stdout.isatty():
             self.say(line)
             return
@@ -118,9 +118,6 @@ class LogFile(Writer):
             self.say("  ".join(f"{key} {value}" for key, value in facts.items()))
 
 
-MOST_UNWRITTEN = 10_000  # events that are kept for TensorBoard while its disk is full
-
-
 def json_of(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``result`` for JSON, which has neither NaN nor infinity: None stands for them."""
     unknown = {key for key, value in result.items() if isinstance(value, float) and not math.isfinite(value)}
@@ -160,6 +157,7 @@ class ResultFile(Writer):
 
 
 EVENTS = "events.out.tfevents."
+MOST_UNWRITTEN = 10_000  # events that are kept while the disk is full
 METRICS = (tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams, after the best score
 # TensorBoard shows five hyperparameters, then the scores. If fewer come first, it adds others by name, like
 # `augment`, whose text is so wide that no score is in sight.
@@ -172,8 +170,6 @@ class TensorBoard(Writer):
     The thread of tensorboard's own writer ends with its first error. Here events that do not fit on the disk
     are written with later ones. torch's `add_hparams` makes a separate run per call; here hyperparameters go
     into the run's own file.
-
-    TensorBoard sorts groups of tags by name, and opens the first two, `acc1` and what follows it.
     """
 
     def __init__(
@@ -193,14 +189,12 @@ class TensorBoard(Writer):
         # TensorBoard then drops later steps that an earlier process has written.
         purge = first_step + 1 if first_step else 0
         self._keep(purge, session_log=SessionLog(status=SessionLog.START))
-        chosen = hyperparameters(config, facts)
-        experiment, session, self._end = summary.hparams(
-            chosen, dict.fromkeys((tags.best(config.train.best), *METRICS), 0)
-        )
+        metrics = dict.fromkeys((tags.best(config.train.best), *METRICS), 0)
+        experiment, session, self._end = summary.hparams(hyperparameters(config, facts), metrics)
         plugin = experiment.value[0].metadata.plugin_data
         columns = HParamsPluginData.FromString(plugin.content)
         for column in columns.experiment.hparam_infos:
-            column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
+            column.differs = column.name in FIRST_COLUMNS
         plugin.content = columns.SerializeToString()
         text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
         changed = summary.text("changed", f"`` {facts['command']} ``\n\n{_changes(config)}")
