@@ -19,13 +19,10 @@ Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end. Int
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-
-T = TypeVar("T")
 
 _MERGES: dict[object, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -101,7 +98,7 @@ def _merge_span(
         out.copy_(total)
 
 
-def _tree(parts: Sequence[T], join: Callable[[T, T], T]) -> T:
+def _tree(parts: Sequence[Tensor], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Join ``parts`` pairwise, and their results again, as this file's docstring shows."""
     if len(parts) == 1:
         return parts[0]
@@ -109,7 +106,7 @@ def _tree(parts: Sequence[T], join: Callable[[T, T], T]) -> T:
     return join(_tree(left, join), _tree(right, join))
 
 
-def _halves(parts: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+def _halves(parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     half = 1 << (len(parts) - 1).bit_length() - 1
     return parts[:half], parts[half:]
 

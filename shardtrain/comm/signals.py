@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -47,13 +46,6 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LINK_S = 10.0  # until all ranks have connected
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
 _UNHEARD = KEPT // 2  # the most posts in a row that are not sent
-
-
-class Posted(NamedTuple):
-    """This rank's ``position`` and ``digest`` in its path at a post."""
-
-    position: int
-    digest: int
 
 
 class Peer:
@@ -95,12 +87,13 @@ class Signals:
         self.reports = reports
         self.peers = peers
         self._number = -1  # of this rank's latest post
-        self._posted: dict[int, Posted] = {}  # by number, posts that `wait` will ask for
+        # By number, this rank's position and hash at posts that `wait` will ask for.
+        self._posted: dict[int, tuple[int, int]] = {}
         self._unsent = 0  # collectives since the last post
-        self._open = {peer.link.fileno(): peer for peer in peers}
+        self._by_descriptor = {peer.link.fileno(): peer for peer in peers}
         self._poll = select.poll()
-        for number in self._open:
-            self._poll.register(number, select.POLLIN)
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
         reports.abort = partial(_shut_down, peers)
         self.close = weakref.finalize(self, _close, peers)
         _all.add(self)
@@ -113,7 +106,7 @@ class Signals:
         self._unsent = 0
         self._number += 1
         paths = self.reports.paths
-        self._posted[self._number] = Posted(paths.end - 1, paths.digest)
+        self._posted[self._number] = (paths.end - 1, paths.digest)
         self._send(_POST.pack(False, self._number, paths.digest, value), files)
         return self._number
 
@@ -134,9 +127,9 @@ class Signals:
             Diverged: a peer made another collective there, or earlier.
             PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
-        position = self._posted[number].position
+        position, digest = self._posted[number]
         self._wait_until(lambda peer: peer.reached >= number, position)
-        digest = self._posted.pop(number).digest
+        del self._posted[number]
         values = {}
         for peer in self.peers:
             posted, values[peer.rank] = peer.posts.pop(number, (None, 0))
@@ -193,11 +186,11 @@ class Signals:
 
     def _take_in(self, milliseconds: int | None) -> None:
         """Receive what peers send within ``milliseconds``; with ``None`` wait for the next message."""
-        for number, _ in self._poll.poll(milliseconds):
-            peer = self._open[number]
+        for descriptor, _ in self._poll.poll(milliseconds):
+            peer = self._by_descriptor[descriptor]
             peer.receive()
             if peer.has_ended:
-                self._poll.unregister(number)
+                self._poll.unregister(descriptor)
 
 
 def _shut_down(peers: Sequence[Peer]) -> None:
