@@ -34,9 +34,8 @@ def check_transport(make: Make, world: int, time_out: timedelta = timedelta(minu
 
     ``make``: a function of a module, since processes import it. It may open a process group first.
 
-    Raises:
-        AssertionError: a check failed, with its name and each rank's error.
-        TimeoutError: ranks do not answer within ``time_out``.
+    Raises AssertionError, with each rank's error, if a check failed, and TimeoutError if ranks do not answer
+    within ``time_out``.
     """
     context = mp.get_context("spawn")
     answers = context.Queue()

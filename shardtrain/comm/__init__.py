@@ -3,7 +3,7 @@
 Read the files in this order. Each imports only from those before it:
 
 - ``trace``: the kinds of collectives, bytes sent, seconds waited
-- ``arithmetic``: sums; ``guard``: ranks that diverge; ``hints``: what to do about it
+- ``arithmetic``: sums; ``hints``: what to do where ranks differ; ``guard``: ranks that diverge
 - ``transport``: what a transport is; ``channel``: the collectives of a model, over any transport
 - ``messages``: collectives by messages; ``backends``: what a process group can do
 - ``activity``: whether this process works; ``reports``: the guard over gloo, and ranks that are lost
@@ -42,17 +42,12 @@ from shardtrain.errors import Diverged, PeerLost
 if TYPE_CHECKING:
     from shardtrain.collectives import *  # noqa: F403
 
-_MOVED = {
-    "Flat": "shardtrain.comm.Vector",
-    "Gradient": "shardtrain.comm.Vector",
-}
-
 
 def __getattr__(name: str) -> object:
     """Return a public collective."""
     # Not AttributeError, whose text `from shardtrain.comm import ...` does not show.
-    if name in _MOVED:
-        raise ValueError(f"shardtrain.comm.{name} was moved; use {_MOVED[name]}")
+    if name in ("Flat", "Gradient"):
+        raise ValueError(f"shardtrain.comm.{name} was moved; use shardtrain.comm.Vector")
     # Python itself asks any module for names such as __path__: these load no collectives.
     if name.startswith("__") or name not in import_module("shardtrain.collectives").__all__:
         raise AttributeError(f"module 'shardtrain.comm' has no attribute {name!r}")

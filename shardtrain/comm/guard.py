@@ -129,7 +129,7 @@ class Paths:
         """Return digest, number and latest kind of collectives, if ranks compare now; see `compare_hashes`.
 
         They do not if all collectives carry tags, if there were none, or in most forwards from the third one
-        on. If one rank swaps two units of equal size between two comparisons, that goes unnoticed.
+        on. A rank that swaps two units of equal size is noticed at the next comparison only.
         """
         count = self.end - self._compared
         is_due = self.forward <= 2 or self.forward % EVERY == 0

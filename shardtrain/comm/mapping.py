@@ -1,11 +1,9 @@
 """Memory that the ranks of a host share. A process that a rank forks gets copies of its own.
 
-`signals.py` decides who shares what.
-
-A child inherits mappings, and ``MAP_SHARED`` would let it write into the weights of all ranks: a worker of a
-data loader, a process of ``multiprocessing``, an optimizer's step there. So the child maps each file anew, at
-the same address, with ``MAP_PRIVATE``: no view moves, and only pages that it writes are copied. What it has
-not written it sees as it is now, later changes by ranks included.
+`signals.py` decides who shares what. A child inherits mappings, and ``MAP_SHARED`` would let it write into
+the weights of all ranks: a worker of a data loader, a process of ``multiprocessing``, an optimizer's step
+there. So the child maps each file anew, at the same address, with ``MAP_PRIVATE``: no view moves, and only
+pages that it writes are copied. What it has not written it sees as it is now, with later changes by ranks.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ class Reports(Guard):
     def fail(self, position: int, error: RuntimeError, ended: Sequence[int] = ()) -> None:
         """Raise the cause of ``error``, a broken connection for example. Return if this guard knows of none.
 
-        `Diverged`: some ranks differ at ``position`` or before. ``ended``: ranks whose sockets are closed.
+        It is `Diverged` if ranks differ at ``position`` or before. ``ended``: ranks whose sockets are closed.
         """
 
         def is_known() -> bool:

@@ -123,9 +123,8 @@ class Signals:
     def wait(self, number: int) -> dict[int, int]:
         """Wait for every peer's post ``number``. Return the value that each offered with it, by rank.
 
-        Raises:
-            Diverged: a peer made another collective there, or earlier.
-            PeerLost: a peer has ended, or does not answer for as long as the time-out.
+        Raises `Diverged` if a peer made another collective there, or earlier; `PeerLost` if one has ended, or
+        does not answer for as long as the time-out.
         """
         position, digest = self._posted[number]
         self._wait_until(lambda peer: peer.reached >= number, position)

@@ -12,7 +12,6 @@ from shardtrain import device as devices
 from shardtrain.comm.channel import Channel, Ranks
 from shardtrain.comm.trace import LEAVE, Movement
 from shardtrain.comm.transport import Pending, Vector
-from shardtrain.device import current_stream
 from shardtrain.layout import Layout
 
 
@@ -61,32 +60,32 @@ class Offloaded(Channel):
         return self.inner.gradient(layout, like.to(self.device))
 
     def gather(self, name: str, flats: Sequence[Vector]) -> Pending[None]:
-        called = current_stream(self.device).record_event()
+        called = devices.current_stream(self.device).record_event()
         moved = []
         with devices.inside(self._stream):
-            current_stream(self.device).wait_event(called)
+            devices.current_stream(self.device).wait_event(called)
             for flat in flats:
                 interval = flat.full[flat.layout.interval(self.rank)]
                 interval.copy_(self._pinned(interval).copy_(flat.local), non_blocking=True)
                 moved.append(flat._replace(local=interval))
             pending = self.inner.gather(name, moved)
-            uploaded = current_stream(self.device).record_event()
-        return pending.then(lambda _: current_stream(self.device).wait_event(uploaded))
+            uploaded = devices.current_stream(self.device).record_event()
+        return pending.then(lambda _: devices.current_stream(self.device).wait_event(uploaded))
 
     def reduce(self, name: str, gradients: Sequence[Vector]) -> Pending[list[Tensor]]:
         """Start reducing. After the wait the means are on their way to the host, until `fence`."""
         pending = self.inner.reduce(name, gradients)
-        launched = current_stream(self.device).record_event()
+        launched = devices.current_stream(self.device).record_event()
 
         def finish() -> list[Tensor]:
             with devices.inside(self._stream):
-                current_stream(self.device).wait_event(launched)
+                devices.current_stream(self.device).wait_event(launched)
                 means = pending.wait()
                 downloaded = [self._pinned(mean).copy_(mean, non_blocking=True) for mean in means]
-                self._downloaded = current_stream(self.device).record_event()
+                self._downloaded = devices.current_stream(self.device).record_event()
             # The allocator reuses means in the order of the compute stream, so that must wait for the copies.
             # These are an earlier unit's, since this runs when a later unit's gradients are complete.
-            current_stream(self.device).wait_event(self._downloaded)
+            devices.current_stream(self.device).wait_event(self._downloaded)
             return downloaded
 
         return Pending(finish)

@@ -116,7 +116,7 @@ def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim
 
 
 class AnyModule(nn.Module):
-    """A module that takes and returns anything. Its result is the mean of all numbers that it returns.
+    """A module that takes and returns anything. Its result is the sum of the means of what that returns.
 
     ``inputs``: of its forward; empty for images.
     """
