@@ -109,8 +109,8 @@ class StepMetrics:
     """Measurements of the steps of one rank.
 
     Only one phase runs at a time. A phase inside another interrupts it: loading images within a step counts
-    as ``data`` only. On an accelerator marks are events in the compute stream, so they time the computation,
-    not its launch.
+    as ``data`` only. On an accelerator moments are events in the compute stream, so they time the
+    computation, not its launch.
     """
 
     def __init__(self, job: Job) -> None:
@@ -146,7 +146,7 @@ class StepMetrics:
         # A resumed run begins the following anew.
         self.images = 0
         self._phase = ""
-        self._marks: list[tuple[str, Any]] = []  # phases, and the moments at which they began
+        self._moments: list[tuple[str, Any]] = []  # at which phases began, with their names
         self._meters: list[comm.Meter] = []  # one per step
         self.since = time.perf_counter()
 
@@ -177,7 +177,7 @@ class StepMetrics:
     def _enter(self, phase: str) -> None:
         self._phase = phase
         self._meters[-1].during = phase
-        self._marks.append((phase, device.moment(self.device)))
+        self._moments.append((phase, device.moment(self.device)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -208,7 +208,7 @@ class StepMetrics:
         self._added += 1
 
     def report(self, step: int, grad_norm: Tensor) -> Report:
-        """Report the steps since the last call, before gradients are cleared. Collective.
+        """Report the steps since the last call. Gradients must not have been cleared. Collective.
 
         Raises RuntimeError if the loss is not finite.
         """
@@ -250,7 +250,7 @@ class StepMetrics:
         spent = defaultdict[str, float](float)
         waits = defaultdict[str, float](float)
         sent = Counter[str]()
-        for (name, start), (_, end) in pairwise(self._marks):
+        for (name, start), (_, end) in pairwise(self._moments):
             spent[name] += device.seconds(start, end)
         for meter in self._meters:
             for wait, seconds in meter.exposed().items():

@@ -28,7 +28,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._metrics = metrics
         self._monitor = monitor
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
-        self._named: tuple[int, str] | None = None  # those that were named last
+        self._named: tuple[int, str] | None = None  # those that were last named
         self._profile: profile | None = None  # running since the step before `_first`
         self._first = config.monitor.profile_at or 0
 

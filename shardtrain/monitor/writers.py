@@ -72,7 +72,6 @@ class Console(Writer):
             self._erase = ""
 
     def report(self, line: str) -> None:
-
         if not sys.stdout.isatty():
             self.say(line)
             return
