@@ -65,7 +65,7 @@ _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
 class GuardedWait:
-    """A wait of this rank for others, and when one of these was last known to be at work.
+    """A wait of this rank for others. Each of these has been seen at work since ``at_work``.
 
     A rank that waits for nobody reports when it was last seen at work (`Activity`). A rank that waits reports
     when those that it waits for were. So ranks that wait for one another (with two models, for example), or

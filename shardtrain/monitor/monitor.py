@@ -233,8 +233,8 @@ def score_table(scored: Sequence[Evaluation]) -> str:
 
 def titled(part: str, evaluation: Evaluation) -> dict[str, str]:
     """Return the texts of an evaluation of ``part``, by their titles, which are their first lines."""
-    titles = {name: f"{part}, {name}" for name in evaluation.results.texts}
-    return {titles[name]: f"{titles[name]}:\n{text}" for name, text in evaluation.results.texts.items()}
+    texts = evaluation.results.texts
+    return {f"{part}, {name}": f"{part}, {name}:\n{text}" for name, text in texts.items()}
 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
