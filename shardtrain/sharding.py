@@ -121,8 +121,7 @@ def shard(
     cut = cut_of(layout, link.world, virtual_ranks)
     segments: dict[str, list[Segment]] = {}
     for choice in _largest_first(choices):
-        precision = choice.options.precision
-        segments[choice.name] = _segments_of(choice.infos, link, precision, cut, initial)
+        segments[choice.name] = _segments_of(choice, link, cut, initial)
     sharded_units = [
         Unit(choice.name, choice.modules, segments[choice.name], link, choice.options) for choice in choices
     ]
@@ -140,13 +139,12 @@ def _options_of(
     anchors: Mapping[str, nn.Module], units: UnitChoice, root_options: UnitOptions
 ) -> dict[str, UnitOptions]:
     """Return the options of each unit: those that ``units`` has for it, else the root's."""
+    # `output` is the root's alone.
+    other_options = replace(root_options, precision=replace(root_options.precision, output=None))
     options = {}
     for name, anchor in anchors.items():
         chosen = units.get(anchor) if isinstance(units, Mapping) else None
-        # `output` is the root's alone.
-        output = None if name else root_options.precision.output
-        precision = replace(root_options.precision, output=output)
-        options[name] = chosen or replace(root_options, precision=precision)
+        options[name] = chosen or (other_options if name else root_options)
     return options
 
 
@@ -155,12 +153,11 @@ def _largest_first(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(choices, key=lambda choice: -max([i.parameter.numel() for i in choice.infos], default=0))
 
 
-def _segments_of(
-    infos: Sequence[ParamInfo], channel: Channel, precision: Precision, cut: Cut, initial: InitialValues
-) -> list[Segment]:
+def _segments_of(choice: Choice, channel: Channel, cut: Cut, initial: InitialValues) -> list[Segment]:
     """Make a segment of each dtype, device and ``requires_grad``, in order. Collective."""
+    precision = choice.options.precision
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
-    for info in infos:
+    for info in choice.infos:
         param = info.parameter
         moves_as = precision.of_parameter(param, info.holder)
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad

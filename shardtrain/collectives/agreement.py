@@ -71,10 +71,7 @@ def start_sharing(row: Row, group: dist.ProcessGroup | None, rank: int) -> Calla
     def wait() -> dict[int, Row]:
         if finish is not None:
             finish()
-        rows = {}
-        for other, packed_row in enumerate(table.cpu()):
-            rows[other] = Row(*json.loads(packed_row.numpy().tobytes()))
-        return rows
+        return {other: Row(*json.loads(each.numpy().tobytes())) for other, each in enumerate(table.cpu())}
 
     return wait
 

@@ -150,9 +150,8 @@ def all_gather_into_tensor(
     Two ranks with ``[1 2]`` and ``[3 4]`` get ``[1 2 3 4]`` or ``[[1 2] [3 4]]``.
     """
     sides = Side("output", output, EQUAL), Side("input", input, ALL)
-    return _run(
-        CollectiveCall("all_gather_into_tensor", GATHER, *sides, backends.all_gather), group, async_op
-    )
+    call = CollectiveCall("all_gather_into_tensor", GATHER, *sides, backends.all_gather)
+    return _run(call, group, async_op)
 
 
 @_torchs_keywords
@@ -219,9 +218,8 @@ def all_to_all_single(
     splits 1, 2 and rank 1 ``[2 3 6]`` into 2, 1.
     """
     sides = Side("output", output, ROWS, output_split_sizes), Side("input", input, ROWS, input_split_sizes)
-    return _run(
-        CollectiveCall("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single), group, async_op
-    )
+    call = CollectiveCall("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single)
+    return _run(call, group, async_op)
 
 
 def _run(call: CollectiveCall, group: Group | None, async_op: bool) -> Work | None:

@@ -1,17 +1,7 @@
 """The moments of a step at which other rooms see or refuse something. A step computes the same without them.
 
-::
-
-    at rest       at_rest, before a step, and in `Engine.require_rest`
-    forward       before_forward, after_show of each unit, before_hide of each unit, after_forward
-    backward      before_backward, after_backward
-
-A unit may be whole after a forward. Then before_hide comes also before a state dict or an optimizer's step
-looks at shards.
-
-``guardrails/`` notices users' changes. ``bits/`` refuses a backward outside of `virtual_rank`, or a second
-one in it. ``whole/`` hooks state dicts in `attach`, and sees no moment. A method may raise; then the step
-ends as after any error.
+docs/engine.md has a table of what other rooms do at each moment. A method may raise; then the step ends as
+after any error.
 """
 
 from __future__ import annotations
@@ -24,13 +14,13 @@ from shardtrain.engine.unit import Unit
 
 
 class Attachment:
-    """What sees a step from another room: one method for each moment, which does nothing here."""
+    """What sees a step from another room: a method for each moment, in order, which does nothing here."""
 
     def attach(self) -> None:
         """Hook and mark modules, by `Engine.keep`, `mark`, `extend` and `lend`. `Engine.detach` undoes it."""
 
     def at_rest(self) -> None:
-        """See parameters between steps, where users may have changed them."""
+        """See parameters before a step and in `Engine.require_rest`: users may have changed them."""
 
     def before_forward(self, units: Sequence[Unit]) -> None:
         """See the local shards that ``units`` gather from now on, before any other rank reads them."""
@@ -39,7 +29,10 @@ class Attachment:
         """See the full parameters of ``unit``, which forward computes with now."""
 
     def before_hide(self, units: Iterable[Unit]) -> None:
-        """See the full parameters of ``units`` once more, before these show local shards."""
+        """See the full parameters of ``units`` once more, before these show local shards.
+
+        Those that a forward has left whole show them when a state dict or an optimizer's step needs shards.
+        """
 
     def after_forward(self) -> None:
         """See the local shards as the root returns, while other ranks may still read them."""

@@ -32,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class Driver:
-    """What carries out a step: calls and autograd's progress come in, movements of units go out.
+    """The events and the verbs of one model's steps.
 
     ``attachments``: what sees the step. ``micro_batch``: which of this rank's runs now, if it has virtual
     ranks. ``asked``: parameters without a gradient on this rank, of which backwards had to ask the device.
@@ -137,25 +137,22 @@ class Driver:
     # forward
 
     def begin_forward(self) -> None:
-        """Begin a forward as the root module is called.
-
-        Nothing begins in a backward, where activation checkpointing calls the root to compute it again.
-        """
-        if self.schedule.backward:
+        """Begin a forward as the root module is called."""
+        if self.schedule.backward:  # activation checkpointing computes the root again
             return
         with torch_private.DisableTorchFunctionSubclass():
             self.show_shards()
             self.schedule.begin_forward(self._training())
-            self._open(self.units)
+            self._expose(self.units)
         self.shards.in_forward = True
 
     def reshard_and_cast(self, unit: Unit) -> None:
         """Release ``unit``, and let its next gather include changes of its local shards."""
         with torch_private.DisableTorchFunctionSubclass():
             self.schedule.reshard_alone(unit, self._training())
-            self._open([unit])
+            self._expose([unit])
 
-    def _open(self, units: Sequence[Unit]) -> None:
+    def _expose(self, units: Sequence[Unit]) -> None:
         """Let other ranks read the local shards of ``units``, which forward may not change from now on."""
         # Autocast keeps its casts of weights. Those of an earlier forward lead to a backward that has ended.
         torch.clear_autocast_cache()
@@ -174,15 +171,12 @@ class Driver:
         return {unit for unit in self.units if unit.trains}
 
     def end_forward(self, failed: bool) -> None:
-        """End the forward as the root module returns or (``failed``) raises.
-
-        In a backward none has begun (see `begin_forward`).
-        """
-        if self.schedule.backward:
+        """End the forward as the root module returns or (``failed``) raises."""
+        if self.schedule.backward:  # none has begun
             return
         try:
             if not failed:
-                self.before_hide(self.schedule.idle(None))
+                self.before_hide(self.schedule.uncalled(None))
         finally:
             self.schedule.end_forward(failed)
             self.shards.in_forward = False
@@ -202,16 +196,16 @@ class Driver:
         if is_outermost and not schedule.backward:
             if not schedule.in_forward:  # called by itself, perhaps after an update
                 self.reshard_and_cast(unit)
-            self.before_hide(schedule.idle(unit))
+            self.before_hide(schedule.uncalled(unit))
         schedule.enter(unit)
         if is_outermost:
             trace.begin("forward", unit.title)
 
-    def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
+    def watch(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Have autograd tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
 
-        In backward, which only computes again, and without gradients, nothing is marked. Work in place on a
-        view gives it another node, and leaves its base's.
+        It tells nothing of what backward computes again. Work in place on a view gives it another node, and
+        leaves its base's.
         """
         schedule = self.schedule
         if unit not in schedule.calls or schedule.backward or not torch.is_grad_enabled():
@@ -231,11 +225,7 @@ class Driver:
                 schedule.announce(unit)
 
     def end_call(self, unit: Unit, outputs: Sequence[Any], failed: bool) -> None:
-        """Release ``unit`` as one of its modules returns or (``failed``) raises.
-
-        ``outputs``: the `leaves` of the output. The unit stays through backward if that may need it
-        unannounced, or if the output shows parameters.
-        """
+        """Release ``unit`` as one of its modules returns ``outputs``, as `leaves`, or (``failed``) raises."""
         schedule = self.schedule
         call = schedule.calls.get(unit)
         if call is None:  # an error prevented its begin
@@ -243,7 +233,7 @@ class Driver:
         learns = torch.is_grad_enabled() and not (failed or schedule.backward)
         unannounced = False
         if learns:
-            self.mark(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
+            self.watch(unit, (leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
             unannounced = _may_need_unannounced(unit, outputs)
         if call.depth == 1:
             trace.end("forward", unit.title)
@@ -286,7 +276,6 @@ class Driver:
         self.schedule.reach(forward, moment)
 
     def _begin_backward(self, forward: Forward[Unit]) -> None:
-        """Prepare for a backward."""
         for each in self.attachments:
             each.before_backward()
         self.work(BACKWARD)
@@ -374,7 +363,7 @@ class Driver:
 def _may_need_unannounced(unit: Unit, outputs: Iterable[Any]) -> bool:
     """Return whether ``unit`` must stay gathered through backward, which its output may not announce.
 
-    It must if the leaves ``outputs`` of the output may hide tensors in objects, or are views of parameters.
+    It must if a leaf of the output may hide tensors in an object, or is a view of a parameter.
     """
     for leaf in outputs:
         if unit.owns(leaf) if isinstance(leaf, torch.Tensor) else not isinstance(leaf, _PLAIN):

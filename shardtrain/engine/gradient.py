@@ -194,8 +194,7 @@ class Reduction:
         self.arrived.clear()
         # What was frozen while its gradient waits is reduced with it.
         required = self._required
-        segments = self.unit.segments
-        self._expected = [s for s in segments if s.trains or not required.isdisjoint(s.members)]
+        self._expected = [s for s in self.unit.segments if s.trains or not required.isdisjoint(s.members)]
         for member, (grad, version, own) in list(self._shown.items()):
             now = member.param.grad
             if isinstance(grad, Piece):
@@ -304,9 +303,8 @@ class Reduction:
         if not (sums and self._moves):
             self._required.clear()
             return Pending.done([*chain.from_iterable([total.own_means() for total in sums])])
-        pending = self.unit.channel.reduce(
-            self.unit.title, [total.gradient(self._required) for total in sums]
-        )
+        gradients = [total.gradient(self._required) for total in sums]
+        pending = self.unit.channel.reduce(self.unit.title, gradients)
         self._required.clear()
         # Gradients stay alive until the reduction has ended: a stream may still read them.
         return pending.then(partial(self._means, sums))

@@ -7,8 +7,6 @@
   has come.
 - A hook on each trainable parameter. It notes that a gradient has come, refuses one of a local shard by name,
   and opens a unit that no node has announced.
-
-`Engine` attaches these, and what other rooms attach to a step (see `Attachment`).
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class Engine:
             self._hook_modules(unit)
         for handle in casts.attach(self.units):
             self.keep(handle)
-        self._open_layers()
+        self._hook_encoders()
         self.driver.attachments = attachments
         for each in attachments:
             self._attached[type(each)] = each
@@ -139,11 +137,11 @@ class Engine:
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():
-                self.driver.mark(unit, tensors_in(output))
+                self.driver.watch(unit, tensors_in(output))
 
         self.keep(module.register_forward_hook(after))
 
-    def _open_layers(self) -> None:
+    def _hook_encoders(self) -> None:
         """Let ``nn.TransformerEncoder`` see plain parameters of layers that it looks at.
 
         So it takes its fast path, with zeros for what is padded. It computes nothing with them.
@@ -291,23 +289,22 @@ def _gradient_hook(driver: Driver, unit: Unit, member: ShardedParam) -> Callable
     The parameter holds the hook where Python's garbage collector cannot see it. A hook that held the
     parameter in turn would keep the whole model alive for ever.
     """
-    known = weakref.ref(driver)
-    reduces = weakref.ref(driver.reductions[unit])
+    driver_ref = weakref.ref(driver)
+    unit_ref = weakref.ref(unit)
     name = member.name
     shape = member.part.shape
     arrive = driver.reductions[unit].arrived.add  # of a set of names
 
     def hook(grad: torch.Tensor) -> None:
         arrive(name)
-        reduction = reduces()
-        drives = known()
-        if reduction is None or drives is None:
+        unit = unit_ref()
+        driver = driver_ref()
+        if unit is None or driver is None:
             return
-        unit = reduction.unit
-        if unit not in drives.schedule.opened or grad.shape != shape:
-            is_whole = unit.shown is not Shown.SHARD or unit in drives.schedule.unannounced
+        if unit not in driver.schedule.opened or grad.shape != shape:
+            is_whole = unit.shown is not Shown.SHARD or unit in driver.schedule.unannounced
             if grad.shape != shape or not is_whole:
                 refuse_gradient(name, unit.title)
-            drives.arrive(unit)
+            driver.arrive(unit)
 
     return hook

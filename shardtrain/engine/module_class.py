@@ -47,14 +47,13 @@ def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:
     kind = type(module)
     extended_class = _CLASSES.get((kind, addition))
     if extended_class is None:
+        name = prefix + kind.__name__
         described = {
             "__module__": kind.__module__,
             "__qualname__": prefix + kind.__qualname__,
             "__doc__": kind.__doc__,
         }
-        extended_class = types.new_class(
-            prefix + kind.__name__, (addition, kind), exec_body=lambda n: n.update(described)
-        )
+        extended_class = types.new_class(name, (addition, kind), exec_body=lambda n: n.update(described))
         _CLASSES[kind, addition] = extended_class
     module.__class__ = extended_class
 

@@ -89,10 +89,6 @@ def _is_flat(value: Any) -> bool:
 
 
 def _each_leaf(value: Any) -> Iterator[Any]:
-    """Yield the `leaves` of ``value``."""
-    if isinstance(value, torch.Tensor):
-        yield from tracked(value)
-        return
     for leaf in torch_private.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield from tracked(leaf)

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -178,13 +178,9 @@ class Schedule(Generic[U]):
         self._expected_ends: list[U] = []  # `_ends` of the last forward that announced any
         self._unreached: dict[U, int] = {}  # when a unit's first call began whose backward has not come
 
-    def idle(self, unit: U | None) -> list[U]:
-        """Return the units that stay shown for a call that does not come, as ``unit`` is called, or none."""
-        return [
-            other
-            for other in self.shown
-            if other is not unit and other not in self.calls and other not in self.unannounced
-        ]
+    def uncalled(self, unit: U | None) -> list[U]:
+        """Return the units that stayed shown for a next call, which is ``unit``'s instead, or none."""
+        return [u for u in self.shown if u is not unit and u not in self.calls and u not in self.unannounced]
 
     # what users change between steps
 
@@ -438,7 +434,7 @@ class Schedule(Generic[U]):
             elif unit in self.opened:
                 if edge.moment == backward.first[unit]:
                     self._complete(backward, unit, self._unreached.get(unit, edge.moment) < edge.moment)
-                elif next(_ended(edges)) is not unit:
+                elif next(each.call.unit for each in reversed(edges) if each.is_end) is not unit:
                     self._close(unit)
         backward.moment = moment
 
@@ -517,11 +513,6 @@ class Schedule(Generic[U]):
             self.gathered.remove(unit)
             self.prefetched.pop(unit, None)
             self.act.release(unit)
-
-
-def _ended(edges: Sequence[Edge]) -> Iterator[Any]:
-    """Return the units whose calls' ends are to come in ``edges``, the next one first."""
-    return (edge.call.unit for edge in reversed(edges) if edge.is_end)
 
 
 def _next_others(units: Sequence[U]) -> list[U]:

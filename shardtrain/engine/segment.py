@@ -101,8 +101,7 @@ class ShardedParam:
     def hold(self, param: nn.Parameter) -> None:
         """Switch ``param`` from now on."""
         self.param = param
-        own_class: type[nn.Parameter] = getattr(param, "own", type(param))
-        self.own_class = own_class
+        self.own_class: type[nn.Parameter] = getattr(param, "own", type(param))
         self.class_at_rest: type[nn.Parameter] | None = None  # unknown
 
     def describe(self, shards: Shards, unit: str) -> type[nn.Parameter]:
