@@ -328,14 +328,12 @@ def _model_lines(choices: Iterable[Choice]) -> list[str]:
     return lines
 
 
-def _place_uncut(
-    module: nn.Module, ignored: set[nn.Parameter], initial: InitialValues, all_ranks: Ranks
-) -> None:
+def _place_uncut(module: nn.Module, ignored: set[nn.Parameter], initial: InitialValues, ranks: Ranks) -> None:
     """Move ignored parameters and buffers; broadcast buffers and deferred values from rank 0."""
     for param in [param for param in module.parameters() if param in ignored]:
         value = initial.placed(param)
         if param in initial.deferred:
-            all_ranks.broadcast(value)
+            ranks.broadcast(value)
         become(param, value)
     buffers = {buffer: initial.placed(buffer) for buffer in module.buffers()}
     for part in module.modules():
@@ -343,4 +341,4 @@ def _place_uncut(
             part._buffers[name] = None if buffer is None else buffers[buffer]
     for buffer in buffers.values():
         if not buffer.is_meta:
-            all_ranks.broadcast(buffer)
+            ranks.broadcast(buffer)

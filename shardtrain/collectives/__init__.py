@@ -1,11 +1,10 @@
 """``torch.distributed``'s collectives for users' programs: names, arguments and results are torch's.
 
 They are the names of `shardtrain.comm`: ``from shardtrain import comm as dist`` runs torch's documented
-examples. Names that are not defined here are torch's own, and the meter does not count their traffic. The
-engine needs none of this. Without a process group they act as a single rank.
+examples. The engine needs none of this. Without a process group they act as a single rank.
 
-``agreement`` compares what the ranks call; ``calls`` has the collectives that are checked so. Those of this
-file are torch's, and name a rank that is lost meanwhile.
+``agreement`` compares what the ranks call; ``calls`` has the collectives that are checked so. Of the others
+the meter counts `all_reduce` and `broadcast`.
 """
 
 from __future__ import annotations

@@ -31,19 +31,14 @@ _NAMED = 4  # ranks that a refusal names in full
 
 
 class Row(NamedTuple):
-    """A rank's description, for the other ranks, of what it is about to call.
+    """A rank's description, for the other ranks, of what it is about to call."""
 
-    ``words``: the call in words, or what is wrong with its arguments. ``digest``: of what must be the same on
-    every rank. ``sent``, ``expected``: the bytes for each rank, and the bytes from each. ``clock``: when the
-    row was packed, in microseconds. No two calls have the same one, so rank 0's identifies the call.
-    """
-
-    words: str
+    words: str  # the call in words, or what is wrong with its arguments
     is_wrong: bool
-    digest: int
-    sent: list[int]
-    expected: list[int]
-    clock: int = 0
+    digest: int  # of what must be the same on every rank
+    sent: list[int]  # the bytes for each rank
+    expected: list[int]  # the bytes from each rank
+    clock: int = 0  # microseconds as it was packed. No two calls have the same: rank 0's identifies the call
 
 
 def start_sharing(row: Row, group: dist.ProcessGroup | None, rank: int) -> Callable[[], dict[int, Row]]:

@@ -43,7 +43,6 @@ Group = dist.ProcessGroup
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 # A rank's part of an argument: all of a tensor, one of its equal parts, some of its rows, or a list's tensor.
 ALL = "all"
 EQUAL = "equal"
@@ -52,20 +51,16 @@ LIST = "list"
 
 
 class Side:
-    """An ``argument`` that a call reads or writes. ``rows``: of each rank's part; None: equally many.
-
-    After `check`, ``items`` are its tensors. ``flat`` are these as detached vectors, complex values as pairs
-    of real ones, and ``parts`` each rank's part of them.
-    """
+    """An ``argument`` that a call reads or writes. ``rows``: of each rank's part; None: equally many."""
 
     def __init__(self, name: str, argument: Any, kind: str, rows: Sequence[int] | None = None) -> None:
         self.name = name
         self.argument = argument
         self.kind = kind
         self.rows = rows
-        self.items: list[Tensor] = []
-        self.flat: list[Tensor] = []
-        self.parts: list[Tensor] = []
+        self.items: list[Tensor] = []  # its tensors; this and what follows since `check`
+        self.flat: list[Tensor] = []  # these as detached vectors, complex values as pairs of real ones
+        self.parts: list[Tensor] = []  # each rank's part of these
 
     def check(self, world: int) -> None:
         """Raise ValueError unless these are dense, contiguous tensors with a part for each rank."""

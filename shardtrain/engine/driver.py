@@ -32,11 +32,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class Driver:
-    """The events and the verbs of one model's steps.
-
-    ``attachments``: what sees the step. ``micro_batch``: which of this rank's runs now, if it has virtual
-    ranks. ``asked``: parameters without a gradient on this rank, of which backwards had to ask the device.
-    """
+    """The events and the verbs of one model's steps."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
@@ -48,8 +44,8 @@ class Driver:
         self.reductions = {unit: Reduction(unit) for unit in units}
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
-        self.micro_batch = 0
-        self.asked: dict[str, None] = {}
+        self.micro_batch = 0  # which of this rank's runs now, if it has virtual ranks
+        self.asked: dict[str, None] = {}  # parameters without a gradient here, of which the device was asked
         # No other rank compares or waits, nor does this one wait for gradients on their way to the host.
         self.is_silent = self.root.channel.silent and not self.root.channel.uploads
         self._has_owners = any(unit.has_owners for unit in units)
@@ -306,7 +302,7 @@ class Driver:
 
     def arrive(self, unit: Unit) -> None:
         """Open ``unit`` for a gradient that no output has announced."""
-        # The root's, used after forward; or shown as a shard since (`show_shards`).
+        # It is the root's, used after forward; or `show_shards` has hidden the unit since.
         self.reset_failed_backward()
         if self.schedule.backward is None:
             self._begin_backward(self.schedule.forward)

@@ -39,21 +39,16 @@ Mean = tuple[ShardedParam, torch.Tensor, bool]
 
 
 class Sum:
-    """The sum of gradients of one segment, laid out for a reduction, and its result.
-
-    ``first``: the number of the first micro-batch that has added to it. ``full``: the flat gradient, in which
-    they are laid out; None on a single rank, where the first ones are summed in place. ``grads``: the sum,
-    in the parameter's shape, for each parameter that has had a gradient. ``unknown``: parameters of which
-    only another rank may have one.
-    """
+    """The sum of gradients of one segment, laid out for a reduction, and its result."""
 
     def __init__(self, segment: Segment, first: int, full: torch.Tensor | None) -> None:
         self.segment = segment
         self.like = segment.like_gradient
-        self.first = first
+        self.first = first  # the number of the first micro-batch that has added to it
+        # The flat gradient; None on a single rank, where the first gradients are summed in place.
         self.full = full
-        self.grads: dict[ShardedParam, torch.Tensor] = {}
-        self.unknown: set[ShardedParam] = set()
+        self.grads: dict[ShardedParam, torch.Tensor] = {}  # the sums, in the parameters' shapes
+        self.unknown: set[ShardedParam] = set()  # only another rank may have a gradient of these
         self._views: dict[ShardedParam, torch.Tensor] = {}
         if full is not None:
             # Each has a version counter of its own, by `.data`, which tells that autograd has added to it.
@@ -142,14 +137,13 @@ class Sum:
     def own_means(self) -> list[Mean]:
         """Return the gradients of a single rank, which are the means."""
         local = self.segment.local
-        members = [*self.grads]
         values = [member.part.all_at_rest(grad) for member, grad in self.grads.items()]
         if values and values[0].dtype != local.dtype:  # one launch casts all
             interval = local.new_empty(len(local))
             narrow = values
-            values = [member.part_of(interval) for member in members]
+            values = [member.part_of(interval) for member in self.grads]
             torch._foreach_copy_(values, narrow)
-        return [(member, value, True) for member, value in zip(members, values, strict=True)]
+        return [(member, value, True) for member, value in zip(self.grads, values, strict=True)]
 
 
 class Reduction:
@@ -162,28 +156,23 @@ class Reduction:
 
         micro-batch   0    1       2         3              sent
         waiting sums  0    0, 1    0+1, 2    0+1, 2, 3      (0+1) + (2+3)
-
-    ``divide_by``: see `UnitOptions`; users may change it between steps. ``arrived``: names of parameters for
-    which autograd has had a gradient. ``_sums``: those that wait, of each segment. ``_expected``: the
-    segments that get a gradient in this backward, or still hold one from an earlier one.
-    ``_required``: parameters that required a gradient in a backward since the last reduction.
-    ``_lent``: what autograd adds to in place, and its version before.
-    ``_shown``: what ``.grad`` shows under `no_sync`, its version, and whether `show_waiting` put it there.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.divide_by = unit.options.divide_by
-        self.arrived: set[str] = set()
+        self.divide_by = unit.options.divide_by  # users may change it between steps
+        self.arrived: set[str] = set()  # names of parameters for which autograd has had a gradient
         self._virtual = any(segment.layout.virtual for segment in unit.segments)
         # With offload a single rank's gradients move, too: to the host.
         self._moves = self._virtual or unit.channel.all_ranks.world > 1 or unit.channel.uploads
-        self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}
-        self._expected: list[Segment] = []
-        self._required: set[ShardedParam] = set()
+        self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}  # those that wait
+        self._expected: list[Segment] = []  # get a gradient in this backward, or hold one of an earlier one
+        self._required: set[ShardedParam] = set()  # have required one since the last reduction
         self._freed: dict[Segment, Sum] = {}
         self._keeps_views = unit.channel.transport.returns_memory and not self._virtual
+        # What autograd adds to in place, and its version before.
         self._lent: dict[ShardedParam, tuple[torch.Tensor, int]] = {}
+        # What ``.grad`` shows under `no_sync`, its version, and whether `show_waiting` put it there.
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
 
     def begin_backward(self) -> None:
@@ -208,7 +197,7 @@ class Reduction:
                         f"the gradient of parameter {member.name} was cleared while it waits for other "
                         "virtual ranks: call zero_grad() between two steps"
                     )
-                for total in self._waiting():
+                for total in chain.from_iterable(self._sums.values()):
                     total.grads.pop(member, None)
             else:
                 raise ValueError(
@@ -275,9 +264,6 @@ class Reduction:
             return freed.allocate(micro_batch)
         return Sum(segment, micro_batch, segment.channel.gradient(segment.layout, segment.like_gradient))
 
-    def _waiting(self) -> list[Sum]:
-        return [*chain.from_iterable(self._sums.values())]
-
     def show_waiting(self) -> None:
         """Let parameters show this rank's part of the gradient that waits under `no_sync`.
 
@@ -285,7 +271,7 @@ class Reduction:
         the first one's is shown.
         """
         parts: dict[ShardedParam, torch.Tensor] = {}
-        for total in self._waiting():
+        for total in chain.from_iterable(self._sums.values()):
             parts = total.own_parts() | parts
         for member, part in parts.items():
             own = member.param.grad is None
@@ -353,12 +339,12 @@ def _join(sums: list[Sum], micro_batch: int) -> None:
 def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> tuple[list[nn.Parameter], list[str]]:
     """Give parameters their means, after backward's last fence: add to a gradient put aside, else set it.
 
-    Return these parameters, and the names of those of which the device was asked.
+    Return these parameters, one that was reduced twice also twice, and the names of those of which the device
+    was asked. ``reduced``: what each reduction of this backward returned, in order.
 
-    ``reduced``: what each reduction of this backward returned, in order. Where no rank has a gradient, none
-    is set. A rank with an empty part cannot know, and sets an empty one. If another rank holds the whole
-    parameter, it sets none, since some optimizers fail on empty gradients, but returns the parameter: users'
-    hooks run on all ranks. One that was reduced twice is returned twice.
+    Where no rank has a gradient, none is set. A rank with an empty part cannot know, and sets an empty one.
+    If another rank holds the whole parameter, it sets none, since some optimizers fail on empty gradients,
+    but returns the parameter: users' hooks run on all ranks.
     """
     means = list[Mean]()
     for reduction, of_unit in reduced:

@@ -39,11 +39,7 @@ A = TypeVar("A", bound=Attachment)
 
 
 class Engine:
-    """The connection of a sharded root's modules with its units and their schedule, by hooks.
-
-    ``hooked``: the trainable parameters, each with the handle of its hook. ``virtual_count``: the virtual
-    ranks of a step, of which this rank computes ``virtual_ranks``; 0 and none without.
-    """
+    """The connection of a sharded root's modules with its units and their schedule, by hooks."""
 
     def __init__(self, module: nn.Module, units: list[Unit], virtual_count: int = 0) -> None:
         self.module = module
@@ -52,10 +48,11 @@ class Engine:
         self.members = [*chain.from_iterable(unit.members for unit in units)]
         self.channel = units[0].channel
         self.driver = Driver(units)
-        self.virtual_count = virtual_count
+        self.virtual_count = virtual_count  # virtual ranks of a step; 0 without
         all_ranks = self.channel.all_ranks
         share = virtual_count // all_ranks.world
-        self.virtual_ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
+        self.virtual_ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)  # this rank's
+        # The trainable parameters, each with the handle of its hook.
         self.hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
         self._attached: dict[type[Attachment], Any] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of modules, before `attach`

@@ -101,7 +101,6 @@ def _each_leaf(value: Any) -> Iterator[Any]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors among the leaves of ``value``."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

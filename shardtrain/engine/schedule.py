@@ -19,26 +19,22 @@ parameters of no other unit)::
 
 All ranks must start the same movements in the same order, so what is started depends on calls alone, never on
 which outputs have a gradient on this rank. Forward gathers units in the order in which they are called, and
-records the calls. Moments count the begins and ends of all calls. Two calls inside the root's::
-
-    moment    1            2         3          4            5
-              root begins  A begins  A ends     B begins     B ends
-
-What B computes is computed after moment 4 and before 5. Autograd runs the node that was made last first. So
-when it runs a node that was made after moment m and before m + 1, it is done with all that was made later,
-and backward *descends* to m. A unit is gathered where a call of it ended, and released where that call
-began. Where its first call began, its gradients are complete: they are taken and reduced. This holds for
-nested and repeated calls.
+records the calls. Moments count the begins and ends of all calls: R begins at 1, A begins at 2 and ends at 3,
+B begins at 4 and ends at 5. What B computes is computed after moment 4 and before 5. Autograd runs the node
+that was made last first. So when it runs a node that was made after moment m and before m + 1, it is done
+with all that was made later, and backward *descends* to m. A unit is gathered where a call of it ended, and
+released where that call began. Where its first call began, its gradients are complete: they are taken and
+reduced. This holds for nested and repeated calls.
 
 A unit that is called by itself, outside of the root's forward, has a forward of its own. Backward descends
 through those that it reaches, the latest first.
 
 Besides the root and units whose call is under way, in forward or backward, at most two units are gathered:
 the last two that forward called, or the next one. If the next call is of the unit that was just called, as in
-``A A B``, this one stays, too: A and B are gathered between the two calls. The root
-stays gathered from forward to backward, and so do units that return objects, since no node announces their
-backward. What backward computes again stays until backward has passed its call. Where units keep their full
-vectors after forward, all are gathered at once. Reductions under way hold at most ``room`` bytes, or one.
+``A A B``, this one stays, too: A and B are gathered between the two calls. The root stays gathered from
+forward to backward, and so do units that return objects, since no node announces their backward. What
+backward computes again stays until backward has passed its call. Where units keep their full vectors after
+forward, all are gathered at once. Reductions under way hold at most ``room`` bytes, or one.
 """
 
 from __future__ import annotations
@@ -65,31 +61,21 @@ U_contra = TypeVar("U_contra", bound=Facts, contravariant=True)
 
 
 class Actor(Protocol[U_contra]):
-    """What does as the schedule decides. Each verb is called only when it changes something."""
+    """What does as the schedule decides. Each verb is called only when it changes something.
 
-    def gather(self, unit: U_contra) -> None:
-        """Start gathering the full vector."""
+    ``show`` waits for what ``gather`` has started, and lets parameters show full values. ``hide`` lets them
+    show local shards; then ``release`` frees the full vector. ``lend`` lets autograd add to gradients that
+    wait, ``take`` takes those that it has made. ``finish`` waits for what ``reduce`` has started.
+    """
 
-    def show(self, unit: U_contra) -> None:
-        """Wait for the gather, and let parameters show full values."""
-
-    def hide(self, unit: U_contra) -> None:
-        """Let parameters show local shards. The full vector stays."""
-
-    def release(self, unit: U_contra) -> None:
-        """Free the full vector, whose parameters show local shards."""
-
-    def lend(self, unit: U_contra) -> None:
-        """Let autograd add to the gradients that wait."""
-
-    def take(self, unit: U_contra) -> None:
-        """Take the gradients that autograd has made."""
-
-    def reduce(self, unit: U_contra) -> None:
-        """Start reducing the gradients that have been taken."""
-
-    def finish(self, unit: U_contra) -> None:
-        """Wait for the reduction."""
+    def gather(self, unit: U_contra) -> None: ...
+    def show(self, unit: U_contra) -> None: ...
+    def hide(self, unit: U_contra) -> None: ...
+    def release(self, unit: U_contra) -> None: ...
+    def lend(self, unit: U_contra) -> None: ...
+    def take(self, unit: U_contra) -> None: ...
+    def reduce(self, unit: U_contra) -> None: ...
+    def finish(self, unit: U_contra) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -124,19 +110,14 @@ class Forward(Generic[U]):
 
 @dataclass(eq=False)
 class Backward(Generic[U]):
-    """The progress of one backward.
+    """The progress of one backward."""
 
-    ``room``: see `Schedule.begin_backward`. ``accumulates``: units that it does not reduce. ``forward``: the
-    one that it descends through. ``moment``: it is done with all that was computed later. ``edges``: ends and
-    begins of calls that are not reached, the next one last. ``first``: when each unit's first call began.
-    """
-
-    room: int
-    accumulates: frozenset[U] = frozenset()
-    forward: Forward[U] = field(default_factory=Forward)
-    moment: int = sys.maxsize
-    edges: list[Edge] = field(default_factory=list)
-    first: dict[U, int] = field(default_factory=dict)
+    room: int  # bytes of full gradients whose reductions may be under way
+    accumulates: frozenset[U] = frozenset()  # units that it does not reduce
+    forward: Forward[U] = field(default_factory=Forward)  # the one that it descends through
+    moment: int = sys.maxsize  # it is done with all that was computed later
+    edges: list[Edge] = field(default_factory=list)  # ends and begins that are not reached, the next one last
+    first: dict[U, int] = field(default_factory=dict)  # when each unit's first call began
     following: dict[int, U] = field(default_factory=dict)  # by moments of ends: the next other unit
     entered: dict[U, None] = field(default_factory=dict)  # units that have been opened, in order
     reduced: dict[U, None] = field(default_factory=dict)  # units whose reduction was started, in order
@@ -145,19 +126,15 @@ class Backward(Generic[U]):
 
 
 class Schedule(Generic[U]):
-    """The decisions for the ``units`` of one model, the root first; ``act`` does what is decided.
-
-    ``trains``: units with a parameter that requires a gradient. ``keeps``: units that stay gathered after
-    forward. ``accumulates``: units whose gradients the next backward does not reduce (`no_sync`).
-    """
+    """The decisions for the ``units`` of one model, the root first; ``act`` does what is decided."""
 
     def __init__(self, units: Sequence[U], act: Actor[U]) -> None:
         self.units = tuple(units)
         self.root = units[0]
         self.act = act
-        self.trains: set[U] = set(units)
-        self.keeps = {unit for unit in units if unit.keeps}
-        self.accumulates: frozenset[U] = frozenset()
+        self.trains: set[U] = set(units)  # with a parameter that requires a gradient
+        self.keeps = {unit for unit in units if unit.keeps}  # these stay gathered after forward
+        self.accumulates: frozenset[U] = frozenset()  # the next backward does not reduce these (`no_sync`)
         self.calls: dict[U, UnitCall[U]] = {}  # calls under way
         self.gathered: set[U] = set()  # or being gathered
         self.shown: set[U] = set()
@@ -342,10 +319,7 @@ class Schedule(Generic[U]):
     # backward
 
     def begin_backward(self, forward: Forward[U], trains: set[U], room: int) -> None:
-        """Begin a backward, whose first node was made in ``forward``.
-
-        ``room``: bytes of full gradients whose reductions may be under way.
-        """
+        """Begin a backward, whose first node was made in ``forward``. ``room``: see `Backward`."""
         self.trains = trains
         self.backward = Backward(room, self.accumulates)
         for unit in [*self.prefetched]:  # by a forward, inside which this backward runs

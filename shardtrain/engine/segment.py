@@ -54,7 +54,6 @@ class ParamInfo(NamedTuple):
 
     @property
     def holder(self) -> nn.Module:
-        """The first module that holds the parameter."""
         return self.holders[0][0]
 
     @property
@@ -86,8 +85,7 @@ class ShardedParam:
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
     ``owners``: of its pieces. ``marks``: whether gradients are pieces; not on a simulated rank, nor on a
-    single one without virtual ranks.
-    ``address``: where ``local_view`` lies.
+    single one without virtual ranks. ``address``: where ``local_view`` lies.
     """
 
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
@@ -139,9 +137,8 @@ class ShardedParam:
             )
         return self.part.shown(self.part.of(whole))
 
-    # In a step only these write ``.grad``. Between steps it is the user's. A backward puts that aside with
-    # `take_grad`, lends what waits, and takes each gradient that autograd has made. At its end `set_grad` and
-    # `give_grad` return both.
+    # In a step only these write ``.grad``. At a backward's end `set_grad` returns what it has put aside, and
+    # `give_grad` adds the mean.
 
     def take_grad(self) -> torch.Tensor | None:
         """Return ``.grad``, and let it be None."""
@@ -196,9 +193,6 @@ class Segment:
     """The parameters of one unit that share dtypes, device and ``requires_grad``, as one flat vector.
 
     The constructor is collective: all ranks get rank 0's values, on ``device``.
-
-    ``like_gradient``: an empty tensor of the dtype in which gradients are summed. ``starts``: where a rank's
-    part of any parameter begins in the flat vector. ``zeros``: as many zeros, of the gradient's dtype.
     """
 
     def __init__(
@@ -259,8 +253,9 @@ class Segment:
         self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
         self.wire = self.local if channel.uploads else wire  # each upload casts
         self.local.copy_(local)
+        # Of the dtype in which gradients are summed.
         self.like_gradient = self.local.new_empty(0, dtype=gradient_dtype)
-        starts = self.layout.starts
+        starts = self.layout.starts  # of any rank's part of any parameter, in the flat vector
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.full.device)
         self.zeros = torch.zeros(len(starts), dtype=gradient_dtype, device=self.full.device)
         self.flat = Vector(self.full, self.wire, self.layout)

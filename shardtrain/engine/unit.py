@@ -76,12 +76,7 @@ class Account:
 
 
 class Unit:
-    """A unit's shards, and the memory that they are gathered into.
-
-    ``modules``: by name; a call of any of them needs the parameters. ``title``: the unit's name in messages.
-    ``state``, ``shown``: only this class writes them. ``account``, ``shards``: shared by all units of a
-    model; `Engine` sets the first, `Driver` the second.
-    """
+    """A unit's shards, and the memory that they are gathered into."""
 
     def __init__(
         self,
@@ -92,16 +87,16 @@ class Unit:
         options: UnitOptions,
     ) -> None:
         self.name = name
-        self.title = name or "the root"
-        self.modules = dict(modules)
+        self.title = name or "the root"  # its name in messages
+        self.modules = dict(modules)  # by name; a call of any of them needs the parameters
         self.segments = tuple(segments)
         self.members = tuple(chain.from_iterable([segment.members for segment in segments]))
         self.channel = channel
         self.options = options
-        self.state = State.SHARDED
+        self.state = State.SHARDED  # only this class writes this and the next
         self.shown = Shown.SHARD
-        self.account = Account()
-        self.shards = Shards()
+        self.account = Account()  # `Engine` replaces it by one of all units
+        self.shards = Shards()  # `Driver` replaces it by one of all units
         self._rests = False
         self._moving = Pending.done(None)
 
@@ -116,15 +111,11 @@ class Unit:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the unit's full gradient."""
         return sum([segment.layout.padded * segment.like_gradient.itemsize for segment in self.segments])
 
     @property
     def keeps(self) -> bool:
-        """Whether `shard` was to keep the full vector gathered from forward to backward.
-
-        Users may change that: only `Schedule.keeps` is current.
-        """
+        """Whether `shard` was to keep the full vector after forward; only `Schedule.keeps` is current."""
         return not self.options.reshard_after_forward
 
     @property
@@ -182,8 +173,7 @@ class Unit:
     def show_private(self, values: Mapping[ShardedParam, torch.Tensor]) -> None:
         """Let parameters show ``values``, full tensors that no other rank sees, until `hide`.
 
-        The schedule does not know of it: ``whole/state_dict.py`` and ``guardrails/initialization.py`` have a
-        unit resharded first, outside of steps.
+        The schedule does not know of it. Outside of steps, callers have the unit resharded first.
         """
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
         self.wake()

@@ -57,7 +57,7 @@ def unit_modules(
     """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones.
 
     No unit is, or lies inside, a ``conditional`` module: the unit around it, which all ranks call, has its
-    parameters. So all ranks gather and reduce them together, whichever ranks use them.
+    parameters.
     """
     if units is None or units == "blocks":
         chosen = choose_units(root, every_block=units is not None)
@@ -228,12 +228,11 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
     small = _SMALL if sizes[""] > _TINY else sizes[""]
     if every_block:
         small = min(_SMALL, sizes[""] // 64)
-    layers = (nn.Linear, torch_private.ConvNd)  # single ones that are units of their own
     chosen: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module) -> None:
         layer = next(module.children(), None) is None
-        if sizes[name] <= small or (layer and not isinstance(module, layers)):
+        if sizes[name] <= small or (layer and not isinstance(module, (nn.Linear, torch_private.ConvNd))):
             return
         divisible = not (layer or isinstance(module, nn.MultiheadAttention))
         container = isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward

@@ -1,8 +1,4 @@
-"""What keeps the engine's hooks right under ``torch.compile``, ``torch.func`` and forward-mode AD.
-
-`undisturbed` runs a hook uncompiled, and refuses it under grad, jvp and others. `tracked` finds what autograd
-tracks inside vmap and of dual numbers.
-"""
+"""What keeps the engine's hooks right under ``torch.compile``, ``torch.func`` and forward-mode AD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of units that are closed while a forward runs: each use of a value is refused by name."""
+"""Parameters of units that no call has gathered, in a forward: each use of a value is refused by name."""
 
 import copy
 import warnings
