@@ -318,13 +318,12 @@ def _model_lines(choices: Iterable[Choice]) -> list[str]:
     """Return one line per parameter that describes it, which must be the same on every rank."""
     lines = []
     for choice in choices:
+        unit = choice.name or "the root"
         for info in choice.infos:
             param = info.parameter
             frozen = "" if param.requires_grad else " frozen"
-            lines.append(
-                f"{info.name} {tuple(param.shape)} {param.dtype} strides {param.stride()}{frozen}"
-                f" in {choice.name or 'the root'}"
-            )
+            kind = f"{tuple(param.shape)} {param.dtype} strides {param.stride()}{frozen}"
+            lines.append(f"{info.name} {kind} in {unit}")
     return lines
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,16 +44,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # A rank's part of an argument: all of a tensor, one of its equal parts, some of its rows, or a list's tensor.
-ALL = "all"
-EQUAL = "equal"
-ROWS = "rows"
-LIST = "list"
+Kind = Literal["all", "equal", "rows", "list"]
 
 
 class Side:
     """An ``argument`` that a call reads or writes. ``rows``: of each rank's part; None: equally many."""
 
-    def __init__(self, name: str, argument: Any, kind: str, rows: Sequence[int] | None = None) -> None:
+    def __init__(self, name: str, argument: Any, kind: Kind, rows: Sequence[int] | None = None) -> None:
         self.name = name
         self.argument = argument
         self.kind = kind
@@ -65,10 +62,10 @@ class Side:
     def check(self, world: int) -> None:
         """Raise ValueError unless these are dense, contiguous tensors with a part for each rank."""
         name = self.name
-        items = self.argument if self.kind == LIST else [self.argument]
+        items = self.argument if self.kind == "list" else [self.argument]
         if not isinstance(items, (list, tuple)):
             raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
-        if self.kind == LIST and len(items) != world:
+        if self.kind == "list" and len(items) != world:
             raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(items)}")
         for item in items:
             if not isinstance(item, Tensor):
@@ -89,12 +86,12 @@ class Side:
 
     def _cut(self, world: int) -> list[Tensor]:
         """Return the ``parts``. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 15 and 5 elements."""
-        if self.kind == LIST:
+        if self.kind == "list":
             return self.flat
-        if self.kind == ALL:
+        if self.kind == "all":
             return self.flat * world
         first = self.items[0]
-        rows = first.shape[0] if self.kind == ROWS and first.dim() else first.numel()
+        rows = first.shape[0] if self.kind == "rows" and first.dim() else first.numel()
         splits = self.rows or [rows // world] * world
         if not self.rows and rows % world:
             raise ValueError(f"expected {self.name} to have equal parts for {world} ranks, found {self}")
@@ -144,7 +141,7 @@ def all_gather_into_tensor(
     elements, as the concatenation ``[world * n, ...]``, the stack ``[world, n, ...]``, or flat.
     Two ranks with ``[1 2]`` and ``[3 4]`` get ``[1 2 3 4]`` or ``[[1 2] [3 4]]``.
     """
-    sides = Side("output", output, EQUAL), Side("input", input, ALL)
+    sides = Side("output", output, "equal"), Side("input", input, "all")
     call = CollectiveCall("all_gather_into_tensor", GATHER, *sides, backends.all_gather)
     return _run(call, group, async_op)
 
@@ -164,7 +161,7 @@ def reduce_scatter(
     ``MIN``, ``MAX`` and, for integers, ``BAND``, ``BOR``, ``BXOR``.
     Two ranks with ``[1] [2 3]`` and ``[10] [20 30]``: rank 0 gets ``[11]``, rank 1 ``[22 33]``.
     """
-    sides = Side("output", output, ALL), Side("input_list", input_list, LIST)
+    sides = Side("output", output, "all"), Side("input_list", input_list, "list")
     function = partial(dist.reduce_scatter, op=op)
     return _run(CollectiveCall("reduce_scatter", REDUCE, *sides, function, op), group, async_op)
 
@@ -178,7 +175,7 @@ def reduce_scatter_tensor(
     ``input``: ``[world * n, ...]`` or ``[world, n, ...]``, the same on every rank. ``output``: ``[n, ...]``.
     Two ranks with ``[1 2 3 4]`` and ``[10 20 30 40]``: rank 0 gets ``[11 22]``, rank 1 ``[33 44]``.
     """
-    sides = Side("output", output, ALL), Side("input", input, EQUAL)
+    sides = Side("output", output, "all"), Side("input", input, "equal")
     function = partial(backends.reduce_scatter, op=op)
     return _run(CollectiveCall("reduce_scatter_tensor", REDUCE, *sides, function, op), group, async_op)
 
@@ -193,7 +190,7 @@ def all_to_all(
     expects. Two ranks with ``[1] [2 3]`` and ``[4 5] [6]``: rank 0 gets ``[1] [4 5]``, rank 1
     ``[2 3] [6]``.
     """
-    sides = Side("output_list", output_list, LIST), Side("input_list", input_list, LIST)
+    sides = Side("output_list", output_list, "list"), Side("input_list", input_list, "list")
     return _run(CollectiveCall("all_to_all", ALL_TO_ALL, *sides, dist.all_to_all), group, async_op)
 
 
@@ -212,8 +209,9 @@ def all_to_all_single(
     Two ranks with ``[1 2 3]`` split 1, 2 and ``[4 5 6]`` split 2, 1: rank 0 gets ``[1 4 5]`` into output
     splits 1, 2 and rank 1 ``[2 3 6]`` into 2, 1.
     """
-    sides = Side("output", output, ROWS, output_split_sizes), Side("input", input, ROWS, input_split_sizes)
-    call = CollectiveCall("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single)
+    written = Side("output", output, "rows", output_split_sizes)
+    read = Side("input", input, "rows", input_split_sizes)
+    call = CollectiveCall("all_to_all_single", ALL_TO_ALL, written, read, dist.all_to_all_single)
     return _run(call, group, async_op)
 
 
@@ -332,9 +330,9 @@ def _move(call: CollectiveCall, mailbox: Mailbox, tag: int) -> None:
 def _backends_own(call: CollectiveCall) -> Callable[..., Work | None]:
     """Return the backend's own collective, bound to its tensors."""
     sides = call.output, call.input
-    flat = [side.flat if side.kind == LIST else side.flat[0] for side in sides]
+    flat = [side.flat if side.kind == "list" else side.flat[0] for side in sides]
     splits = []
     for side in sides:
-        if side.kind == ROWS:
+        if side.kind == "rows":
             splits.append([len(part) for part in side.parts])
     return partial(call.function, *flat, *splits)

@@ -17,7 +17,7 @@ class Attachment:
     """What sees a step from another room: a method for each moment, in order, which does nothing here."""
 
     def attach(self) -> None:
-        """Hook and mark modules, by `Engine.keep`, `mark`, `extend` and `lend`. `Engine.detach` undoes it."""
+        """Hook and mark modules, by `Engine.keep`, `mark`, `extend` and `bind`. `Engine.detach` undoes it."""
 
     def at_rest(self) -> None:
         """See parameters before a step and in `Engine.require_rest`: users may have changed them."""

@@ -25,7 +25,7 @@ from shardtrain import torch_private
 from shardtrain.engine import casts, user_code
 from shardtrain.engine.attachment import Attachment
 from shardtrain.engine.driver import Driver
-from shardtrain.engine.module_class import Addition, add, lend
+from shardtrain.engine.module_class import Addition, add, bind
 from shardtrain.engine.precision import leaves, tensors_in
 from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
@@ -99,9 +99,9 @@ class Engine:
         self._classes.setdefault(module, type(module))
         add(module, addition)
 
-    def lend(self, module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
+    def bind(self, module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Let ``module`` alone have ``methods`` until `detach`; once for each module."""
-        self._marks += [(module, name) for name in lend(module, methods)]
+        self._marks += [(module, name) for name in bind(module, methods)]
 
     def detach(self) -> None:
         """Undo `attach`."""

@@ -58,7 +58,7 @@ def add(module: nn.Module, addition: type[Addition], prefix: str = "") -> None:
     module.__class__ = extended_class
 
 
-def lend(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> list[str]:
+def bind(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Let ``module`` alone have ``methods``, which take it first, and return the names of those it got.
 
     A user's attribute of the same name stays.

@@ -61,7 +61,7 @@ class Guardrails(Attachment):
         for module, lent in methods.items():  # none to modules without sharded parameters
             if is_entrance(module):
                 engine.extend(module, Refusals)
-            engine.lend(module, lent)
+            engine.bind(module, lent)
 
     # moments
 
