@@ -1,7 +1,4 @@
-"""The names of ``import shardtrain``.
-
-`__init__` loads this file at the first use of a name, and torch with it.
-"""
+"""The names of ``import shardtrain``, which loads this file at the first use of one."""
 
 from __future__ import annotations
 

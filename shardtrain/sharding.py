@@ -60,8 +60,8 @@ def shard(
     same objects under the same names. At rest each holds its local shard, with as many dimensions as the
     parameter: n elements of a filter are (n, 1, 1, 1). A rank that has all of a parameter, as a single one
     does, shows it in its own shape. A unit's parameters are gathered while it computes. Gradients are the
-    mean over ranks. Every rank gets rank 0's initial parameters and buffers. With no
-    process group and no ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
+    mean over ranks. Every rank gets rank 0's initial parameters and buffers. With no process group and no
+    ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
 
     Args:
         module: the root. It may come from `deferred`. It may also be on the meta device without values:
@@ -195,14 +195,13 @@ def forward_method(module: nn.Module, *names: str) -> None:
     Raises:
         ValueError: ``module`` is something else, or has no such method.
     """
+    kind = type(module).__name__
     if not is_entrance(module):
-        raise ValueError(
-            f"{type(module).__name__} is neither a sharded model nor one of its units; call shard() first"
-        )
+        raise ValueError(f"{kind} is neither a sharded model nor one of its units; call shard() first")
     for name in names:
         method = getattr(type(module), name, None)
         if not callable(method):
-            raise ValueError(f"{type(module).__name__} has no method {name}")
+            raise ValueError(f"{kind} has no method {name}")
         setattr(module, name, MethodType(partial(_call_as_forward, method), module))
 
 
@@ -236,10 +235,8 @@ def check(
     """Return the ignored parameters. Raises for what `shard` cannot shard, or was not given right."""
     left_alone = _parameters_of(ignored)
     if not isinstance(precision, Precision):
-        raise ValueError(
-            "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
-            f"got {precision!r}"
-        )
+        expected = "a shardtrain.Precision, such as Precision(param=torch.bfloat16)"
+        raise ValueError(f"precision must be {expected}, got {precision!r}")
     if mesh is not None:
         _check_mesh(mesh)
     for name, child in module.named_modules():

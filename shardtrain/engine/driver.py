@@ -116,7 +116,7 @@ class Driver:
 
     def release(self, unit: Unit) -> None:
         unit.release()
-        trace.end("backward", unit.title)  # if it is one
+        trace.end("backward", unit.title)  # if one has begun
 
     def lend(self, unit: Unit) -> None:
         self.reductions[unit].lend(self.micro_batch)
@@ -357,10 +357,7 @@ class Driver:
 
 
 def _may_need_unannounced(unit: Unit, outputs: Iterable[Any]) -> bool:
-    """Return whether ``unit`` must stay gathered through backward, which its output may not announce.
-
-    It must if a leaf of the output may hide tensors in an object, or is a view of a parameter.
-    """
+    """Return whether a leaf of ``outputs`` may hide tensors in an object, or is a view of a parameter."""
     for leaf in outputs:
         if unit.owns(leaf) if isinstance(leaf, torch.Tensor) else not isinstance(leaf, _PLAIN):
             return True

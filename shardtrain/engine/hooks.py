@@ -170,7 +170,6 @@ class Engine:
     # between steps
 
     def require_rest(self, refusal: str) -> None:
-        """Call `require_idle`, then `adopt_changes`."""
         self.require_idle(refusal)
         self.adopt_changes()
 
@@ -259,9 +258,8 @@ def engine_of(module: nn.Module) -> Engine:
     """Return the engine of a sharded root. Raises ValueError for any other module."""
     engine = module.__dict__.get(_ENGINE)
     if not isinstance(engine, Engine):
-        raise ValueError(
-            f"{type(module).__name__} is not sharded: pass the module that shardtrain.shard() returned"
-        )
+        kind = type(module).__name__
+        raise ValueError(f"{kind} is not sharded: pass the module that shardtrain.shard() returned")
     return engine
 
 

@@ -293,7 +293,6 @@ class Segment:
 
     @property
     def trains(self) -> bool:
-        """Whether a parameter requires a gradient now."""
         return any(member.param.requires_grad for member in self.members)
 
     def converts(self, local: torch.Tensor) -> bool:

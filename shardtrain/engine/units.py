@@ -54,11 +54,7 @@ class Choice(NamedTuple):
 def unit_modules(
     root: nn.Module, units: UnitChoice, conditional: Sequence[nn.Module] = ()
 ) -> dict[str, nn.Module]:
-    """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones.
-
-    No unit is, or lies inside, a ``conditional`` module: the unit around it, which all ranks call, has its
-    parameters.
-    """
+    """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones."""
     if units is None or units == "blocks":
         chosen = choose_units(root, every_block=units is not None)
     elif isinstance(units, Mapping) and all(isinstance(each, UnitOptions) for each in units.values()):
@@ -71,10 +67,8 @@ def unit_modules(
         if isinstance(units, Iterable) and not isinstance(units, type | str):
             classes = tuple(units)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-            raise ValueError(
-                "units must be module classes, a callable, a dict of UnitOptions or 'blocks', got "
-                f"{classes!r}"
-            )
+            expected = "module classes, a callable, a dict of UnitOptions or 'blocks'"
+            raise ValueError(f"units must be {expected}, got {classes!r}")
         chosen = _instances(root, classes)
     skipped: dict[nn.Module, str] = {}
     for name, module in _named(root, conditional, "conditional").items():
@@ -153,11 +147,7 @@ def infos_by_unit(
 
 
 def most_bytes(unit_bytes: int | None, units: UnitChoice, devices: Iterable[torch.device]) -> int:
-    """Return the bytes up to which neighbours become one unit, for `shard`'s ``unit_bytes``.
-
-    ``None`` joins the blocks that `choose_units` chooses, as the devices of the parameters want it. Modules
-    that users name are units as they are. Raises ValueError for a wrong number.
-    """
+    """Return the bytes up to which neighbours become one unit. Raises ValueError for wrong ``unit_bytes``."""
     if unit_bytes is None:
         chooses = units is None or units == "blocks"
         return max([unit_bytes_on(device) for device in devices], default=0) if chooses else 0

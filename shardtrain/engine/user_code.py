@@ -12,10 +12,8 @@ from torch.autograd import forward_ad
 from shardtrain import torch_private
 from shardtrain.pieces.piece import uncompiled
 
-Hook = Callable[..., None]
 
-
-def undisturbed(hook: Hook) -> Hook:
+def undisturbed(hook: Callable[..., None]) -> Callable[..., None]:
     """Return ``hook`` so that ``torch.compile`` breaks the graph there and runs it uncompiled, untransformed.
 
     Raises ValueError inside ``torch.func``'s grad, jvp and others that wrap all that is computed inside.
