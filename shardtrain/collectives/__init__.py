@@ -135,10 +135,11 @@ def _guarded(function: Callable[P, R]) -> Callable[P, R]:
 
 
 all_gather = _guarded(dist.all_gather)
+_barrier = _guarded(dist.barrier)
 gather = _guarded(dist.gather)
 scatter = _guarded(dist.scatter)
 
 
 def barrier(*args: Any, **keywords: Any) -> Any:
     """Call torch's ``barrier``; do nothing without a process group."""
-    return _guarded(dist.barrier)(*args, **keywords) if dist.is_initialized() else None
+    return _barrier(*args, **keywords) if dist.is_initialized() else None

@@ -167,7 +167,7 @@ class Reduction:
         self._moves = self._virtual or unit.channel.all_ranks.world > 1 or unit.channel.uploads
         self._sums: dict[Segment, list[Sum]] = {segment: [] for segment in unit.segments}  # those that wait
         self._expected: list[Segment] = []  # get a gradient in this backward, or hold one of an earlier one
-        self._required: set[ShardedParam] = set()  # have required one since the last reduction
+        self._required: set[ShardedParam] = set()  # required a gradient since the last reduction
         self._freed: dict[Segment, Sum] = {}
         self._keeps_views = unit.channel.transport.returns_memory and not self._virtual
         # What autograd adds to in place, and its version before.
@@ -339,8 +339,8 @@ def _join(sums: list[Sum], micro_batch: int) -> None:
 def give(reduced: Iterable[tuple[Reduction, Sequence[Mean]]]) -> tuple[list[nn.Parameter], list[str]]:
     """Give parameters their means, after backward's last fence: add to a gradient put aside, else set it.
 
-    Return these parameters, one that was reduced twice also twice, and the names of those of which the device
-    was asked. ``reduced``: what each reduction of this backward returned, in order.
+    Return these parameters, twice if reduced twice, and the names of those of which the device was asked.
+    ``reduced``: what each reduction of this backward returned, in order.
 
     Where no rank has a gradient, none is set. A rank with an empty part cannot know, and sets an empty one.
     If another rank holds the whole parameter, it sets none, since some optimizers fail on empty gradients,
