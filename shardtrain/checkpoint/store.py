@@ -228,14 +228,7 @@ class Store:
     methods but `clear` and `busy` are collective.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        all_ranks: Ranks,
-        *,
-        keep: int,
-        memory: Path | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, all_ranks: Ranks, *, keep: int, memory: Path | None = None) -> None:
         self.directory = directory
         self.memory = memory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none

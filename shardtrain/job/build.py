@@ -59,11 +59,7 @@ class Job(NamedTuple):
 
 
 def build(
-    config: Config,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    first_step: int = 0,
+    config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
 ) -> tuple[Job, Config]:
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
     share = share_of(config, rank, world_size)

@@ -74,12 +74,7 @@ def _train(
         open_monitor(config, context, job, state.best) as monitor,
         StopSignals() as signals,
     ):
-        notes = [
-            *messages,
-            *job.notes,
-            *changes,
-            *start_messages(store, start, job, config),
-        ]
+        notes = [*messages, *job.notes, *changes, *start_messages(store, start, job, config)]
         monitor.say("\n".join([start_table(config, context, job), *notes]))
         trainer = parts.begin(config, job, metrics, monitor)
         saver = Saver(trainer, store, state, signals)

@@ -177,10 +177,7 @@ def find_start(
     On disk it changes nothing. Raises UserError if `resume` requires a complete checkpoint and there is none.
     """
     store = Store(
-        context.run_dir / CHECKPOINTS,
-        comm.plain_transport(),
-        keep=config.checkpoint.keep,
-        memory=in_memory,
+        context.run_dir / CHECKPOINTS, comm.plain_transport(), keep=config.checkpoint.keep, memory=in_memory
     )
     if config.resume == "none" and identity.is_new:
         return store, Newest(None, 0, [])

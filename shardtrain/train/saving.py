@@ -61,13 +61,7 @@ class Saver(Hook):
     point, and on a GPU no host waits for the exchange.
     """
 
-    def __init__(
-        self,
-        trainer: BaseTrainer,
-        store: Store,
-        state: RunState,
-        signals: StopSignals,
-    ) -> None:
+    def __init__(self, trainer: BaseTrainer, store: Store, state: RunState, signals: StopSignals) -> None:
         self._store = store
         self._signals = signals
         self._trainer = trainer
@@ -239,10 +233,7 @@ class Saver(Hook):
         }
         best = None if self.best is None else self.best.step
         facts = {  # with the step they determine which images have been used
-            "position": {
-                "images": job.train.sampler.images,
-                "labels": job.labels,
-            },
+            "position": {"images": job.train.sampler.images, "labels": job.labels},
             "inference": job.inference and asdict(job.inference),
             "class_weights": given_weights(job.loss),  # as numbers, if `train.class_weights` has any
             "machine": machine(job.device),

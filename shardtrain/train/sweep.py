@@ -146,10 +146,7 @@ def _hydra(config_dirs: Sequence[str], swept: Sequence[str] = ()) -> Iterator[An
         node = OmegaConf.create({"defaults": defaults, "hydra": own_keys})
         for word in swept:  # each job checks its own
             OmegaConf.update(node, word.partition("=")[0], None)
-        with (
-            configs.registered(node),
-            hydra.initialize_config_dir(str(configs.FOLDER), version_base="1.3"),
-        ):
+        with configs.registered(node), hydra.initialize_config_dir(str(configs.FOLDER), version_base="1.3"):
             yield GlobalHydra.instance().hydra
 
 
