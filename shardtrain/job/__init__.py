@@ -1,1 +1,1 @@
-"""Build a training job: configuration, ranks, data, model, optimizer, and one step."""
+"""A training job: `build.py` makes it of a configuration. Its losses, scores, and one step."""

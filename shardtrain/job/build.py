@@ -30,8 +30,7 @@ from shardtrain.job.scores import chosen_scores, rehearse
 from shardtrain.launch.ranks import together
 from shardtrain.optim import Ema, GradScaler
 
-# Training images that a model with a method `init_from_images` is given, to set what depends on the data.
-SHOWN = 5000
+INITIAL_IMAGES = 5000  # training images that a method `init_from_images` gets
 
 
 class Job(NamedTuple):
@@ -78,7 +77,7 @@ def build(
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
     if first_step == 0 and not config.model.get("weights"):
-        show_images(model, images, config.data.image_size, device)
+        initialize_from_images(model, images, config.data.image_size, device)
     seed_process(device, config.seed, rank, first_step)
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
     loss = rehearsed_loss(config, images, sample[0], device)
@@ -161,13 +160,13 @@ def length_of(config: Config, images: data.DataSet, share: data.Share) -> tuple[
     return min(steps, config.train.max_steps or steps), per_epoch
 
 
-def show_images(model: nn.Module, images: data.DataSet, side: int, device: torch.device) -> None:
-    """Give a sharded model's method `init_from_images`, if it has one, images as it will get them."""
+def initialize_from_images(model: nn.Module, images: data.DataSet, side: int, device: torch.device) -> None:
+    """Call a sharded model's method `init_from_images`, if it has one, with prepared training images."""
     init_from_images = getattr(model, "init_from_images", None)
     if init_from_images is not None:
-        shown, _ = images.train[list(range(min(SHOWN, len(images.train))))]
+        first, _ = images.train[list(range(min(INITIAL_IMAGES, len(images.train))))]
         with shardtrain.unsharded(model):
-            init_from_images(data.Prepare(images.preprocessing, side, device)(shown))
+            init_from_images(data.Prepare(images.preprocessing, side, device)(first))
 
 
 def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
@@ -181,10 +180,7 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
 
 
 def require_logits(model: nn.Module, sample: tuple[int, ...], classes: int) -> None:
-    """Raise UserError unless ``model`` takes images of shape ``sample``, and returns logits of all classes.
-
-    It is called without data, so a model whose forward reads values cannot be tried.
-    """
+    """Raise UserError unless ``model`` takes images of shape ``sample`` and returns logits of all classes."""
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     what = f"the model does not take images of shape {'×'.join(map(str, sample))}"
     refusals = (RuntimeError, ValueError, AssertionError)
@@ -192,7 +188,7 @@ def require_logits(model: nn.Module, sample: tuple[int, ...], classes: int) -> N
         try:
             logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
         except RuntimeError as error:
-            if "meta tensor" in str(error):  # its forward reads a value, which there is not
+            if "meta tensor" in str(error):  # its forward reads values, so it cannot be tried without data
                 return
             raise
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
@@ -232,8 +228,6 @@ def feeds(
 ) -> tuple[data.TrainFeed, data.EvalFeed, data.EvalFeed | None]:
     """Return the batches to train on in ``steps``, to evaluate by, and to test by."""
     keys = config.data
-    mixup = config.train.mixup
-    cutmix = config.train.cutmix
     mix = None
     augment = None
     if config.augment.get("_target_") is None:
@@ -244,9 +238,9 @@ def feeds(
             shape = f"{images.preprocessing.channels} channels"
             with reading("augment", f"choose another one for images of {shape}", REFUSALS):
                 change(images.train[[0]][0][0])
-    if mixup or cutmix:
+    if config.train.mixup or config.train.cutmix:
         classes = config.model.get("num_classes", len(images.classes))
-        mix = data.Mix(mixup, cutmix, classes, share, config.seed)
+        mix = data.Mix(config.train.mixup, config.train.cutmix, classes, share, config.seed)
     train = data.TrainFeed(
         images.train,
         share,
@@ -276,11 +270,10 @@ def rehearsed_loss(config: Config, images: data.DataSet, batch_size: int, device
 
 def loss_of(train: Train, allow: Sequence[str] = (), class_weights: Tensor | None = None) -> Loss:
     """Return cross-entropy, weighted by classes or not, or what the keys of `train.loss` describe."""
-    name = train.loss
     smoothing = train.label_smoothing
-    if isinstance(name, Mapping):
+    if isinstance(train.loss, Mapping):
         smoothed = {"label_smoothing": smoothing} if smoothing else {}  # refused where it has none
-        loss: Loss = instantiate({**smoothed, **name}, "train.loss", Callable, allow)  # type: ignore[arg-type]
+        loss: Loss = instantiate({**smoothed, **train.loss}, "train.loss", Callable, allow)  # type: ignore[arg-type]
         return loss
     return CrossEntropy(class_weights, smoothing)
 
@@ -293,7 +286,7 @@ def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
     train = config.train
     classes = images.classes
     functions = chosen_scores(config.monitor.scores, len(classes), config.allow)
-    mixed = bool(config.train.mixup or config.train.cutmix)
+    mixed = bool(train.mixup or train.cutmix)
     fifth = 0.0 if config.model["num_classes"] > FEW_CLASSES else None
     results = rehearse(functions, classes)
     known = Evaluation(Scores(0.0, 0.0, fifth), results=results).ranking()
@@ -307,8 +300,8 @@ def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
     """Return a function from a step, counted from 0, to its learning rate as a fraction of `optim.lr`.
 
-    The rate rises linearly over the warm-up (at most half the run), then follows the schedule. torch's
-    schedules have state that is saved; this one depends only on the step.
+    The rate rises linearly over the warm-up, then follows the schedule. torch's schedules have state that is
+    saved; this one depends only on the step.
     """
     warmup = warmup_of(sched, steps, steps_per_epoch)
 
@@ -340,7 +333,8 @@ def require_equal_parts(config: Config, world_size: int) -> None:
     size = train.batch_size
     virtual = config.virtual_ranks(world_size)
     parts = world_size * config.micro_batches(world_size)
-    mixes = (train.mixup or train.cutmix) and not virtual  # which are the same on any number of ranks
+    # A virtual rank's batch is the same on any number of ranks. Of an odd one the last image is not mixed.
+    mixes = (train.mixup or train.cutmix) and not virtual
     if mixes:
         parts *= 2
     if size % parts:

@@ -1,7 +1,4 @@
-"""The card beside plain weights, `FILE.json` of an export: what answers of these weights need.
-
-`inference.py` says what a card holds. Here is what a run takes over from one.
-"""
+"""What a run takes over from the card beside plain weights: the `Inference` in an export's `FILE.json`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def by_tag(names: Iterable[str], scores: Scores) -> dict[str, float]:
 
 
 class Task(Protocol):
-    """What is scored of a model that is no classifier of images.."""
+    """What is scored of a model that is no classifier of images."""
 
     def sums(self, outputs: Any, batch: Batch) -> Tensor:
         """Return sums over the first ``batch.valid`` targets: float64 [columns]."""

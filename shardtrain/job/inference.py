@@ -67,18 +67,14 @@ def call_of(keys: Mapping[str, Any], model: nn.Module, allow: Sequence[str]) -> 
     """Return the call that builds ``model``, of the config group ``keys``."""
     target = str(keys["_target_"])
     name = str(keys.get("name"))
-    is_recipe = target.startswith(f"{RECIPES}.")
-    if is_recipe and type(model).__module__.startswith(f"{models.__name__}.") and _is_torchvisions(name):
+    by_torchvision = name in models.list_models() and type(model).__module__.startswith(f"{models.__name__}.")
+    if by_torchvision and target.startswith(f"{RECIPES}."):
         return _torchvision_call(name, model, int(keys["num_classes"]))
     function = find_target(target, "model", nn.Module, allow)
     keywords = keywords_of(target_node(keys), "model", function)
     if target == TIMM:  # weights of others are not needed under those of the run
         keywords.pop("pretrained", None)
     return ModelCall(target=target, keywords=keywords, changes={})
-
-
-def _is_torchvisions(name: str) -> bool:
-    return name in models.list_models()
 
 
 def _torchvision_call(name: str, model: nn.Module, classes: int) -> ModelCall:
@@ -114,7 +110,7 @@ def _keywords_of_layer(part: nn.Module) -> dict[str, Any]:
 def built(call: ModelCall, allow: Sequence[str] = ()) -> nn.Module:
     """Build a model by its ``call``. Raises UserError unless an allowed package defines what is called."""
     package, _, name = call.target.rpartition(".")
-    if package != models.__name__ or not _is_torchvisions(name):
+    if package != models.__name__ or name not in models.list_models():
         made: nn.Module = instantiate({"_target_": call.target, **call.keywords}, "model", nn.Module, allow)
         return made
     model: nn.Module = models.get_model(name, weights=None, **call.keywords)

@@ -99,9 +99,7 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
 
 def head_of(model: nn.Module) -> str:
     """Return the name of the head: the last linear layer or convolution. Raises UserError without one."""
-    layers: list[str] = [
-        name for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))
-    ]
+    layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
     if not layers:
         raise UserError("the model has no linear layer or convolution, so it is not known what its head is")
     return layers[-1]
