@@ -102,8 +102,8 @@ def _checkpointed(name: str, block: nn.Module, forward: Callable[..., Any], *arg
             for norm, buffers in kept_by:
                 norm._buffers = buffers
 
-    # Inputs are arguments, since torch saves the random states of the devices that it finds in arguments.
     contexts = lambda: (nullcontext(), again())  # noqa: E731
+    # Inputs are arguments, since torch saves the random states of the devices that it finds in arguments.
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 

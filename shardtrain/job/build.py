@@ -30,7 +30,7 @@ from shardtrain.job.scores import chosen_scores, rehearse
 from shardtrain.launch.ranks import together
 from shardtrain.optim import Ema, GradScaler
 
-INITIAL_IMAGES = 5000  # training images that a method `init_from_images` gets
+INITIAL_IMAGES = 5000  # training images that a model's method `init_from_images` gets
 
 
 class Job(NamedTuple):

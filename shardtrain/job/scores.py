@@ -48,7 +48,6 @@ class Results(NamedTuple):
 
     @classmethod
     def nothing(cls) -> Results:
-        """Return no results."""
         return cls({}, {}, {}, {})
 
     def add(self, name: str, value: Any) -> None:

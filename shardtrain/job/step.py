@@ -1,4 +1,4 @@
-"""One optimizer step of any sharded model, without a trainer, as the planner takes it."""
+"""One optimizer step of any sharded model, as the planner takes it; a trainer takes parts of it, too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Train a model: ``python -m shardtrain.train +recipe=resnet``, alone or under torchrun.
 
-`Trainer` does so from Python, with a model and data of one's own. `Hook` is what a subclass of `train.hooks`
-overrides.
+`Trainer` does so from Python, with a model and data of one's own. `Hook` is the base of hooks of one's own.
 """
 
 from importlib import import_module
@@ -15,6 +14,6 @@ FILES = {"Hook": "steps", "Trainer": "trainer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in FILES:  # here, since they import torch
+    if name in FILES:  # imported here, since they import torch
         return getattr(import_module(f"shardtrain.train.{FILES[name]}"), name)
     raise AttributeError(f"module 'shardtrain.train' has no attribute {name!r}")

@@ -18,7 +18,6 @@ from shardtrain.config.marks import Change, changed_keys
 from shardtrain.config.schema import Mark
 from shardtrain.config.target import GIVEN, given_in_python
 from shardtrain.job.build import Job
-from shardtrain.launch.ranks import on_rank_0
 
 
 def is_path(resume: str) -> bool:
@@ -28,24 +27,15 @@ def is_path(resume: str) -> bool:
 def require_same_run(
     opened: Opened, config: Config, job: Job, words: Mapping[str, str], run: Path | None
 ) -> list[str]:
-    """Return a table of what the command changes in the run that it continues. Collective.
+    """Return a table of what the command changes in the run that it continues.
 
-    Raises UserError on every rank for a checkpoint that it does not continue: a key of the run that it leaves
-    out, or names with another value although that decides the images of a step, or without `resume=PATH` what
-    is learned. `resume=PATH` continues with other settings, but not with other images, nor without a step to
-    train.
+    Raises UserError for a checkpoint that it does not continue: a key of the run that it leaves out, or names
+    with another value although that decides the images of a step, or without `resume=PATH` what is learned.
+    `resume=PATH` continues with other settings, but not with other images, nor without a step to train.
 
     words: the command's, by what they name. run: the directory of the run; None if the checkpoint is another
     run's.
     """
-    # Others' paths may differ.
-    lines: list[str] = on_rank_0(lambda: _compared(opened, config, job, words, run))
-    return lines
-
-
-def _compared(
-    opened: Opened, config: Config, job: Job, words: Mapping[str, str], run: Path | None
-) -> list[str]:
     step = job.first_step
     facts = opened.manifest.facts
     with reading("resume: no run has saved this", "resume=none starts anew"):

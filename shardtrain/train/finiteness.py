@@ -29,21 +29,21 @@ class Finiteness:
         """compute_again: computes the gradients of a step again, before the update."""
         self._job = job
         self._compute_again = compute_again
-        self._open: list[tuple[int, HostCopy]] = []  # unchecked steps, their norms and this rank's losses
+        self._unchecked: list[tuple[int, HostCopy]] = []  # steps, their norms and this rank's losses
 
     def of(self, step: int, norm: Tensor, loss: Tensor) -> bool:
         """Return False if the gradients of ``step``, with this ``norm``, are known not to be finite.
 
         ``loss``: of this rank, with those of earlier steps, which were finite.
         """
-        self._open.append((step, HostCopy(torch.stack([norm.to(loss), loss]))))
+        self._unchecked.append((step, HostCopy(torch.stack([norm.to(loss), loss]))))
         return self.settle(keep=int(on_accelerator(norm)))
 
     def settle(self, keep: int = 0) -> bool:
         """Check all steps but the last ``keep``; return False if the newest is not finite."""
         finite = True
-        while len(self._open) > keep:
-            step, copy = self._open.pop(0)
+        while len(self._unchecked) > keep:
+            step, copy = self._unchecked.pop(0)
             finite = self._judge(step, *copy.read().tolist()) or keep > 0
         return finite
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -110,8 +109,8 @@ def identify(config: Config, context: Context) -> Identity:
     A run whose ranks torchrun restarted, after a failure or with more or fewer ranks, keeps its identity
     whatever `resume` says.
     """
-    identity = Identity("", is_new=False)
-    if context.rank_info.rank == 0:
+
+    def propose() -> Identity:
         saved = _saved_identity(context.run_dir / CHECKPOINTS / IDENTITY)
         proposal = secrets.token_hex(8)
         name = saved or proposal
@@ -121,8 +120,9 @@ def identify(config: Config, context: Context) -> Identity:
                 name = context.rank_info.agree(f"start/{context.run_dir}", proposal)
             if name == proposal and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
                 name = saved or proposal  # the launcher's store is a new one after a restart
-        identity = Identity(name, is_new=name != saved)
-    return Identity(*json.loads(comm.gather_texts(json.dumps(identity), comm.plain_transport())[0]))
+        return Identity(name, is_new=name != saved)
+
+    return Identity(*on_rank_0(propose))
 
 
 def _saved_identity(path: Path) -> str:
@@ -135,26 +135,24 @@ def _saved_identity(path: Path) -> str:
 
 @contextlib.contextmanager
 def memory_of(config: Config, context: Context, identity: Identity) -> Iterator[Path | None]:
-    """Yield the run's directory in this host's memory, if it has one. Collective.
+    """Yield the run's directory in this host's memory, if it has one (`checkpoint/memory.py`). Collective.
 
-    When the last rank leaves, it is removed if the run has ended, or if its newest step
-    is on disk. Otherwise a restart may continue from it. Raises UserError on every rank if there is no such
-    memory, or if the ranks are on several hosts.
+    Raises UserError on every rank if there is no such memory, or if the ranks are on several hosts.
     """
     every = config.checkpoint.memory_every_steps
     if not every:
         yield None
         return
-    key = f"checkpoint.memory_every_steps={every}"
+    setting = f"checkpoint.memory_every_steps={every}"
     hosts = len(comm.ranks_by_host(comm.plain_transport()))
     if hosts > 1:
         raise UserError(
-            f"{key}: checkpoints in memory are for ranks of one host, and these are on {hosts}; use "
+            f"{setting}: checkpoints in memory are for ranks of one host, and these are on {hosts}; use "
             "checkpoint.every_steps=N on a disk that all see"
         )
 
     def claim() -> tuple[Path, int]:
-        with reading(key, "checkpoint.memory_every_steps=0 does without", OSError):
+        with reading(setting, "checkpoint.memory_every_steps=0 does without", OSError):
             return memory.claim(context.run_dir)
 
     directory, lock = together(claim)
@@ -297,7 +295,7 @@ def run_directory(
 
 
 def _write_identity(path: Path, name: str) -> None:
-    """Write the run's identity, by which a restart finds its memory."""
+    """Write the run's identity into the file ``path``; a restart finds its memory by it."""
     temporary = path.with_name(f"{TEMPORARY}{IDENTITY}")
     with writing("run.dir", path.parents[1]):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -358,7 +356,9 @@ def restore(
     if opened is None:
         return RunState(), []
     elsewhere = is_elsewhere(store, start)
-    changes = require_same_run(opened, config, job, context.words, None if elsewhere else context.run_dir)
+    run = None if elsewhere else context.run_dir
+    # Other ranks' paths may differ.
+    changes = on_rank_0(lambda: require_same_run(opened, config, job, context.words, run))
     groups = [dict(group) for group in job.optimizer.param_groups]
     what = f"resume={config.resume} (resume=none starts anew)"
     extra = load_saved(opened, job.model, job.ema, what, job.optimizer)

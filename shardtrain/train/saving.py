@@ -41,8 +41,7 @@ class RunState(NamedTuple):
     """What a checkpoint says about the run so far."""
 
     best: Best | None = None
-    pending_evaluation: bool = False
-    """Whether a signal interrupted the evaluation of this step."""
+    pending_evaluation: bool = False  # a signal interrupted the evaluation of this step
 
 
 def machine(where: torch.device) -> dict[str, str | int]:
@@ -72,7 +71,8 @@ class Saver(Hook):
         best, self.pending_evaluation = state
         # If `train.best` has changed, earlier scores cannot be compared: the search for the best begins anew.
         self.best = best if best is not None and best.tag == self._config.train.best else None
-        self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
+        self._save_every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
+        self._evaluate_every = self._config.train.eval_every * self._job.steps_per_epoch
         self._copies_fail = False  # in memory, and a warning has said so
         self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
         self._evaluation_signal = 0  # that ended an evaluation; 0: none
@@ -92,16 +92,15 @@ class Saver(Hook):
         Raises on every rank Stopped if one got a signal, with the step saved, and SaveFailed if the
         configuration says that failures stop the run.
         """
-        every = self._config.train.eval_every * self._job.steps_per_epoch
-        evaluate = step == self._job.steps or step % every == 0
-        better = evaluate and self._evaluate_step(step)
+        is_evaluated = step == self._job.steps or step % self._evaluate_every == 0
+        better = is_evaluated and self._evaluate_step(step)
         signal, busy = self._exchange()
         signal = signal or self._evaluation_signal
         trainer.end = trainer.end or self._why_stale(step)
         last = step == self._job.steps or bool(trainer.end)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused():
-            is_due = bool(signal) or last or better or step % self._every == 0
+            is_due = bool(signal) or last or better or step % self._save_every == 0
             to_disk = self._config.checkpoint.keep > 0 and is_due
             every = self._config.checkpoint.memory_every_steps
             to_memory = self._store.memory is not None and (step % every == 0 or bool(signal))
@@ -125,8 +124,7 @@ class Saver(Hook):
         """
         with self._metrics.paused():
             self._store.finish()
-        if self._job.test is not None:
-            with self._metrics.paused():
+            if self._job.test is not None:
                 self._monitor.tested(self._monitor.latest, self._evaluate(self._job.test))
 
     def _why_stale(self, step: int) -> str:
@@ -134,8 +132,7 @@ class Saver(Hook):
         train = self._config.train
         if train.patience is None or self.best is None:
             return ""
-        patience = train.patience * train.eval_every * self._job.steps_per_epoch
-        if step - self.best.step < patience:
+        if step - self.best.step < train.patience * self._evaluate_every:
             return ""
         return f"no better {train.best} in {train.patience} evaluations"
 
@@ -232,7 +229,8 @@ class Saver(Hook):
             "scaler": job.scaler.state_dict(),
         }
         best = None if self.best is None else self.best.step
-        facts = {  # with the step they determine which images have been used
+        facts = {
+            # With the step these determine which images have been used.
             "position": {"images": job.train.sampler.images, "labels": job.labels},
             "inference": job.inference and asdict(job.inference),
             "class_weights": given_weights(job.loss),  # as numbers, if `train.class_weights` has any

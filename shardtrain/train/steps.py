@@ -20,7 +20,7 @@ from shardtrain.job.step import refusals_of, weight_of
 from shardtrain.launch.ranks import AFTERWARDS
 from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.train.finiteness import Finiteness
-from shardtrain.train.ways import CapturedSteps, VirtualRanks
+from shardtrain.train.step_variants import CapturedSteps, VirtualRanks
 
 
 class Hook:
