@@ -41,8 +41,8 @@ def save(
         path: must not exist. Parent directories are created.
         module: what `shardtrain.shard` returned.
         optimizer: any element-wise one. Its state is saved under the parameters' names.
-        extra: numbers, texts, None and tensors, in any nesting of dicts with text keys and of lists
-            (tuples come back as lists). It may differ between ranks: each rank's own is saved.
+        extra: numbers, texts, None and tensors, in any nesting of lists (tuples come back as lists)
+            and of dicts with text or integer keys. It may differ between ranks: each rank's own is saved.
         averages: a tensor per parameter, sharded like it, such as `shardtrain.optim.Ema.averages`.
 
     Raises:

@@ -240,7 +240,6 @@ class _Reader:
             self._state_keys.setdefault(param, []).append(key)
 
     def state(self, shard: LocalShard) -> Iterator[tuple[str, Any]]:
-        """Yield the optimizer state of a parameter, as keys and values."""
         for key in self._state_keys.get(shard.name, []):
             yield key, self.read(f"optimizer/{key}/{shard.name}", shard.part, shard.param)
         assert self.manifest.optimizer is not None, "compared"

@@ -81,7 +81,6 @@ def digest_line(text: str) -> str:
 
 
 def dump(manifest: Manifest) -> str:
-    """Return the manifest as the text of its file."""
     node = {"format": FORMAT, "version": VERSION, **manifest._asdict()}
     node["files"] = {name: record._asdict() for name, record in manifest.files.items()}
     tensors = {}

@@ -1,11 +1,10 @@
 """The newest checkpoint of a run on one host, in memory that outlives the ranks.
 
-It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`, where HASH stands for the run's directory and IDENTITY is
-the run's own, made at its start: a directory like that on disk, with the same files, which only its owner may
-enter. Each rank of the run holds a shared lock in the directory above. The last one to let go removes it if
-the run has ended, or if its newest step is on disk. What is left then, or is left by ranks that were killed,
-is removed after ten minutes by a process of its own (`cleanup.py`). If that process was killed, too, the
-user's next run on this host removes it.
+It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`: files as on disk, which only their owner may read. HASH
+stands for the run's directory; IDENTITY is made at the run's start. Each rank holds a shared lock in the
+directory above. The last one to let go removes that directory if the run has ended, or if its newest step is
+on disk. What is left is removed after ten minutes by a process of its own (`cleanup.py`), or, if that was
+killed, too, by the user's next run on this host.
 """
 
 from __future__ import annotations

@@ -62,11 +62,7 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Draft:
-    """A checkpoint that is written beside its place, and renamed once it is complete.
-
-    `gather` and `agree` are collective, and raise SaveFailed on every rank. `write` and `commit` communicate
-    nothing.
-    """
+    """A checkpoint that is written beside its place, and renamed once it is complete."""
 
     def __init__(self, path: Path, content: Content, all_ranks: Ranks) -> None:
         self.path = path
@@ -78,19 +74,18 @@ class Draft:
         self._all_ranks = all_ranks
 
     def write(self, write_file: FileWriter) -> None:
-        """Write this rank's file."""
         self._temporary.mkdir(parents=True, exist_ok=True)
         self.record = write_file(self._temporary / self.file)
 
     def gather(self, problem: str) -> None:
-        """Let rank 0 know what all ranks wrote. ``problem``: why this rank has not."""
+        """Let rank 0 know what all ranks wrote. ``problem``: why this rank has not. Collective."""
         by_rank = self.agree(problem, record=self.record)
         files = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(by_rank)}
         self._manifest = self._manifest._replace(files=files)
         self.has_all_files = True
 
     def commit(self) -> None:
-        """Complete the directory with the manifest, and rename it."""
+        """Complete the directory with the manifest, and rename it: on rank 0."""
         if self._all_ranks.rank == 0:
             write_manifest(self._temporary, dump(self._manifest))
             sync_directory(self._temporary)
@@ -98,7 +93,7 @@ class Draft:
             sync_directory(self.path.parent)
 
     def agree(self, problem: str, **facts: Any) -> list[dict[str, Any]]:
-        """Return all ranks' facts; discard the draft if any rank has a ``problem``."""
+        """Return all ranks' facts. If any has a ``problem``, discard the draft: SaveFailed. Collective."""
         return exchange(self._failed, self._all_ranks, problem, **facts)
 
     def _failed(self, problems: str) -> SaveFailed:
@@ -107,7 +102,6 @@ class Draft:
         return SaveFailed(f"{self.path} was not saved: {problems}")
 
     def save(self, write_file: FileWriter) -> None:
-        """Write, gather and commit at once."""
         self.gather(self.problem_of(partial(self.write, write_file)))
         self.agree(self.problem_of(self.commit))
 
@@ -225,7 +219,7 @@ class Store:
     """The checkpoints of the current run. ``keep``: how many remain beside the best one.
 
     ``memory``: a directory where the newest step is kept, too. At most one save to disk is under way. All
-    methods but `clear` and `busy` are collective.
+    methods but `clear` are collective.
     """
 
     def __init__(self, directory: Path, all_ranks: Ranks, *, keep: int, memory: Path | None = None) -> None:

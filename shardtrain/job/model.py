@@ -135,7 +135,6 @@ def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
 
 
 def uncompiled(config: Config) -> Config:
-    """Return the configuration with `parallel.compile=false`."""
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=False))
 
 

@@ -14,9 +14,7 @@ VAL_ACC1 = "acc1/val"
 VAL_ACC5 = "acc5/val"
 VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5)
 # Scores of the weights' moving average.
-VAL_EMA_LOSS = "loss/val_ema"
-VAL_EMA_ACC1 = "acc1/val_ema"
-VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, "acc5/val_ema")
+VAL_EMA = ("loss/val_ema", "acc1/val_ema", "acc5/val_ema")
 # Of the weights, or of their average where one is kept, at the end.
 TEST = ("loss/test", "acc1/test", "acc5/test")
 # The best evaluation so far; the best score itself has the tag ``best(tag)``.

@@ -251,10 +251,7 @@ class SavedKeys:
 
 @contextlib.contextmanager
 def saved_model(opened: Opened, keys: SavedKeys, device: torch.device) -> Iterator[nn.Module]:
-    """Yield the model of a run, sharded, in eval mode, without gradients. Collective.
-
-    ``opened``: the checkpoint that it loads. ``keys.weights``: the run's own weights, or their average.
-    """
+    """Yield a run's sharded model with the weights of ``opened``. In eval mode, no gradients. Collective."""
     model = plain_model(opened.manifest.facts["config"]["model"], keys.allow)
     shardtrain.shard(model.to(device))
     ema = Ema(model, 0.0) if keys.weights == "ema" else None
@@ -349,8 +346,7 @@ def restore(
     """Load the checkpoint of ``start`` into the job; return the run's state, and lines about it. Collective.
 
     The command's settings replace the saved ones: a new `optim.weight_decay` takes effect. Raises UserError
-    for a checkpoint of another model or optimizer, of other batches, or with settings that the command leaves
-    out.
+    for a checkpoint that the command does not continue, or of another model or optimizer.
     """
     opened = start.opened
     if opened is None:

@@ -90,7 +90,7 @@ class Saver(Hook):
         """Evaluate, save or stop as due after ``step``. Collective.
 
         Raises on every rank Stopped if one got a signal, with the step saved, and SaveFailed if the
-        configuration says that failures stop the run.
+        last save of this process fails.
         """
         is_evaluated = step == self._job.steps or step % self._evaluate_every == 0
         better = is_evaluated and self._evaluate_step(step)

@@ -100,7 +100,7 @@ class CapturedSteps:
         return norm, results
 
     def _compute(self, weight: Tensor | None, *batches: tuple[Tensor, Tensor]) -> tuple[Tensor, Results]:
-        """Return what `__call__` does. ``weight``: of all images."""
+        """Compute what the graph records. ``weight``: of all images; returns what `__call__` does."""
         job = self._job
         loss = job.loss
         if weight is not None:

@@ -105,7 +105,7 @@ class BaseTrainer:
             hook.at_end(self)
 
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the steps, from 1: after the checkpoint's, to the last, or until one ends."""
+        """Yield the numbers, from 1, of steps after the checkpoint's, to the last, or until `end` is set."""
         for step in range(self.job.first_step + 1, self.job.steps + 1):
             if self.end:
                 self.monitor.say(f"stopped after step {step - 1}: {self.end}")
@@ -186,7 +186,7 @@ class BaseTrainer:
         return finite
 
     def _replay(self, captured: CapturedSteps, step: int) -> bool:
-        """Do what `compute` does as one CUDA graph."""
+        """Compute ``step`` and update as one CUDA graph; return whether gradients are finite. Collective."""
         batches = [*self._micro_batches(self.batches)]
         with self.metrics.phase("forward"):
             self.norm, results = captured(batches)
@@ -203,7 +203,7 @@ class BaseTrainer:
         return self.finiteness.of(step, self.norm, self.metrics.sums[:, 0].sum())
 
     def _compute_again(self, step: int) -> None:
-        """Compute the gradients of ``step`` once more, to see what in them is not finite."""
+        """Compute the gradients of ``step`` once more, while something records what is not finite."""
         feed = self.job.train.of(self.job.train.share, step - 1)
         self.optimizer.zero_grad()
         self.seed(step, self.rank)

@@ -1,8 +1,5 @@
 """A sweep by Hydra's sweeper: each job is a process of its own, or a torchrun of several ranks.
 
-    python -m shardtrain.train -m +recipe=resnet optim.lr=0.001,0.002 "seed=range(3)" ranks=2
-    python -m shardtrain.train -m "optim.lr=interval(0.001,0.1)" hydra/sweeper=optuna hydra.sweeper.n_trials=9
-
 Hydra sees the words in which jobs differ, and its own; each job composes its configuration by itself. A job
 has a folder in the sweep's directory, named by its number and its values, so the same command again continues
 what has not finished. A job that fails, or that is killed, is reported, and the next one starts.
@@ -51,8 +48,6 @@ STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 143, signal.SIGHUP: 129}  #
 
 
 class Outcome(NamedTuple):
-    """The result of a job."""
-
     number: int
     overrides: Sequence[str]  # in which jobs differ
     problem: str = ""  # "" for none
@@ -192,7 +187,7 @@ def refuse_ranks(arguments: Sequence[str], speak: bool) -> Any:
 
 
 def problem_of(command: Sequence[str]) -> str:
-    """Run one job, which prints its own mistakes; return how it failed, or an empty text."""
+    """Run one job, which prints its own mistakes; return how it failed, "" if it did not."""
     code = exit_code_of(command)
     if not code:
         return ""

@@ -61,7 +61,7 @@ class Trainer(BaseTrainer):
     def __init__(
         self, model: nn.Module, train_set: Any, val_set: Any, config: Words = "", hooks: Sequence[Any] = ()
     ) -> None:
-        """Hold what is trained.
+        """Set what `fit` trains, and how.
 
         Args:
             model: called with a batch of inputs. It is sharded in place.
@@ -98,8 +98,8 @@ class Trainer(BaseTrainer):
     def score(self, outputs: Any, targets: Tensor) -> Any:
         """Return a tensor by name, whose mean over all validation targets is the score: accuracy, percent.
 
-        There is none of targets that are no class numbers.
-        ``score.higher_is_better = False`` says that the smallest mean is the best.
+        There is none of targets that are no class numbers. ``score.higher_is_better = False`` says that the
+        smallest mean is the best.
         """
         if targets.is_floating_point():
             return {}
