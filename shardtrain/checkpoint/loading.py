@@ -6,9 +6,8 @@
 
 Ranks agree after each phase, so all continue or all raise, and nothing changes before the last phase.
 
-Ranks hold intervals of a parameter's memory, so a load at another world size or with other units intersects
-intervals. A parameter of 40 elements saved by two ranks as 0:32 and 32:40, loaded by three as 0:16, 16:32
-and 32:40: ranks 0 and 1 read halves of the first file, rank 2 reads the second.
+A load at another world size or with other units intersects intervals of a parameter's memory. docs/engine.md
+follows one parameter.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ In a save every rank writes its file, rank 0 the manifest, and one rename commit
 
 Training waits for the copy alone. `write` and `commit` communicate nothing, so one thread runs them while
 ranks train; between them, in the main thread, ranks exchange their results. With a place in memory
-(`memory.py`) a step is also saved there, by the same steps at once. A new checkpoint is committed before the
-old one is deleted.
+(`memory.py`) a step is also saved there, by the same steps at once.
 
 A kill at any moment leaves either the state before and a `.tmp-` directory that nobody reads, or the new
 checkpoint, complete. A save that fails on one rank raises the same `SaveFailed` on all ranks, in the next

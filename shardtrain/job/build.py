@@ -62,8 +62,6 @@ def build(
 ) -> tuple[Job, Config]:
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
     share = share_of(config, rank, world_size)
-    if share.virtual and devices.is_accelerator(device):
-        devices.choose_deterministic_kernels()
     images = opened_images(config)
     config = completed(config, images)
     length = length_of(config, images, share)

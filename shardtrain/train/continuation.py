@@ -114,12 +114,10 @@ def forgotten(
 
 def validation_warnings(opened: Opened, job: Job) -> list[str]:
     """Return a warning if the validation images differ from those of the checkpoint."""
-    others = _other_labels(opened.manifest.facts["position"], job, "val")
-    if not others:
-        return []
     return [
-        f"warning: the validation data have changed ({others[0].in_words()}): scores from here on cannot be "
+        f"warning: the validation data have changed ({change.in_words()}): scores from here on cannot be "
         "compared with earlier ones, nor with the best"
+        for change in _other_labels(opened.manifest.facts["position"], job, "val")
     ]
 
 

@@ -1,7 +1,4 @@
-"""A training job, from its configuration to its end: the loop of `steps.py`, checkpoints, the run directory.
-
-`resume.py` finds where the loop begins.
-"""
+"""A training job, from its configuration to its end: the steps, checkpoints, the run directory."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardtrain import device as devices
 from shardtrain.config.config import Config
 from shardtrain.config.errors import Unreadable, UserError
 from shardtrain.config.target import instantiate
@@ -20,16 +18,8 @@ from shardtrain.launch.launcher import Context
 from shardtrain.launch.ranks import cpu_threads
 from shardtrain.launch.signals import StopSignals
 from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor, start_table
+from shardtrain.train import resume
 from shardtrain.train.hooks import Reports, Samples
-from shardtrain.train.resume import (
-    Identity,
-    find_start,
-    identify,
-    memory_of,
-    restore,
-    run_directory,
-    start_messages,
-)
 from shardtrain.train.saving import Saver
 from shardtrain.train.steps import BaseTrainer, Hook
 
@@ -47,8 +37,8 @@ USUAL = Parts()
 
 def train(config: Config, context: Context, parts: Parts = USUAL) -> float | None:
     """Run one job; return its best score, of `train.best`, or None without an evaluation."""
-    identity = identify(config, context)
-    with memory_of(config, context, identity) as memory:
+    identity = resume.identify(config, context)
+    with resume.memory_of(config, context, identity) as memory:
         try:
             return _train(config, context, identity, memory, parts)
         except Unreadable as error:
@@ -58,23 +48,25 @@ def train(config: Config, context: Context, parts: Parts = USUAL) -> float | Non
 
 
 def _train(
-    config: Config, context: Context, identity: Identity, memory: Path | None, parts: Parts
+    config: Config, context: Context, identity: resume.Identity, memory: Path | None, parts: Parts
 ) -> float | None:
     rank_info = context.rank_info
     virtual = config.virtual_ranks(rank_info.world_size)
     if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
         torch.set_num_threads(cpu_threads(rank_info, os.environ, virtual))
+    if virtual and devices.is_accelerator(context.device):
+        devices.choose_deterministic_kernels()
     own = [instantiate({"_target_": path}, "train.hooks", Hook, config.allow) for path in config.train.hooks]
-    store, start = find_start(config, context, identity, memory)
+    store, start = resume.find_start(config, context, identity, memory)
     job, config = parts.build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
-    state, changes = restore(store, start, config, context, job, metrics)
+    state, changes = resume.restore(store, start, config, context, job, metrics)
     with (
-        run_directory(store, start, config, context, identity) as messages,
+        resume.run_directory(store, start, config, context, identity) as messages,
         open_monitor(config, context, job, state.best) as monitor,
         StopSignals() as signals,
     ):
-        notes = [*messages, *job.notes, *changes, *start_messages(store, start, job, config)]
+        notes = [*messages, *job.notes, *changes, *resume.start_messages(store, start, job, config)]
         monitor.say("\n".join([start_table(config, context, job), *notes]))
         trainer = parts.begin(config, job, metrics, monitor)
         saver = Saver(trainer, store, state, signals)

@@ -123,8 +123,6 @@ class Trainer(BaseTrainer):
     ) -> tuple[Job, Config]:
         """Return the job after ``first_step`` steps, and ``config``. Collective."""
         share = share_of(config, rank, world_size)
-        if share.virtual and devices.is_accelerator(device):
-            devices.choose_deterministic_kernels()
         train = Pairs(self.train_set, "the training set")
         val = Pairs(self.val_set, "the validation set", train)
         labels = {"train": _same_on_all(train), "val": _same_on_all(val)}

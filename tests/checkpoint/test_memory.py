@@ -20,7 +20,7 @@ from shardtrain.checkpoint import cleanup, memory
 from shardtrain.checkpoint import store as store_module
 from shardtrain.checkpoint.store import step_name
 from shardtrain.config.errors import UserError
-from shardtrain.train import loop
+from shardtrain.train import resume
 
 from pool import Ranks, each_rank, once
 from small import until
@@ -128,7 +128,7 @@ def mistakes(folder: str) -> list[str]:
     endings = [run_in(folder, QUIET, at={4: crash})]
     endings.append(run_in(folder, QUIET, "optim.lr=0.5"))
     endings.append(run_in(folder, QUIET, "resume=none", "data=imagefolder", "data.root=/nowhere"))
-    with patch.object(loop, "restore", interrupted):
+    with patch.object(resume, "restore", interrupted):
         try:
             run_in(folder, QUIET)
         except KeyboardInterrupt:

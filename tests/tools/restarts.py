@@ -36,7 +36,7 @@ TIMED = """
 import json, os, runpy, time
 from shardtrain import comm
 from shardtrain.monitor import StepMetrics
-from shardtrain.train import loop
+from shardtrain.train import loop, resume
 from shardtrain.train.saving import Saver
 
 FILE = os.open(os.environ["TIMES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -61,9 +61,9 @@ def telling(owner, name, before="", after="", step=lambda *_: 0):
     setattr(owner, name, told)
 
 telling(loop, "_train", before="looks")
-telling(loop, "restore", after="loaded")
+telling(resume, "restore", after="loaded")
 telling(StepMetrics, "phase", before="phase")
-telling(StepMetrics, "paused", before="phase")
+telling(StepMetrics, "paused", before="paused")
 telling(Saver, "_copy", before="copy")
 telling(Saver, "after_step", after="step", step=lambda saver, trainer, step, *_: step)
 if __name__ == "__main__":
