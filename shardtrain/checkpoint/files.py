@@ -23,7 +23,7 @@ import torch
 
 BLOCK_BYTES = 1 << 20
 # Errors of file systems that sync files, and no directories.
-REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 DTYPES = {
     torch.float64: "F64",
@@ -113,7 +113,7 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in REFUSALS:
+        if error.errno not in CANNOT_SYNC:
             raise
     finally:
         os.close(handle)

@@ -1,10 +1,8 @@
 """The newest checkpoint of a run on one host, in memory that outlives the ranks.
 
-It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`: files as on disk, which only their owner may read. HASH
-stands for the run's directory; IDENTITY is made at the run's start. Each rank holds a shared lock in the
-directory above. The last one to let go removes that directory if the run has ended, or if its newest step is
-on disk. What is left is removed after ten minutes by a process of its own (`cleanup.py`), or, if that was
-killed, too, by the user's next run on this host.
+It lies in `/dev/shm/shardtrain-UID-HASH/IDENTITY/`: files as on disk, which only their owner may read. Each
+rank holds a shared lock in the directory above, and the last one to let go removes that, unless a restart may
+need it. docs/failures.md says who removes it then (`cleanup.py`).
 """
 
 from __future__ import annotations

@@ -210,8 +210,6 @@ def completed(config: Config, images: data.DataSet) -> Config:
     }
     model = {"num_classes": None, "in_channels": None, "image_size": None, **config.model}
     for key, expected in decided.items():
-        if key not in model:
-            continue
         value = expected if model[key] is None else typed(int, model[key], f"model.{key}")
         model[key] = value
         if key == "num_classes" and value < expected:
@@ -290,9 +288,9 @@ def scoring_of(config: Config, images: data.DataSet, loss: Loss) -> Scoring:
     known = Evaluation(Scores(0.0, 0.0, fifth), results=results).ranking()
     if train.best not in known:
         raise not_valid(f"train.best={train.best}: no such score", train.best, known)
-    directions = {tags.VAL_LOSS: False, tags.VAL_ACC1: True, tags.VAL_ACC5: True}
-    directions |= {tags.score("val", name): higher for name, higher in results.higher_is_better.items()}
-    return Scoring(loss, mixed, functions, classes, is_minimised=directions.get(train.best) is False)
+    lower_is_better = [name for name, higher in results.higher_is_better.items() if not higher]
+    minimised = [tags.VAL_LOSS, *(tags.score("val", name) for name in lower_is_better)]
+    return Scoring(loss, mixed, functions, classes, is_minimised=train.best in minimised)
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:

@@ -11,8 +11,7 @@ GRAD_NORM = "grad_norm"  # before clipping
 
 VAL_LOSS = "loss/val"
 VAL_ACC1 = "acc1/val"
-VAL_ACC5 = "acc5/val"
-VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5)
+VAL = (VAL_LOSS, VAL_ACC1, "acc5/val")
 # Scores of the weights' moving average.
 VAL_EMA = ("loss/val_ema", "acc1/val_ema", "acc5/val_ema")
 # Of the weights, or of their average where one is kept, at the end.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,14 +15,8 @@ from shardtrain.job.build import Job
 from shardtrain.job.losses import CrossEntropy
 from shardtrain.job.step import accumulate, weight_of
 
-Results = list[tuple[Tensor, Tensor]]  # loss and outputs of each micro-batch
-_REFUSALS = partial(reading, "train.capture=true", "leave it out", ValueError)  # of `capture`
-
-
-class Compute(Protocol):
-    """Forward and backward of a virtual rank's micro-batch; returns its loss. ``counts``: in the report."""
-
-    def __call__(self, step: int, number: int, batch: Batch, *, counts: bool) -> Tensor: ...
+Computed = list[tuple[Tensor, Tensor]]  # loss and outputs of each micro-batch
+_refusals_of_capture = partial(reading, "train.capture=true", "leave it out", ValueError)
 
 
 class VirtualRanks:
@@ -33,7 +26,8 @@ class VirtualRanks:
     checks itself: its first virtual rank, computed again, must have the same bits.
     """
 
-    def __init__(self, job: Job, replay_every: int, compute: Compute) -> None:
+    def __init__(self, job: Job, replay_every: int, compute: Callable[..., Tensor]) -> None:
+        """compute: computes a virtual rank's micro-batch, and returns its loss. ``counts``: in the report."""
         self._job = job
         self._ranks = introspect(job.model).virtual_ranks
         self._every = replay_every
@@ -86,20 +80,20 @@ class CapturedSteps:
         for group in job.optimizer.param_groups:
             if group.get("fused") and "capturable" in group:  # its counts of steps are on the device already
                 group["capturable"] = True
-        with _REFUSALS():
+        with _refusals_of_capture():
             self._run = capture(self._compute, job.model, job.optimizer)
 
-    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, Results]:
+    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, Computed]:
         """Compute the step of ``batches``; return the gradients' norm, 0-dim, and what each computed."""
         job = self._job
         weight = None
         if isinstance(job.loss, CrossEntropy) and job.loss.weight is not None:
             weight = weight_of(job.model, job.loss, batches)
-        with _REFUSALS():
+        with _refusals_of_capture():
             norm, results = self._run(weight, *((batch.images, batch.labels) for batch in batches))
         return norm, results
 
-    def _compute(self, weight: Tensor | None, *batches: tuple[Tensor, Tensor]) -> tuple[Tensor, Results]:
+    def _compute(self, weight: Tensor | None, *batches: tuple[Tensor, Tensor]) -> tuple[Tensor, Computed]:
         """Compute what the graph records. ``weight``: of all images; returns what `__call__` does."""
         job = self._job
         loss = job.loss

@@ -1,8 +1,7 @@
 """A sweep by Hydra's sweeper: each job is a process of its own, or a torchrun of several ranks.
 
-Hydra sees the words in which jobs differ, and its own; each job composes its configuration by itself. A job
-has a folder in the sweep's directory, named by its number and its values, so the same command again continues
-what has not finished. A job that fails, or that is killed, is reported, and the next one starts.
+Hydra sees the words in which jobs differ, and its own; each job composes its configuration by itself. A job's
+folder is named by its number and its values, so the same command again continues what has not finished.
 """
 
 from __future__ import annotations
@@ -164,9 +163,8 @@ def run_job(fixed: Sequence[str], ranks: int, directory: Path, _: DictConfig) ->
     folder = directory / job_name(number, overrides)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "shardtrain.train"]
-    outcome = Outcome(
-        number, overrides, problem_of([*command, *fixed, *overrides, f"run.dir={quoted(folder)}"])
-    )
+    words = [*fixed, *overrides, f"run.dir={quoted(folder)}"]
+    outcome = Outcome(number, overrides, problem_of([*command, *words]))
     if outcome.problem:
         print(f"job {number} has failed: {outcome.problem}", flush=True)
     else:

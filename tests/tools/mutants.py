@@ -84,7 +84,7 @@ def outcome(tests: str, folder: Path) -> str:
 
 
 def main() -> None:
-    first, last = map(int, (*sys.argv[1:], "1", "1000000")[-2:] if len(sys.argv) < 3 else sys.argv[1:3])
+    first, last = map(int, sys.argv[1:] or (1, 1_000_000))
     chosen = [m for m in mutants() if first <= m.number <= last]
     survivors = []
     known = set[str]()
