@@ -21,9 +21,8 @@ from shardtrain.config.schema import typed
 from shardtrain.config.target import REFUSALS, instantiate
 from shardtrain.data.sampler import generator
 from shardtrain.job import tags
-from shardtrain.job.card import as_on_card
 from shardtrain.job.evaluation import FEW_CLASSES, Evaluation, Scores, Scoring
-from shardtrain.job.inference import Inference, inference_of
+from shardtrain.job.inference import Inference, as_on_card, inference_of
 from shardtrain.job.losses import CrossEntropy, Loss, rehearse_loss, weights_of
 from shardtrain.job.model import converted, ema_of, initial_model, model_notes, shard_with_optimizer
 from shardtrain.job.scores import chosen_scores, rehearse
