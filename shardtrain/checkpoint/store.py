@@ -76,7 +76,7 @@ class Draft:
         self._temporary.mkdir(parents=True, exist_ok=True)
         self.record = write_file(self._temporary / self.file)
 
-    def gather(self, problem: str) -> None:
+    def exchange_records(self, problem: str) -> None:
         """Let rank 0 know what all ranks wrote. ``problem``: why this rank has not. Collective."""
         by_rank = self.agree(problem, record=self.record)
         files = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(by_rank)}
@@ -101,7 +101,7 @@ class Draft:
         return SaveFailed(f"{self.path} was not saved: {problems}")
 
     def save(self, write_file: FileWriter) -> None:
-        self.gather(self.problem_of(partial(self.write, write_file)))
+        self.exchange_records(self.problem_of(partial(self.write, write_file)))
         self.agree(self.problem_of(self.commit))
 
     def problem_of(self, action: Callable[[], object]) -> str:
@@ -309,7 +309,7 @@ class Store:
             draft.agree(self._problem)
             self.latest = self._step
             return
-        draft.gather(self._problem)
+        draft.exchange_records(self._problem)
         self._start(draft, partial(self._commit, draft))
 
     def _commit(self, draft: Draft) -> None:

@@ -27,7 +27,7 @@ from shardtrain.config.command import Command, Program, read_base, read_command,
 from shardtrain.config.config import Config, Data
 from shardtrain.config.errors import UserError
 from shardtrain.config.schema import key, typed
-from shardtrain.job.build import completed, opened_images, rehearsed_loss, require_logits, scoring_of
+from shardtrain.job.build import completed, load_images, rehearsed_loss, require_logits, scoring_of
 from shardtrain.job.evaluation import Evaluation, evaluate
 from shardtrain.job.model import converted, ema_of, initial_model, model_notes, sharded
 from shardtrain.launch import launcher
@@ -88,7 +88,7 @@ def score(command: Command, rank_info: RankInfo, device: torch.device) -> list[E
     opened = None if run is None else open_saved(run, "raw")
     config = command.config if opened is None else weighted_as_saved(command.config, opened)
     names_images = run is not None and any(name in command.words for name in NAMES_IMAGES)
-    images = opened_images(config, all_held_out=names_images)
+    images = load_images(config, all_held_out=names_images)
     config = completed(config, images)
     model = initial_model(config, deferred=True, resumed=opened is not None)
     side = config.data.side_in_eval

@@ -61,7 +61,7 @@ def build(
 ) -> tuple[Job, Config]:
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
     share = share_of(config, rank, world_size)
-    images = opened_images(config)
+    images = load_images(config)
     config = completed(config, images)
     length = length_of(config, images, share)
     steps = length[0]
@@ -120,8 +120,8 @@ def update_of(
     }
 
 
-def opened_images(config: Config, *, all_held_out: bool = False) -> data.DataSet:
-    """Return the data set, prepared as the card of `model.weights` says. Collective.
+def load_images(config: Config, *, all_held_out: bool = False) -> data.DataSet:
+    """Load the data set, to be prepared as the card of `model.weights` says. Collective.
 
     all_held_out: all images are to be scored, none is to train on.
     """
