@@ -35,10 +35,8 @@ def take(lock: int) -> bool:
 
 
 def remove(directory: str, lock: int) -> None:
-    """Remove ``directory`` if nobody else holds its ``lock``.
-
-    The lock is kept until it is closed. A process that waits for it then finds that the directory is gone.
-    """
+    """Remove ``directory`` if nobody else holds its ``lock``, and keep the lock until it is closed."""
+    # A process that waits for the lock then finds that the directory is gone.
     if is_in(directory, lock) and take(lock):
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -64,10 +64,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shards(engine: Engine) -> list[LocalShard]:
-    """Describe every parameter of the module: sharded ones, then ignored ones, which rank 0 writes.
-
-    Of a parameter without elements rank 0 writes that it exists.
-    """
+    """Describe every parameter of the module: sharded ones, then ignored ones, which rank 0 writes."""
     rank = engine.channel.all_ranks.rank
     is_primary = rank in engine.channel.primary_ranks
     shards = []
@@ -78,6 +75,7 @@ def local_shards(engine: Engine) -> list[LocalShard]:
     for name, param in engine.module.named_parameters():
         if param not in sharded:
             shards.append(LocalShard(param, whole_part(plain_name(name), param), rank == 0))
+    # Of a parameter without elements rank 0 writes that it exists.
     empty = {shard.param for shard in shards if 0 in shard.part.shape}
     return [shard._replace(writes=rank == 0) if shard.param in empty else shard for shard in shards]
 

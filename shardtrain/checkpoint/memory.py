@@ -52,10 +52,8 @@ def claim(run_dir: Path) -> tuple[Path, int]:
 
 
 def _is_private(directory: Path) -> bool:
-    """Return whether it is a directory of this user, which nobody else may enter.
-
-    `MEMORY` is sticky, so nobody else can put another in its place afterwards.
-    """
+    """Return whether it is a directory of this user, which nobody else may enter."""
+    # `MEMORY` is sticky, so nobody else can put another in its place afterwards.
     status = directory.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 

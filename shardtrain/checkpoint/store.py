@@ -183,15 +183,13 @@ def newest(directory: Path, all_ranks: Ranks, memory: Path | None = None) -> New
 
 
 def retain(directory: Path, keep: int, best: int | None = None) -> None:
-    """Delete all but the newest ``keep`` checkpoints and the ``best`` one.
-
-    Each is renamed first, so that a kill leaves no incomplete directory with a checkpoint's name.
-    """
+    """Delete all but the newest ``keep`` checkpoints and the ``best`` one."""
     for step in steps_in(directory)[:-keep]:
         if step != best:
             path = directory / step_name(step)
             deleted = path.with_name(f"{TEMPORARY}deleted-{path.name}")
             with contextlib.suppress(OSError):  # a checkpoint that cannot be deleted is harmless
+                # So that a kill leaves no incomplete directory with a checkpoint's name.
                 os.rename(path, deleted)
                 shutil.rmtree(deleted)
 

@@ -167,10 +167,8 @@ def initialize_from_images(model: nn.Module, images: data.DataSet, side: int, de
 
 
 def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
-    """Seed what draws random numbers on ``rank`` in ``step``: torch, Python, NumPy and the device.
-
-    So dropout depends neither on evaluations nor on the step at which a run resumed.
-    """
+    """Seed what draws random numbers on ``rank`` in ``step``: torch, Python, NumPy and the device."""
+    # By the step, so that dropout depends neither on evaluations nor on where a run resumed.
     seed = generator("step", seed, rank, step).initial_seed()
     devices.seed(device, seed)
     np.random.seed(seed % (1 << 32))

@@ -151,11 +151,9 @@ def _sums_by_batch(
 
 
 def _in_parts(sums: Sequence[Tensor], parts: int) -> Tensor:
-    """Return the totals of the consecutive ``parts`` into which batches fall: [parts, columns].
-
-    Each part is summed by itself, so that its bits do not depend on how many there are.
-    """
+    """Return the totals of the consecutive ``parts`` into which batches fall: [parts, columns]."""
     length = len(sums) // parts
+    # Each part is summed by itself, so that its bits do not depend on how many there are.
     totals = [torch.stack([*sums[at : at + length]]).sum(0) for at in range(0, len(sums), length)]
     return torch.stack(totals)
 

@@ -74,16 +74,13 @@ class CrossEntropy(nn.Module):
 
 
 def sum_and_weight(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of ``loss`` over the images, none at all included, and what divides it for the mean.
-
-    Of a user's loss only the mean over a batch is known.
-    """
+    """Return the sum of ``loss`` over the images, none at all included, and what divides it for the mean."""
     if isinstance(loss, CrossEntropy):
         return loss.total(logits, labels), loss.weight_of(labels)
     images = torch.tensor(float(len(labels)))
     if not len(labels):  # the mean over no image is not a number
         return images, images
-    return loss(logits, labels) * len(labels), images
+    return loss(logits, labels) * len(labels), images  # of a user's loss only the mean is known
 
 
 def rehearse_loss(
@@ -155,12 +152,10 @@ def given_weights(loss: Loss) -> list[float] | None:
 
 
 def class_counts(images: Batches, classes: int) -> Tensor:
-    """Return the number of images of each class: float64 [classes]. Collective.
-
-    A data set that does not have its labels in a list is read once, its images shared over the ranks.
-    """
+    """Return the number of images of each class: float64 [classes]. Collective."""
     if images.labels is not None:
         return images.labels.bincount(minlength=classes).double()
+    # Without a list of labels each image is read once, on one of the ranks.
     counts = torch.zeros(classes, dtype=torch.int64)
 
     def read() -> None:

@@ -189,11 +189,9 @@ def transport_name() -> str:
 
 
 def parameter_groups(model: nn.Module, optim: Optim, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return groups by weight decay (of biases and norms: ``optim.decay_all``), and as the class has them.
-
-    A class with a function ``groups`` of a model, as Muon's, makes its own, which are divided further.
-    """
+    """Return groups by weight decay (of biases and norms: ``optim.decay_all``), and as the class has them."""
     optimizer = find_target(optim._target_, "optim", torch.optim.Optimizer, allow)
+    # A class with a function `groups` of a model, as Muon's, makes its own, which are divided further.
     groups_of = getattr(optimizer, "groups", None)
     kinds = [{"params": [*model.parameters()]}] if groups_of is None else groups_of(model)
     groups = []

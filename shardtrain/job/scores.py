@@ -122,13 +122,11 @@ per_class.higher_is_better = True  # type: ignore[attr-defined]
 def mistakes_of(
     logits: Tensor, labels: Tensor, images: Batches, classes: Sequence[str]
 ) -> dict[str, Picture]:
-    """Return a picture of the worst mistakes, if any: images, each above its label, and the answer.
-
-    They are those whose label got the least probability, the worst first.
-    """
+    """Return a picture of the worst mistakes, if any: images, each above its label, and the answer."""
     names = [*classes, "other"]  # a model may have outputs for other classes
     answers = logits.argmax(1).clamp(max=len(classes))
     wrong = (answers != labels).nonzero()[:, 0]
+    # The worst is the one whose label got the least probability.
     order = logits.log_softmax(1)[wrong, labels[wrong]].argsort()
     worst = wrong[order[:MISTAKES]].tolist()
     captions = [f"{names[labels[image]]}\nas {names[answers[image]]}" for image in worst]

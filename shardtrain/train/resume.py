@@ -315,17 +315,14 @@ def _set_aside(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make ``directory``, and lock it against processes of all hosts. Raises UserError if that fails.
-
-    The lock belongs to this process alone (`lockf`, not `flock`): it ends with the process, even if a data
-    loader's workers outlive it for seconds.
-    """
+    """Make ``directory``, and lock it against processes of all hosts. Raises UserError if that fails."""
     path = directory / LOCK
     with writing("run.dir", directory):
         directory.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b", buffering=0)
     with file:
         try:
+            # Unlike a flock, it ends with this process, even if a data loader's workers outlive it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(

@@ -137,15 +137,13 @@ class Saver(Hook):
         return f"no better {train.best} in {train.patience} evaluations"
 
     def _evaluate_step(self, step: int) -> bool:
-        """Evaluate, and return whether the model is the best so far.
-
-        If a rank gets a signal meanwhile, the evaluation stays pending for the process that resumes.
-        """
+        """Evaluate, and return whether the model is the best so far."""
         self.pending_evaluation = True
         with self._metrics.paused():
             try:
                 evaluation = self._evaluate(self._job.val)
             except Stopped as stopped:
+                # The evaluation stays pending for the process that resumes.
                 self._evaluation_signal = stopped.number
                 return False
             tag = self._config.train.best

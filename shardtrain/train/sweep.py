@@ -124,15 +124,12 @@ def _with_first_value(override: Override) -> str:
 
 @contextlib.contextmanager
 def _hydra(config_dirs: Sequence[str], swept: Sequence[str] = ()) -> Iterator[Any]:
-    """Give a Hydra that has the keys of the ``swept`` words, and all groups, of which it has chosen nothing.
-
-    What it and its parser raise becomes a UserError.
-    """
+    """Yield a Hydra that has the keys of the ``swept`` words, and all groups, with nothing chosen of them."""
     random.seed(0)  # for shuffle(…), the same whenever the words are read
     configs = program_configs()
     folders = [configs.FOLDER, *(path_of("--config-dir", text).absolute() for text in config_dirs)]
     groups = configs.groups_in(folders)
-    with explained(groups):
+    with explained(groups):  # what Hydra and its parser raise becomes a UserError
         defaults: list[Any] = ["_self_"]
         defaults += [{group: None} for group in sorted(groups, key="recipe".__eq__)]  # it changes the others
         defaults += [{f"override hydra/{name}_logging": "none"} for name in ("hydra", "job")]
@@ -228,14 +225,12 @@ def quoted(path: Path) -> str:
 
 
 def job_name(number: int, overrides: Sequence[str]) -> str:
-    """Return the name of a job's folder, and of its run in TensorBoard: job 3 is ``3-width-32-lr-0.1``.
-
-    A path with `=` in it would need quotes as the value of a key.
-    """
+    """Return the name of a job's folder, and of its run in TensorBoard: job 3 is ``3-width-32-lr-0.1``."""
     parts = [str(number)]
     for override in overrides:
         key, _, value = override.partition("=")
         parts += [key.rpartition(".")[2], value]
+    # Without `=`, since a path with one would need quotes as the value of a key.
     parts = [re.sub(r"[^\w.+-]+", "_", part).strip("_+") for part in parts]
     return "-".join(parts)[:LONGEST_NAME]
 

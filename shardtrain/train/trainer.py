@@ -148,10 +148,8 @@ class Trainer(BaseTrainer):
         return job, config
 
     def _rehearse(self, job: Job, val: Pairs, best: str) -> None:
-        """Evaluate an item twice, to find mistakes early; UserError if no score is ``best``. Collective.
-
-        Of one item alone scores of a wrong shape have as many numbers as those of a right one.
-        """
+        """Evaluate an item twice, to find mistakes early; UserError if no score is ``best``. Collective."""
+        # Of one item alone scores of a wrong shape have as many numbers as those of a right one.
         inputs, targets = (part.to(job.device) for part in val[[0, 0]])
         batches = [data.Batch(inputs, targets, 2)] * len(table_rows(job.model))
         known = evaluate(job.model, batches, job.scoring).ranking()
@@ -163,15 +161,13 @@ class Trainer(BaseTrainer):
         return self
 
     def gradients(self, step: int, feed: Iterator[data.Batch], *, checked: bool = True) -> None:
-        """Compute the gradients of the mean over all targets of the step. Collective.
-
-        Micro-batches may have other weights, so each is first divided by its number of items.
-        """
+        """Compute the gradients of the mean over all targets of the step. Collective."""
         self._weights.clear()
         super().gradients(step, feed, checked=checked)
         mean = mean_of(self._weights, self.model)
         if not devices.is_accelerator(self.job.device) and not mean > 0:  # elsewhere the host would wait
             raise UserError(f"Trainer.loss: what divides the sum is {mean} in step {step}, expected > 0")
+        # Each micro-batch was divided by its number of items, not by its weight.
         factor = self.job.train.share.micro_batch / mean
         for param in self.model.parameters():
             if param.grad is not None:
