@@ -99,7 +99,8 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
 
 def head_of(model: nn.Module) -> str:
     """Return the name of the head: the last linear layer or convolution. Raises UserError without one."""
-    layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+    kinds = (nn.Linear, nn.Conv2d)
+    layers: list[str] = [name for name, part in model.named_modules() if isinstance(part, kinds)]
     if not layers:
         raise UserError("the model has no linear layer or convolution, so it is not known what its head is")
     return layers[-1]
