@@ -32,7 +32,7 @@ from shardtrain.engine.segment import ParamInfo, Segment, become
 from shardtrain.engine.unit import Unit, UnitOptions
 from shardtrain.engine.units import Choice, UnitChoice, infos_by_unit, joined, most_bytes, unit_modules
 from shardtrain.guardrails.attachment import Guardrails
-from shardtrain.guardrails.extents import require_apart
+from shardtrain.guardrails.refusals import require_apart
 from shardtrain.layout import Cut, Policy, cut_of
 from shardtrain.whole.dcp import StateDicts
 from shardtrain.whole.deferred import InitialValues

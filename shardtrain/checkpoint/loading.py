@@ -282,4 +282,4 @@ class _Reader:
         if not is_alike:
             # A copy, since a view would keep the whole alive.
             elements = part.of(elements.as_strided(spec.shape, stride)).clone()
-        return part.shown(elements).reshape(like.shape)  # a 0-dim tensor is shown with one dimension
+        return part.at_rest(elements).reshape(like.shape)  # a 0-dim tensor has one dimension at rest

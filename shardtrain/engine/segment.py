@@ -135,7 +135,7 @@ class ShardedParam:
                 f"parameter {self.name} or its gradient was given shape {tuple(whole.shape)} "
                 f"while it was whole, expected {self.part.shape}"
             )
-        return self.part.shown(self.part.of(whole))
+        return self.part.at_rest(self.part.of(whole))
 
     # In a step only these write ``.grad``. At a backward's end `set_grad` returns what it has put aside, and
     # `give_grad` adds the mean.

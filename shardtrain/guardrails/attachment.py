@@ -1,7 +1,7 @@
 """The moments of a step at which users' code is guarded, each with what notices or refuses there.
 
-at rest           what users have changed of parameters is adopted or refused; optimizers' failed steps end
-before forward    ranks compare which parameters are frozen, and which optimizers have stepped, with what
+at rest           users' changes of parameters are adopted or refused; optimizers' steps that raised are ended
+before forward    ranks compare which parameters are frozen, and by which options optimizers have stepped
 in forward        whole values and shards may not change
 in backward       there is no double backward, none inside `unsharded`, and no `torch.autograd.grad`
 an optimizer      may step if it is right on shards, or is looked at: see ``optimizers.py``
@@ -34,18 +34,15 @@ from shardtrain.whole.dcp import refuse_pickled
 
 
 class Guardrails(Attachment):
-    """The guards of a sharded model against changes, copies, wrappers and optimizers that would be wrong.
-
-    ``steps``: of optimizers and averages since the last forward.
-    """
+    """The guards of a sharded model against changes, copies, wrappers and optimizers that would be wrong."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._driver = engine.driver
         self.steps = Steps()
-        self.changes = Changes(engine.module, engine.units)
+        self.changes = Changes(engine)
         self.optimizers = Optimizers(engine, self.steps)
-        self._frozen = frozen(engine.units)  # the names of parameters, which ranks agree in
+        self._frozen = frozen(engine.members)  # as ranks have last agreed
 
     def attach(self) -> None:
         engine = self._engine
@@ -63,8 +60,6 @@ class Guardrails(Attachment):
                 engine.extend(module, Refusals)
             engine.bind(module, lent)
 
-    # moments
-
     def at_rest(self) -> None:
         """Adopt what users have changed since the last step.
 
@@ -72,7 +67,7 @@ class Guardrails(Attachment):
         """
         self.optimizers.end_steps()
         with torch_private.DisableTorchFunctionSubclass():
-            if self.changes.adopt(self._engine.require_reduced):
+            if self.changes.adopt():
                 self._engine.place()
             self.changes.refuse_attached()
             self.changes.refuse_meta()
@@ -114,10 +109,7 @@ class Guardrails(Attachment):
                 postpone(member.param)
 
     def after_backward(self, params: Sequence[nn.Parameter], missing: Sequence[str]) -> None:
-        """Call users' hooks. Raises ValueError for ``torch.autograd.grad``.
-
-        Autograd kept none of that backward's gradients: others are as they should be.
-        """
+        """Call users' hooks. Raises ValueError if ``torch.autograd.grad`` has returned gradients."""
         call_postponed(params)
         if missing:
             raise ValueError(
@@ -130,7 +122,7 @@ class Guardrails(Attachment):
         """Enter into the path which parameters are frozen, if users have changed that."""
         if self._driver.is_silent:
             return
-        names = frozen(self._engine.units)
+        names = frozen(self._engine.members)
         if names != self._frozen:
             self._frozen = names
             self._engine.channel.fence(TRAIN, trained_in_words(names))
@@ -143,7 +135,7 @@ class Guardrails(Attachment):
 
 @functools.cache
 def check_optimizers() -> None:
-    """Check every optimizer before it steps, once for all engines.
+    """Have every optimizer checked before it steps, by one hook for all engines.
 
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """

@@ -17,7 +17,7 @@ its weights into one buffer, ``.to(memory_format=torch.channels_last)`` into ano
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.engine.hooks import Engine
 from shardtrain.engine.segment import Segment, ShardedParam, address_of
 from shardtrain.engine.unit import Shown, Unit
 
@@ -44,39 +45,32 @@ class Noted(NamedTuple):
 
 
 class Changes:
-    """What the parameters of ``root`` showed, to compare with what they show. Only this class writes it."""
+    """What the parameters of one model showed, to compare with what they show. Only this class writes it."""
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
-        self._root = root
-        self._units = units
-        self._ignored = set(root.parameters()).difference(self._params())
-        self._below = _modules_below(root)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ignored = set(engine.module.parameters()).difference(m.param for m in engine.members)
+        self._below = _modules_below(engine.module)
         self._full: dict[Unit, Noted] = {}
         self._shards: dict[Unit, Noted] = {}
-
-    def _params(self) -> list[nn.Parameter]:
-        params = list[nn.Parameter]()
-        for unit in self._units:
-            params += [member.param for member in unit.members]
-        return params
 
     @property
     def known(self) -> set[nn.Parameter]:
         """The parameters that units have, and those that are ignored."""
-        return self._ignored.union(self._params())
+        return self._ignored.union(member.param for member in self._engine.members)
 
     # between steps
 
-    def adopt(self, require_reduced: Callable[[str], None]) -> bool:
+    def adopt(self) -> bool:
         """Adopt the local shards that users have replaced. Call it between steps only.
 
         Return whether one was converted, so that full vectors may lie on another device.
 
-        Raises ValueError if a local shard does not fit, or, by ``require_reduced``, if a unit takes another
-        dtype or device while gradients wait; then nothing of the unit is adopted.
+        Raises ValueError if a local shard does not fit, or if a unit takes another dtype or device while
+        gradients wait; then nothing of the unit is adopted.
         """
         converted = False
-        for unit in self._units:
+        for unit in self._engine.units:
             replaced = [segment for segment in unit.segments if _was_replaced(segment)]
             if not replaced or unit.shown is not Shown.SHARD:
                 continue
@@ -84,7 +78,7 @@ class Changes:
                 _refuse_resized(segment)
             locals_ = [shown_local(segment) for segment in replaced]
             if any(segment.converts(local) for segment, local in zip(replaced, locals_, strict=True)):
-                require_reduced("parameters were converted")
+                self._engine.require_reduced("parameters were converted")
                 converted = True
             unit.wake()
             for segment, local in zip(replaced, locals_, strict=True):
@@ -99,21 +93,21 @@ class Changes:
             for module, children, count in self._below
         ):
             return
+        root = self._engine.module
         known = self.known
-        if new := [name for name, param in self._root.named_parameters() if param not in known]:
+        if new := [name for name, param in root.named_parameters() if param not in known]:
             raise ValueError(
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "
                 "gradients. Attach them first, then shard"
             )
-        self._below = _modules_below(self._root)
+        self._below = _modules_below(root)
 
     def refuse_meta(self) -> None:
         """Raise ValueError if local shards have no values yet."""
         names = list[str]()
-        for unit in self._units:
-            for segment in unit.segments:
-                if segment.local.is_meta:
-                    names += [member.name for member in segment.members]
+        for segment in self._engine.segments:
+            if segment.local.is_meta:
+                names += [member.name for member in segment.members]
         if names:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(names)}; materialise the local shards "
@@ -183,12 +177,9 @@ class Changes:
             )
 
 
-def frozen(units: Sequence[Unit]) -> list[str]:
+def frozen(members: Iterable[ShardedParam]) -> list[str]:
     """Return the names of the parameters that require no gradient now."""
-    names = list[str]()
-    for unit in units:
-        names += [member.name for member in unit.members if not member.param.requires_grad]
-    return names
+    return [member.name for member in members if not member.param.requires_grad]
 
 
 def trained_in_words(names: Sequence[str]) -> str:
@@ -243,7 +234,7 @@ def shown_local(segment: Segment) -> torch.Tensor:
     local = first.param.new_zeros(segment.layout.length(segment.channel.rank))
     for member in segment.members:
         _check_like(member, first)
-        member.part.shown(member.part_of(local)).copy_(member.param.data)
+        member.part_of(local).copy_(member.param.data)
     return local
 
 
@@ -271,10 +262,7 @@ def _check_like(member: ShardedParam, first: ShardedParam) -> None:
 
 def _modules_below(root: nn.Module) -> Below:
     """Return all modules with their children and numbers of parameters, to notice what is attached."""
-    below = []
-    for module in root.modules():
-        below.append((module, tuple(module._modules.values()), len(module._parameters)))
-    return below
+    return [(module, tuple(module._modules.values()), len(module._parameters)) for module in root.modules()]
 
 
 def _noted(unit: Unit) -> Noted:

@@ -34,7 +34,6 @@ _METHODS = (
     "initialize_parameters",
     "init_params",
 )
-_INSIDE = "inside shardtrain.unsharded(model), with one seed on all ranks"
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -141,6 +140,6 @@ def _keep(member: ShardedParam) -> None:
     if _has_nan(part) and not _has_nan(member.local_view):
         raise ValueError(
             f"{member.name} was given NaN, perhaps computed from elements that other ranks hold: initialize "
-            f"it {_INSIDE}"
+            "it inside shardtrain.unsharded(model), with one seed on all ranks"
         )
     member.local_view.copy_(part)

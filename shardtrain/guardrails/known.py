@@ -39,5 +39,5 @@ def is_known(optimizer: torch.optim.Optimizer, whole: bool) -> bool:
         )
     if getattr(optimizer, _TRUSTED, False):
         return True
-    is_known = kind.__name__ in _ELEMENT_WISE or (whole and kind.__name__ in _BY_PARAMETER)
-    return is_known and f"{kind.__module__}.".startswith("torch.optim.")
+    is_listed = kind.__name__ in _ELEMENT_WISE or (whole and kind.__name__ in _BY_PARAMETER)
+    return is_listed and f"{kind.__module__}.".startswith("torch.optim.")

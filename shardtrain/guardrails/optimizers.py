@@ -111,10 +111,9 @@ class Optimizers:
             return False
         is_inside = optimizer in self._stepping  # a step of a base class, or one after a step that raised
         stepper.number += not is_inside
-        if is_new:
-            stepper.first = stepper.number
         stepper.known = is_known(optimizer, self._engine.segments[0].layout.whole)
         if is_new:
+            stepper.first = stepper.number
             self._adopt_state(optimizer)
             stepper.sizes = sizes
         self.end_step(optimizer)  # the last one may have raised
@@ -307,4 +306,4 @@ def _cut_state(member: ShardedParam, state: dict[str, Any]) -> None:
     if all(value.shape != part.local_shape for value in tensors.values()):
         for key, value in tensors.items():
             if key != "step" and value.shape == part.shape:
-                state[key] = part.shown(part.of(value).clone())
+                state[key] = part.at_rest(part.of(value).clone())

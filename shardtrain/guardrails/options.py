@@ -1,8 +1,7 @@
 """What ranks compare of steps of optimizers and averages: lines of class and options, held until a forward.
 
-Ranks whose learning rates differ would train one model by several rules. So each step posts what has changed
-since the step before, one line per option, and a digest of all. They are noted as
-an optimizer steps, and posted at the next forward.
+Ranks whose learning rates differ would train one model by several rules. So the first forward after a step
+posts the options that have changed since the step before, one line each, and a digest of all.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ _SHOWN = 60  # characters of a line that the guard's errors show
 
 
 class Steps:
-    """The steps of optimizers and averages since the last forward.
-
-    Numbers in options are compared bit by bit.
-    """
+    """The steps of optimizers and averages since the last forward. Numbers are compared bit by bit."""
 
     def __init__(self) -> None:
         self._lines: dict[str, None] = {}  # of this step's optimizers

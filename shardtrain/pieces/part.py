@@ -4,12 +4,11 @@ A parameter has an order of memory of its own (channels_last differs from contig
 forms::
 
     flattened   1-D, in the order of the parameter's memory: what is sent and what files hold
-    shown       in the shape that the parameter has at rest: what an optimizer and its state have
+    at rest     in the shape that the parameter has between steps: what an optimizer and its state have
 
 At rest a piece of n elements has as many dimensions as its parameter, (n, 1, 1, 1) for a filter. So groups
 chosen by ``p.ndim`` are the same before and after `shard`. A scalar's piece may be empty, so it has one
-dimension. The owner of a whole parameter shows it in its own shape. So "shown" is of a shard here; of a unit
-it means that the parameters are whole.
+dimension. The owner of a whole parameter shows it in its own shape.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Part:
 
     @cached_property
     def local_shape(self) -> Index:
-        """The shape in which the parameter shows the part between steps."""
+        """The shape at rest."""
         if self.whole and self.shape and self.numel == math.prod(self.shape):
             return self.shape
         return self.numel, *(1 for _ in self.shape[1:])
@@ -62,14 +61,8 @@ class Part:
         """Return this part of the whole ``tensor``: 1-D, a view if the tensor has the strides ``stride``."""
         return in_memory_order(tensor, self.stride)[self.start : self.stop]
 
-    def shown(self, piece: Tensor) -> Tensor:
-        """Return a view of ``piece`` (1-D) in the shape at rest."""
-        if self.local_shape == self.shape:
-            return piece.as_strided(self.shape, self.stride)
-        return piece.view(self.local_shape)
-
     def at_rest(self, memory: Tensor, offset: int = 0) -> Tensor:
-        """Return a view in the shape at rest of the part that begins at ``offset`` in dense ``memory``."""
+        """Return a view of this part in the shape at rest. It begins at ``offset`` in dense ``memory``."""
         return memory.as_strided(self.local_shape, self.local_stride, memory.storage_offset() + offset)
 
     def all_at_rest(self, whole: Tensor) -> Tensor:
@@ -79,7 +72,7 @@ class Part:
         )
 
     def flattened(self, piece: Tensor) -> Tensor:
-        """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""
+        """Undo `at_rest`: return ``piece`` as 1-D, a view if it lies in memory order."""
         return in_memory_order(piece, self.stride) if piece.shape == self.shape else piece.reshape(-1)
 
     def padded(self, piece: Tensor, padding: float) -> Tensor:
