@@ -36,15 +36,6 @@ from shardtrain.engine.segment import plain_name
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-OUTSIDE = (
-    "backward() outside of virtual_rank(), but each rank computes virtual ranks: run each of "
-    "introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
-)
-SECOND = (
-    "a second backward() in virtual_rank({}), whose first one may have reduced: add the losses and call "
-    "backward() once, or run all but the last backward() inside shardtrain.no_sync(model)"
-)
-
 
 @contextmanager
 def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, step: int = 0) -> Iterator[None]:
@@ -77,8 +68,6 @@ def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, ste
     """
     virtual = virtual_of(module, "virtual_rank()")
     driver = virtual.driver
-    if driver.schedule.accumulates:
-        raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
     if virtual.begin(number):
         driver.drop_backward()
     micro_batch, is_last = virtual.place(number)
@@ -210,9 +199,9 @@ class Virtual(Attachment):
     def begin(self, number: int) -> bool:
         """Begin ``number``'s micro-batch; return whether an abandoned step has left gradients to be dropped.
 
-        Raises ValueError unless it is the one that follows, or begins the step again.
+        Raises ValueError unless it is the one that follows, or begins the step again, and none is under way.
         """
-        if self._inside is not None:
+        if self._inside is not None or self.driver.schedule.accumulates:
             raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
         expected = self.following if self.again is None else self.again
         first = self.ranks.start if self.again is None else self.again
@@ -248,9 +237,16 @@ class Virtual(Attachment):
         Raises ValueError outside of a virtual rank, or if an earlier backward has reduced them.
         """
         if self._inside is None:
-            raise ValueError(OUTSIDE)
+            raise ValueError(
+                "backward() outside of virtual_rank(), but each rank computes virtual ranks: run each of "
+                "introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
+            )
         if self._reduced:
-            raise ValueError(SECOND.format(self._inside))
+            raise ValueError(
+                f"a second backward() in virtual_rank({self._inside}), whose first one may have reduced: add "
+                "the losses and call backward() once, or run all but the last backward() inside "
+                "shardtrain.no_sync(model)"
+            )
         self._reduced = not self._waits
 
     @contextmanager

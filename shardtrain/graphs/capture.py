@@ -32,12 +32,6 @@ from shardtrain.graphs.uncapturable import kind_of, refusal, watched
 Step = Callable[..., Any]
 _log = logging.getLogger("shardtrain")
 
-# Why a step was not replayed.
-WARM_UP = "to warm up"
-CHANGED = "after a change"
-OTHERS = "with other inputs"
-FAILED = "since it cannot be captured"
-
 _TOLD = 10  # the call that says why none was replayed
 
 
@@ -93,7 +87,7 @@ def capture(
 class Captured:
     """A training step that is run, recorded and replayed. See `capture`.
 
-    ``replayed``: how many calls replayed it. ``eager``: how many ran it as it is, by the reason.
+    ``replayed``: how many calls replayed it. ``eager``: how many ran it as it is, by why they did not replay.
     """
 
     def __init__(
@@ -126,7 +120,7 @@ class Captured:
         engine.require_reduced("a captured step")
         self._rates.hold()
         if self._failed:
-            return self._run(inputs, FAILED)
+            return self._run(inputs, "since it cannot be captured")
         kind = kind_of(inputs, engine.driver.device)
         grads = gradients(engine.module.parameters() if self._graph is None else self._graph.params.values())
         self._notice_changes(grads)
@@ -135,7 +129,7 @@ class Captured:
         if self._graph is None:
             return self._run_watched(kind, inputs)
         if kind != self._kind:
-            return self._run(inputs, OTHERS)
+            return self._run(inputs, "with other inputs")
         self._graph.replay(engine, inputs, grads)
         self.replayed += 1
         return torch_private.tree_map(copied, self._graph.outputs)
@@ -182,7 +176,7 @@ class Captured:
 
     def _run_watched(self, kind: Any, inputs: Any) -> Any:
         """Run the step where it will be recorded, and see what it does that a graph cannot hold."""
-        reason = WARM_UP if self._kind is None else CHANGED
+        reason = "to warm up" if self._kind is None else "after a change"
         with watched(self._engine, self._optimizer) as reasons:
             result = self._recorder.warm_up(partial(self._run, inputs, reason))
         self._reason = next(iter(reasons), self._reason)

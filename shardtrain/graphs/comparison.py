@@ -2,8 +2,8 @@
 
 Compared is what is cheap, and what would have a replay use memory that is no longer the model's: modules,
 their modes, parameters and buffers; ``requires_grad``, and where parameters lie; options of units; groups of
-the optimizer, and its state. Objects are compared by ``is``: the notes hold them, so that nothing else can be
-in their place. Hooks, attributes of modules, globals and switches of torch are not seen.
+the optimizer, and its state. Objects are compared by ``is``: `Fixed` holds them, so that nothing else can be
+in their place.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def _parts_of(module: nn.Module) -> list[dict[str, Any]]:
 class Rates:
     """Learning rates of ``optimizer`` in ``tensors`` of fp32 on ``device``, one for each group.
 
-    A graph would repeat a number for ever. A schedule of torch writes into a rate that is a tensor. What
-    users set instead is copied into it.
+    A graph would repeat a number for ever. A schedule of torch writes into a rate that is a tensor.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -107,7 +106,7 @@ class Rates:
         self.tensors = list[Tensor]()
 
     def hold(self) -> None:
-        """Copy rates that are not in their tensors into these. The host does not wait."""
+        """Copy each rate that is a number, or another tensor, into its own. The host does not wait."""
         for number, group in enumerate(self._optimizer.param_groups):
             rate = group["lr"]
             if number == len(self.tensors):

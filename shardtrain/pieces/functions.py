@@ -99,9 +99,8 @@ _READING = {"__getitem__", "masked_select"}
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in OPERATORS.split())}
 _OVERWRITING = {"copy_", "fill_", "zero_"}
 _SELECTING = {*_READING, "__setitem__", "index_put", "index_put_"}
-# Views that add or take a dimension of two numbers per element; others keep a piece's shape, or are flat.
-_VIEWS_OF_NUMBERS = {"view_as_real", "view_as_complex"}
-_RESHAPING = frozenset(VIEWS.split()) - _VIEWS_OF_NUMBERS
+# All views but those that add or take a dimension of two numbers per element.
+_RESHAPING = frozenset(VIEWS.split()) - {"view_as_real", "view_as_complex"}
 # Results are plain tensors, unless a piece is their value.
 UNMARKED = {*NEW.split()}
 # Norms, which ranks add up, and what leaves a norm what it is.
@@ -179,11 +178,6 @@ def is_collective(func: Any) -> bool:
     """Return whether ``func`` is one of ``torch.distributed``, or an operator behind one."""
     module = str(getattr(func, "__module__", ""))
     return module.startswith(("torch.distributed", "torch._ops._c10d", "torch._ops.c10d"))
-
-
-def reads_memory(func: Any) -> bool:
-    """Return whether ``func`` tells where a tensor's elements lie, to read them."""
-    return func.__name__ in MEMORY
 
 
 def _plain_name(name: str) -> str:

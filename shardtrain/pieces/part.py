@@ -67,9 +67,7 @@ class Part:
 
     def all_at_rest(self, whole: Tensor) -> Tensor:
         """Return ``whole``, all of which is this part, in the shape at rest: itself, or a view of it."""
-        return (
-            whole if self.local_shape == self.shape else whole.as_strided(self.local_shape, self.local_stride)
-        )
+        return whole if self.local_shape == self.shape else self.at_rest(whole)
 
     def flattened(self, piece: Tensor) -> Tensor:
         """Undo `at_rest`: return ``piece`` as 1-D, a view if it lies in memory order."""

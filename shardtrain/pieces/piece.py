@@ -17,8 +17,6 @@ Any other use of a piece's norm is refused, unless each gradient has one owner (
 function of it is right. Results are pieces, too: they must not be mixed with those of other gradients, nor
 leave as a number of Python, since ranks without the gradient do not have it. In an optimizer's step one may
 decide something (``if norm > 0``), as long as that can concern its own parameter alone (`OptimizerStep`).
-
-``full_tensor()`` of a piece, or of a norm, is that of the whole on each rank, as that of a DTensor.
 """
 
 from __future__ import annotations
@@ -42,6 +40,7 @@ from shardtrain.comm.norms import Intervals, interval_norms, local_norms, over_a
 from shardtrain.pieces.functions import (
     COUNTS,
     DRAWING,
+    MEMORY,
     NORMS,
     SAME_NORMS,
     UNMARKED,
@@ -53,7 +52,6 @@ from shardtrain.pieces.functions import (
     is_element_wise,
     name_of,
     overwrites,
-    reads_memory,
     reshapes,
     tells_sizes,
 )
@@ -186,11 +184,7 @@ def plain(value: Any) -> Any:
 
 
 class Piece(Tensor):
-    """This rank's piece of a tensor, possibly empty: the memory of the tensor ``plain``, which computes.
-
-    Results of arithmetic are pieces, too. What combines elements (sums, means, dot products) is refused,
-    since other ranks have the rest.
-    """
+    """This rank's piece of a tensor, possibly empty: the memory of the tensor ``plain``, which computes."""
 
     number = "a number"  # in messages
     plain: Tensor
@@ -403,10 +397,7 @@ class TotalNorm(Tensor):
 
 
 def _as_pieces(value: Any) -> Any:
-    """Return ``value`` with each norm in it as a `Piece`, a number that belongs to one gradient.
-
-    ``value``: a tensor, or a list or tuple of them.
-    """
+    """Return ``value``, lists included, with each norm in it as a `Piece`: a number of one gradient."""
     if isinstance(value, PieceNorm):
         return Piece.on(value.plain, value.owners)
     return type(value)(map(_as_pieces, value)) if type(value) in (list, tuple) else value
@@ -602,7 +593,7 @@ def _of_an_owner(func: Any, result: Any, args: Sequence[Any]) -> Any:
     step = _first(Piece, args).owners.step
     if step is not None:
         _touch(step, func, result, args)
-    tells = describes(func) or tells_sizes(func) or reads_memory(func)
+    tells = describes(func) or tells_sizes(func) or func.__name__ in MEMORY
     if func.__name__ in UNMARKED or (tells and not isinstance(result, Tensor)):
         return result
     pieces = _pieces(args)
