@@ -42,7 +42,6 @@ from shardtrain.whole.introspection import introspect
 _BLOCK = 1 << 16
 _FACTOR = 0x5851F42D4C957F2D  # odd, so that no difference is lost in a product
 
-
 CAUSES = (
     "usual causes are state that forward keeps outside of buffers (a counter in Python, a tensor attribute "
     "that is no buffer, a generator of its own, np.random, a second model in training mode), parameters "
@@ -196,7 +195,7 @@ def replay(
     with changes_elsewhere(module), recording(module, digest) as record:
         first = compute(ranks.start)
     own_lines = _lines(virtual, record, first)
-    recompute = partial(_again, engine, virtual, compute, leaves=_leaves_of(engine, first))
+    recompute = partial(_again, engine, compute, _leaves_of(engine, first))
     losses = [first, *(compute(number) for number in ranks[1:])]
     state = devices.random_state(engine.driver.device)
     distance = 1 if neighbour else 0  # from the rank that checks to the one that is checked
@@ -231,18 +230,12 @@ def _compared(
     return None
 
 
-def _again(
-    engine: Engine,
-    virtual: Virtual,
-    compute: Callable[[int], Tensor],
-    number: int,
-    *,
-    leaves: Iterable[Tensor],
-) -> str:
+def _again(engine: Engine, compute: Callable[[int], Tensor], leaves: Iterable[Tensor], number: int) -> str:
     """Compute virtual rank ``number`` of this step again, and return its `_lines`.
 
     Gradients of parameters and of other ``leaves``, and buffers, are then as before.
     """
+    virtual = engine.attached(Virtual)
     members = [member.param for member in engine.members]
     gradients = [(leaf, leaf.grad) for leaf in dict.fromkeys([*members, *leaves])]
     for leaf, _ in gradients:
@@ -259,10 +252,9 @@ def _again(
 
 
 def _leaves_of(engine: Engine, loss: Tensor) -> list[Tensor]:
-    """Return what besides the sharded parameters may have a gradient of ``loss``, which has its graph.
+    """Return what besides the sharded parameters may have a gradient of ``loss``, such as its graph's leaves.
 
-    These are the module's ignored parameters, those of optimizers that have stepped the module, and the
-    leaves of the graph. Raises ValueError for a loss without one.
+    Raises ValueError for a loss without a graph.
     """
     if loss.grad_fn is None:
         raise ValueError(

@@ -106,11 +106,8 @@ def check_sums(
             f"virtual_ranks={count} on {world} ranks: expected powers of two, and at least one virtual rank "
             "per rank"
         )
-    narrow = [
-        name
-        for name, p in module.named_parameters()
-        if p not in ignored and p.requires_grad and p.itemsize < 4
-    ]
+    sharded = [(name, p) for name, p in module.named_parameters() if p not in ignored]
+    narrow = [name for name, p in sharded if p.requires_grad and p.itemsize < 4]
     if narrow:
         raise ValueError(
             f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in "
@@ -193,8 +190,6 @@ class Virtual(Attachment):
         self._before: Slots = {}  # buffers before this step
         self._aside: Slots = {}  # buffers before a replay
         self._after: list[dict[str, Tensor]] = []  # `left` of each virtual rank of this step that has run
-
-    # a micro-batch
 
     def begin(self, number: int) -> bool:
         """Begin ``number``'s micro-batch; return whether an abandoned step has left gradients to be dropped.
@@ -304,8 +299,6 @@ class Virtual(Attachment):
                 f"virtual_rank({without}) had no backward() outside of no_sync(), but others had one: each "
                 "needs one, if only of a loss times 0.0"
             )
-
-    # buffers
 
     @torch.no_grad()
     def _changed(self, slots: Slots) -> list[str]:

@@ -165,8 +165,6 @@ class Captured:
         change = self._fixed.change() if self._fixed is not None else ""
         return change or (self._graph.changed_gradient(grads) if self._graph is not None else "")
 
-    # steps as they are
-
     def _run(self, inputs: Any, reason: str) -> Any:
         self.eager[reason] += 1
         calls = self.eager.total()
@@ -184,8 +182,6 @@ class Captured:
         if self._kind is None:
             self._seen[str(kind)] += 1
         return result
-
-    # recording
 
     def _is_ready(self, kind: Any) -> bool:
         """Return whether to record this call. Collective in the calls after warm-up until one records.

@@ -86,7 +86,6 @@ class Fixed:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """Return whether these are one object, or equal numbers."""
     return now is before or (isinstance(now, _PLAIN) and isinstance(before, _PLAIN) and now == before)
 
 

@@ -181,16 +181,13 @@ def gradients(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
 
 
 def set_gradients(params: Iterable[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-    """Give each of ``params`` its gradient."""
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a tensor, and any other value as it is."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def detached(values: Any) -> Any:
-    """Return ``values`` with tensors that need no gradient."""
     return torch_private.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, values)

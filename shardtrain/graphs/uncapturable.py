@@ -55,7 +55,6 @@ def refusal(engine: Engine, optimizer: Optimizer, recorder: devices.Recorder | N
 
 
 def _refusal_of(optimizer: Optimizer) -> str | None:
-    """Return why steps of ``optimizer`` cannot be captured, or None."""
     name = type(optimizer).__name__
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     for group in optimizer.param_groups:
@@ -153,7 +152,6 @@ class Operations(torch_private.TorchDispatchMode):  # type: ignore[misc]
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    """Return the tensors in containers of torch's."""
     return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 

@@ -39,8 +39,8 @@ class Uncopied(Addition):
 UNCOPIED = {name: getattr(Uncopied, name) for name in ("__deepcopy__", "__reduce_ex__")}
 
 
-class Unwrapped(Addition):
-    """A module that refuses to be inside of torch's data parallel wrappers."""
+class Refusals(Uncopied):
+    """A module whose calls gather a unit: it also refuses to be inside of torch's data parallel wrappers."""
 
     def named_modules(self, *args: Any, **options: Any) -> Any:
         """Yield modules. Raises ValueError if torch's data parallel wrappers ask for them.
@@ -63,10 +63,6 @@ class Unwrapped(Addition):
                 "doing so"
             )
         return super().named_modules(*args, **options)
-
-
-class Refusals(Unwrapped, Uncopied):
-    """A module whose calls gather a unit."""
 
 
 def require_apart(module: nn.Module, left_alone: set[nn.Parameter]) -> None:

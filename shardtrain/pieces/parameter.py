@@ -12,8 +12,7 @@ that forward means. Then all is refused but what tells neither (`PASSING`)::
         return self.head(x) * self.blocks[1].weight.abs().mean()     refused
 
 ``engine/unit.py`` alone gives and takes the class. It takes it away where the engine or an optimizer works on
-shards (in backward, in an optimizer's step), so that no hot loop asks Python. Giving an object another class
-costs 0.1 µs.
+shards (in backward, in an optimizer's step), so that no hot loop asks Python.
 """
 
 from __future__ import annotations
@@ -146,9 +145,8 @@ class PieceParameter(nn.Parameter):
         use = _name_of_use(func)
         if use in PASSING and not (use in MEMORY and _is_stepped(args[0])):
             return _unasked(func, (), args, kwargs)
-        shown = [
-            leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, PieceParameter)
-        ]
+        leaves = torch_private.tree_leaves((args, kwargs))
+        shown = [leaf for leaf in leaves if isinstance(leaf, PieceParameter)]
         for param in shown:
             shards = param.shards()
             if shards is not None and shards.in_forward:

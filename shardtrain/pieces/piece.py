@@ -70,13 +70,14 @@ _NAMES_OF_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_siz
 
 
 class Owners(NamedTuple):
-    """The ranks that share gradients (``whole``: each has one owner), and the norms' device.
+    """Which part of what a piece is, and the ranks that have the rest.
 
-    ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
-    meets, each with its slice of the piece. ``elements``: what tells which elements a piece has: pieces with
-    equal ones correspond, element by element. ``selected``: by a mask, so that their number is a result, too.
-    ``part``: of the whole tensor, where a piece is one. ``subject``: what the pieces are of, in messages.
-    ``waits``: under ``no_sync``, to be reduced: other ranks' gradients are not in it.
+    ``device``: of norms. ``whole``: each tensor has one owner. ``virtual``: the number of virtual ranks.
+    ``parts``: the virtual ranks whose intervals the piece meets, each with its slice of the piece.
+    ``elements``: what tells which elements a piece has: pieces with equal ones correspond, element by
+    element. ``selected``: by a mask, so that their number is a result, too. ``part``: of the whole tensor,
+    where a piece is one. ``subject``: what the piece is of, in messages. ``waits``: under ``no_sync``: other
+    ranks' gradients are not in it yet.
     """
 
     channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
@@ -192,19 +193,19 @@ class Piece(Tensor):
 
     @classmethod
     def on(cls: type[P], plain: Tensor, owners: Owners) -> P:
-        mark: P = plain.as_subclass(cls)
-        mark.plain = plain
-        mark.owners = owners
-        return mark
+        piece: P = plain.as_subclass(cls)
+        piece.plain = plain
+        piece.owners = owners
+        return piece
 
     @classmethod
     def become(cls, tensor: Tensor, owners: Owners) -> None:
-        """Make the plain ``tensor`` a mark: the same object, of this class from now on."""
+        """Make the plain ``tensor`` a piece: the same object, of this class from now on."""
         memory = tensor.as_subclass(Tensor)
-        mark: Any = tensor
-        mark.__class__ = cls
-        mark.plain = memory
-        mark.owners = owners
+        piece: Any = tensor
+        piece.__class__ = cls
+        piece.plain = memory
+        piece.owners = owners
 
     def as_subclass(self, cls: type[Any]) -> Any:
         return self.plain.as_subclass(cls)  # torch's does not ask
@@ -573,9 +574,8 @@ def _element_by_element(func: Any, result: Any, args: Sequence[Any]) -> Any:
         return _marked_by_position(result, args[0], pieces[0])
     owners = pieces[0].owners
     if isinstance(args[0], list | tuple):  # joined
-        owners = owners._replace(
-            elements=tuple([piece.owners.elements for piece in pieces]), parts=(), part=None
-        )
+        elements = tuple([piece.owners.elements for piece in pieces])
+        owners = owners._replace(elements=elements, parts=(), part=None)
     elif changes_no_shape(func) and isinstance(result, Tensor) and _sizes(result) != _sizes(pieces[0].plain):
         _refuse(func, owners, f"{owners.subject} and a tensor of another shape")
     elif reshapes(func) and isinstance(result, Tensor) and not _is_reshaped(result, pieces[0].plain):

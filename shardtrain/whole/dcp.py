@@ -113,9 +113,9 @@ class LocalState(dict[Any, Any]):
     state says which part it is of, since pieces of two ranks may have one shape.
     """
 
-    def __init__(self, state: Mapping[Any, Any], parts: Mapping[Any, Part]) -> None:
+    def __init__(self, state: Mapping[Any, Any]) -> None:
         super().__init__(state)
-        self.parts = parts
+        self.parts: dict[Any, Part] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: OrderedDict[Any, Any] = OrderedDict()  # which `torch.load` reads with weights_only
@@ -133,16 +133,19 @@ def _describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedP
     members = WeakSet(members)  # so that the optimizer does not keep the model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        described = _changed(_as_piece, members, optimizer, saved)
-        parts = {key: member.part for key, member in _members_of(members, optimizer, saved)}
-        return {**described, "state": LocalState(described["state"], parts)}
+        state = LocalState(saved["state"])
+        for key, member in _members_of(members, optimizer, saved):
+            state[key] = _changed(_as_piece, member, state[key])
+            state.parts[key] = member.part
+        return {**saved, "state": state}
 
     def take(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         state = dict(saved["state"])
         for key, member in _members_of(members, optimizer, saved):
-            state[key] = dict(state[key])  # what the user has keeps its entry
-            require_own(member.part, state[key])
-        return _changed(_as_tensor, members, optimizer, {**saved, "state": state})
+            own = dict(state[key])  # what the user has keeps its entry
+            require_own(member.part, own)
+            state[key] = _changed(_as_tensor, member, own)
+        return {**saved, "state": state}
 
     optimizer.register_state_dict_post_hook(give)
     optimizer.register_load_state_dict_pre_hook(take)
@@ -184,26 +187,15 @@ def _members_of(
     known = {member.param: member for member in members}
     keys = [*chain.from_iterable(group["params"] for group in saved["param_groups"])]
     params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
-    described = []
-    for key, param in zip(keys, params, strict=False):  # torch compares the groups itself
-        if key in saved["state"] and param in known:
-            described.append((key, known[param]))
-    return described
+    pairs = zip(keys, params, strict=False)  # torch compares the groups itself
+    return [(key, known[param]) for key, param in pairs if key in saved["state"] and param in known]
 
 
 def _changed(
-    change: Callable[[Tensor, ShardedParam], Tensor],
-    members: Iterable[ShardedParam],
-    optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
+    change: Callable[[Tensor, ShardedParam], Tensor], member: ShardedParam, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state dict ``saved`` with ``change`` applied to each tensor of sharded parameters' state."""
-    state = dict(saved["state"])
-    for key, member in _members_of(members, optimizer, saved):
-        items = state[key].items()
-        tensors = {k: change(v, member) for k, v in items if isinstance(v, Tensor)}
-        state[key] = {**state[key], **tensors}
-    return {**saved, "state": state}
+    """Return the optimizer's ``state`` of ``member`` with ``change`` applied to each tensor."""
+    return {k: change(v, member) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _piece(value: Tensor, member: ShardedParam) -> Piece:
@@ -220,9 +212,7 @@ def _as_piece(value: Tensor, member: ShardedParam) -> Tensor:
     part = member.part
     if value.ndim == 0:  # a step count, which may differ on a rank that has no elements
         count = Part(part.name, (), (), 0, int(part.numel > 0 or 0 in part.shape))
-        piece = _piece(value, member)
-        piece.owners = piece.owners._replace(part=count)
-        return piece
+        return Piece.on(value, _piece(value, member).owners._replace(part=count))
     return _piece(value, member) if value.shape == part.local_shape else value
 
 

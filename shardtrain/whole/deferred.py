@@ -6,8 +6,6 @@
     shard(model)      for each unit: rank 0 broadcasts its values, and each rank keeps its interval of them
 
 No device holds more than its shards and one full unit. Rank 0's host memory holds one whole model.
-
-`InitialValues` says where `shard` places each tensor of any model, and which ones are deferred.
 """
 
 from __future__ import annotations
