@@ -9,8 +9,7 @@ the first virtual rank of the rank after it. Four ranks, V = 8::
 
 Every bit of units' outputs, of the loss, of local gradients and of changed buffers enters a digest, in the
 order of computation. If the digests of a micro-batch differ, all ranks compute it once more, and the largest
-group that agrees is right. A replay on the same rank, as on a single one, finds faults that come and go, and
-state that forward keeps outside of buffers; a faulty unit errs alike each time.
+group that agrees is right. A single rank replays its own, and finds faults that come and go.
 
 Sums between ranks come after what is compared. A device that adds up wrong there is not found.
 """

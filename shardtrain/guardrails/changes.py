@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -121,28 +120,23 @@ class Changes:
         noted = self._full if unit.shown is Shown.FULL else self._shards
         noted[unit] = _noted(unit)
 
-    def move(self, unit: Unit, move: Callable[[], None]) -> None:
-        """Call ``move``, which moves full parameters of ``unit`` and changes none, and note where they lie.
-
-        So the host need not wait for an accelerator to compare their values.
-        """
-        changed = _differing(unit, self._full)
-        move()
-        if unit.shown is Shown.FULL:
-            addresses = self._full[unit].addresses
-            for index, member in enumerate(unit.members):
-                if member not in changed:
-                    addresses[index] = member.param.data_ptr()
-
     def flattens(self, unit: Unit) -> Callable[[nn.RNNBase], None]:
         """Return what lets a recurrent network move its weights into one buffer while they are whole.
 
-        At rest they are local shards, which stay where they are. cuDNN would take them for whole weights.
+        It notes where they lie then, so that the host need not wait for an accelerator to compare values. At
+        rest they are local shards, which stay where they are. cuDNN would take them for whole weights.
         """
 
         def flatten_parameters(module: nn.RNNBase) -> None:
-            if unit.shown is not Shown.SHARD:
-                self.move(unit, partial(type(module).flatten_parameters, module))
+            if unit.shown is Shown.SHARD:
+                return
+            changed = _differing(unit, self._full)
+            type(module).flatten_parameters(module)
+            if unit.shown is Shown.FULL:
+                addresses = self._full[unit].addresses
+                for index, member in enumerate(unit.members):
+                    if member not in changed:
+                        addresses[index] = member.param.data_ptr()
 
         return flatten_parameters
 

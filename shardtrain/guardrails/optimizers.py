@@ -4,11 +4,11 @@ An optimizer must give each element of a local shard the value that it gives it 
 and Adam treat every element by itself. One that looks at a parameter's shape (Muon, Shampoo) or norm (LARS,
 LAMB) would silently compute something else, unless parameters are whole, and one that looks at all parameters
 together (LBFGS) always would. A name tells that of torch's own. Their steps see plain tensors, as they do
-without sharding. So do those of others, but for the first `_LOOKS` steps, with parameters new to them again,
-each `_EVERY`-th one, and those of round numbers. These are made on pieces: parameters, gradients, and state
-of the parameter's shape. They compute the same, in Python, and refuse by name what is not right on pieces.
-What such a step makes, and keeps elsewhere than in its state, stays a piece for ever. So does an optimizer
-that has asked for a norm of all parameters, which ranks add up on pieces alone.
+without sharding. So do the steps of others, but for the first `_LOOKS`, also after parameters are added, each
+`_EVERY`-th, and those of round numbers. In these, parameters, gradients, and state of the parameter's shape
+are pieces, which compute the same, in Python, and refuse by name what is not right on them. What such a step
+keeps elsewhere than in its state stays a piece. Once an optimizer has asked for a norm of all parameters,
+each of its steps is made on pieces: ranks add up norms of these alone.
 """
 
 from __future__ import annotations
