@@ -55,7 +55,8 @@ class Guardrails(Attachment):
                     methods[module].update(UNCOPIED)
                 if isinstance(module, nn.RNNBase):
                     methods[module]["flatten_parameters"] = self.changes.flattens(unit)
-        for module, lent in methods.items():  # none to modules without sharded parameters
+        # Modules without sharded parameters are lent none.
+        for module, lent in methods.items():
             if is_entrance(module):
                 engine.extend(module, Refusals)
             engine.bind(module, lent)

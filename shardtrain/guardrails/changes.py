@@ -28,8 +28,6 @@ from shardtrain.engine.hooks import Engine
 from shardtrain.engine.segment import Segment, ShardedParam, address_of
 from shardtrain.engine.unit import Shown, Unit
 
-Below = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
-
 _version = attrgetter("_version")
 
 
@@ -254,7 +252,7 @@ def _check_like(member: ShardedParam, first: ShardedParam) -> None:
         )
 
 
-def _modules_below(root: nn.Module) -> Below:
+def _modules_below(root: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
     """Return all modules with their children and numbers of parameters, to notice what is attached."""
     return [(module, tuple(module._modules.values()), len(module._parameters)) for module in root.modules()]
 

@@ -79,7 +79,7 @@ class Optimizers:
     def __init__(self, engine: Engine, steps: Steps) -> None:
         self._engine = engine
         self._driver = engine.driver
-        self._noted = steps
+        self._steps = steps
         self._members = engine.members
         self._hooked = engine.hooked
         self._steppers: weakref.WeakKeyDictionary[Any, Stepper] = weakref.WeakKeyDictionary()
@@ -130,7 +130,7 @@ class Optimizers:
             return False
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         if skips is None or skips.device.type != "cpu" or not skips.item():
-            self._noted.note(optimizer)
+            self._steps.note(optimizer)
         return is_new
 
     def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:

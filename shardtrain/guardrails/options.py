@@ -15,7 +15,7 @@ import torch
 
 _NOT_COMPARED = ("params", "param_names")
 _PLAIN = (bool, int, float, complex, str, type(None))
-_SHOWN = 60  # characters of a line that the guard's errors show
+_LONGEST = 60  # characters of a line that the guard's errors show
 
 
 class Steps:
@@ -73,4 +73,4 @@ def _text(value: Any) -> str:
 
 def _shortened(line: str) -> str:
     """Return ``line``, or its beginning after a digest of all of it."""
-    return line if len(line) <= _SHOWN else f"{zlib.crc32(line.encode()):08x} {line[: _SHOWN - 12]} ..."
+    return line if len(line) <= _LONGEST else f"{zlib.crc32(line.encode()):08x} {line[: _LONGEST - 12]} ..."

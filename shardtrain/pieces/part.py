@@ -1,7 +1,6 @@
-"""Describe which elements of a tensor a rank holds, and convert between the two forms of them.
+"""Which elements of a tensor a rank holds, and the two forms that they have.
 
-A parameter has an order of memory of its own (channels_last differs from contiguous), so a part of it has two
-forms::
+A parameter has an order of memory of its own (channels_last differs from contiguous), so there are two::
 
     flattened   1-D, in the order of the parameter's memory: what is sent and what files hold
     at rest     in the shape that the parameter has between steps: what an optimizer and its state have

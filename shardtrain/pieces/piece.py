@@ -472,12 +472,9 @@ def _total(norms: Tensor, order: float, channel: Channel, owners: Owners) -> Ten
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
     """Return the first tensor of ``kind`` in ``args``, lists included."""
-    for arg in args:
-        if isinstance(arg, kind):
-            return arg
-        for item in arg if isinstance(arg, list | tuple) else ():
-            if isinstance(item, kind):
-                return item
+    for leaf in _leaves(args):
+        if isinstance(leaf, kind):
+            return leaf
     raise AssertionError(f"no {kind.__name__}")
 
 

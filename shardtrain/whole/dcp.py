@@ -199,9 +199,9 @@ def _changed(
 
 
 def _piece(value: Tensor, member: ShardedParam) -> Piece:
-    """Return ``value``, the part of ``member`` in its shape at rest, as a piece of which ranks have others.
+    """Return ``value``, the part of ``member`` in its shape at rest, as a piece.
 
-    So it is on a single rank, and where another one has none: what stores tensors must ask.
+    On a single rank, and where a rank has all of it, too: what stores tensors must ask its class.
     """
     return Piece.on(value, member.owners._replace(whole=False, subject=member.name))
 
