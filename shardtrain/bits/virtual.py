@@ -135,17 +135,13 @@ def require_deterministic_kernels(places: Iterable[torch.device]) -> None:
 
 
 class Slot(NamedTuple):
-    """What was registered as a buffer ``name`` of ``module``, and a copy of its value.
-
-    ``value``: None where there was no tensor, or one without values. ``is_statistic``: whether it is one of
-    BatchNorm's. These are not compared: almost every forward changes them.
-    """
+    """What was registered as a buffer ``name`` of ``module``, and a copy of its value."""
 
     module: nn.Module
     name: str
     tensor: Tensor | None
-    value: Tensor | None
-    is_statistic: bool
+    value: Tensor | None  # None where there was no tensor, or one without values
+    is_statistic: bool  # one of BatchNorm's, which are not compared: almost every forward changes them
 
     @property
     def now(self) -> Tensor | None:

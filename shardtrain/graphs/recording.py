@@ -38,21 +38,17 @@ class Counts:
 
 
 class Recording(NamedTuple):
-    """A recorded step.
+    """A recorded step."""
 
-    ``inputs``, ``outputs``: what it reads and writes. ``before``, ``left``: gradients of ``params`` before
-    the step, and after it. ``name``: of the replay in the path. ``held``: memory from before the recording.
-    """
-
-    inputs: Any
-    outputs: Any
+    inputs: Any  # what it reads
+    outputs: Any  # what it writes
     launch: Callable[[], None]
     params: dict[str, nn.Parameter]
-    before: list[Tensor | None]
-    left: list[Tensor | None]
+    before: list[Tensor | None]  # gradients of `params` before the step
+    left: list[Tensor | None]  # gradients of `params` after the step
     counts: Counts
-    name: str
-    held: Sequence[torch.UntypedStorage]
+    name: str  # of the replay in the path
+    held: Sequence[torch.UntypedStorage]  # memory from before the recording
 
     def changed_gradient(self, grads: Sequence[Tensor | None]) -> str:
         """Return in words which of ``grads`` is there, or is not, unlike when recorded; "" if none."""

@@ -39,20 +39,15 @@ Plain = list[tuple[ShardedParam, Piece]]  # parameters whose gradient is plain
 
 @dataclass
 class Stepper:
-    """What is known of an optimizer.
+    """What is known of an optimizer."""
 
-    ``sizes``: of its groups when it was checked. ``steps``: whether it steps this model. ``known``: whether
-    it is right on pieces. ``number``: of its latest step. ``first``: of that with parameters new to it.
-    ``looked``: of its latest one on pieces. ``sums``: whether it has asked for a sum over ranks.
-    """
-
-    sizes: tuple[int, int, int] = 0, 0, 0
-    steps: bool = False
-    known: bool = False
-    number: int = 0
-    first: int = 0
-    looked: int = 0
-    sums: bool = False
+    sizes: tuple[int, int, int] = 0, 0, 0  # of its groups when it was checked
+    steps: bool = False  # whether it steps this model
+    known: bool = False  # whether it is right on pieces
+    number: int = 0  # of its latest step
+    first: int = 0  # of its latest step with parameters new to it
+    looked: int = 0  # of its latest step on pieces
+    sums: bool = False  # whether it has asked for a sum over ranks
 
     @property
     def steps_pieces(self) -> bool:

@@ -38,16 +38,12 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class Shard(NamedTuple):
-    """The shard that a parameter shows.
+    """The shard that a parameter shows."""
 
-    ``owners``: of its pieces; None on a rank that has all. ``unit``: the title of the unit that gathers it.
-    ``part``: which elements of the parameter it has.
-    """
-
-    owners: Owners | None
-    name: str
-    unit: str
-    part: Part
+    owners: Owners | None  # of its pieces; None on a rank that has all
+    name: str  # the parameter's
+    unit: str  # the title of the unit that gathers it
+    part: Part  # which elements of the parameter it has
 
     def piece(self, param: nn.Parameter) -> Tensor:
         """Return the shard that ``param`` shows as a piece, from which no gradient comes back."""
@@ -93,14 +89,11 @@ class _Unlearned(torch.autograd.Function):
 
 
 class Shards:
-    """What the parameters of one model show at rest, and the classes that say so.
-
-    ``in_forward``: whether the root's forward runs. ``work``: what works on shards now, as a backward or an
-    optimizer does. Parameters have their own classes meanwhile.
-    """
+    """What the parameters of one model show at rest, and the classes that say so."""
 
     def __init__(self) -> None:
-        self.in_forward = False
+        self.in_forward = False  # whether the root's forward runs
+        # What works on shards now, such as a backward. Parameters have their own classes meanwhile.
         self.work = set[object]()
         self._by_id: dict[int, Shard] = {}
         self._classes: dict[type, type[nn.Parameter]] = {}

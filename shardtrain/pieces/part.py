@@ -23,17 +23,14 @@ Index = tuple[int, ...]  # one number per dimension
 
 @dataclass(frozen=True)
 class Part:
-    """The elements ``start:stop`` of the tensor ``name``, in the order of ``stride``, which is dense.
-
-    ``whole``: the tensor is never cut, so that its owner may show it in its own shape.
-    """
+    """The elements ``start:stop`` of the tensor ``name``, in the order of ``stride``, which is dense."""
 
     name: str
     shape: Index
     stride: Index
     start: int
     stop: int
-    whole: bool = False
+    whole: bool = False  # whether the tensor is never cut, so that its owner may show it in its own shape
 
     @cached_property
     def numel(self) -> int:

@@ -70,26 +70,18 @@ _NAMES_OF_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_siz
 
 
 class Owners(NamedTuple):
-    """Which part of what a piece is, and the ranks that have the rest.
-
-    ``device``: of norms. ``whole``: each tensor has one owner. ``virtual``: the number of virtual ranks.
-    ``parts``: the virtual ranks whose intervals the piece meets, each with its slice of the piece.
-    ``elements``: what tells which elements a piece has: pieces with equal ones correspond, element by
-    element. ``selected``: by a mask, so that their number is a result, too. ``part``: of the whole tensor,
-    where a piece is one. ``subject``: what the piece is of, in messages. ``waits``: under ``no_sync``: other
-    ranks' gradients are not in it yet.
-    """
+    """Which part of what a piece is, and the ranks that have the rest."""
 
     channel: ReferenceType[Channel]  # weak, so that a gradient does not keep a model's threads alive
-    device: torch.device
-    whole: bool = False
-    virtual: int = 0
-    parts: Intervals = ()
-    elements: object = None
-    selected: bool = False
-    part: Part | None = None
-    subject: str = GRADIENT
-    waits: bool = False
+    device: torch.device  # of norms
+    whole: bool = False  # whether each tensor has one owner
+    virtual: int = 0  # the number of virtual ranks
+    parts: Intervals = ()  # virtual ranks whose intervals the piece meets, each with its slice of the piece
+    elements: object = None  # which a piece has: pieces with equal ones correspond, element by element
+    selected: bool = False  # whether a mask has selected them, so that their number is a result, too
+    part: Part | None = None  # of the whole tensor, where a piece is one
+    subject: str = GRADIENT  # what the piece is of, in messages
+    waits: bool = False  # whether `no_sync` holds it back: other ranks' gradients are not in it
 
     @property
     def step(self) -> OptimizerStep | None:
