@@ -48,15 +48,15 @@ class Refusals(Uncopied):
         They ask through any model that contains the module, before they broadcast or replace its parameters.
         """
         frame = sys._getframe(1)
-        while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
+        while frame.f_globals.get("__name__", "") == nn.Module.__module__ and frame.f_back:
             frame = frame.f_back
         caller = frame.f_back
-        if caller and caller.f_globals["__name__"].startswith(_CHECKPOINTING):
+        if caller and caller.f_globals.get("__name__", "").startswith(_CHECKPOINTING):
             raise ValueError(
                 "apply_activation_checkpointing() of a sharded model replaces its units: call it before "
                 "shard() or fully_shard()"
             )
-        if frame.f_globals["__name__"].startswith(_WRAPPERS):
+        if frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
             raise ValueError(
                 "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, "
                 "in DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from "

@@ -114,6 +114,7 @@ def test_one_rank_shows_parameters_in_their_own_shapes() -> None:
     """So that all is right there, rows included."""
     model = shard(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
     assert model.weight.shape == (4, 3, 3, 3)
+    assert len(eval("[*model.parameters()]", {"model": model})) == 2  # as timeit(globals=...) calls it
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
     model(torch.ones(1, 3, 5, 5)).sum().backward()
     assert model.weight.grad.shape == (4, 3, 3, 3)
