@@ -24,10 +24,6 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # dtyp
 MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # of Pillow's images, with 8 bits per channel
 
 
-class WrongItem(WorkerError):
-    """An item that is not as documented."""
-
-
 class Expected(NamedTuple):
     """What all items of a data set have in common."""
 
@@ -71,24 +67,24 @@ class Items(Batches):
         return torch.stack(images), torch.tensor(labels)
 
     def read(self, index: int) -> tuple[Tensor, int]:
-        """Return an image, uint8 [channels, height, width], and its label. Raises WrongItem."""
+        """Return an image, uint8 [channels, height, width], and its label. Raises WorkerError."""
         item = self.pair(index, "(image, label)")
         image = self._pixels(item[0], f"{self.name}: image {index} is")
         label = self._label(item[1], f"{self.name}: the label of image {index} is")
         return image, label
 
     def pair(self, index: int, expected: str) -> Any:
-        """Return an item. Raises WrongItem unless it is a pair."""
+        """Return an item. Raises WorkerError unless it is a pair."""
         item = self.items[index]
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise WrongItem(f"{self.name}: item {index} is a {type(item).__name__}, expected {expected}")
+            raise WorkerError(f"{self.name}: item {index} is a {type(item).__name__}, expected {expected}")
         return item
 
     def _pixels(self, image: Any, subject: str) -> Tensor:
         pixels: Tensor
         if isinstance(image, Image.Image):
             if image.mode not in MODES:
-                raise WrongItem(
+                raise WorkerError(
                     f'{subject} of mode {image.mode}; image.convert("RGB") gives 8 bits per channel'
                 )
             pixels = torch.from_numpy(np.atleast_3d(np.array(self._square(image)))).permute(2, 0, 1)
@@ -98,7 +94,7 @@ class Items(Batches):
             kind = type(image).__name__
             if hasattr(image, "dtype"):
                 kind = f"{image.dtype} {list(image.shape)}"
-            raise WrongItem(
+            raise WorkerError(
                 f"{subject} {kind}, expected uint8 [channels, height, width] or an image of Pillow"
             )
         shape = tuple(pixels.shape)
@@ -107,7 +103,7 @@ class Items(Batches):
             way_out = 'image.convert("RGB") gives three channels'
             if shape[0] == usual[0]:
                 way_out = "data.image_size=N resizes and crops all to N×N"
-            raise WrongItem(
+            raise WorkerError(
                 f"{subject} {list(shape)}, image 0 of the training set is {list(usual)}; {way_out}"
             )
         return pixels
@@ -124,11 +120,11 @@ class Items(Batches):
         try:
             number = operator.index(label)
         except TypeError:
-            raise WrongItem(f"{subject} {label!r}, expected the number of a class") from None
+            raise WorkerError(f"{subject} {label!r}, expected the number of a class") from None
         classes = None if self.expected is None else self.expected.classes
         if number < 0 or (classes is not None and number >= classes):
             last = " or more" if classes is None else f" to {classes - 1}"
-            raise WrongItem(
+            raise WorkerError(
                 f"{subject} {number}, expected 0{last}; an attribute `classes` of the training set names all"
             )
         return number
@@ -153,14 +149,14 @@ class Pairs(Items):
         return f"{len(self)} items, digest of targets {digest_of(self.labels) or 'not known'}"
 
     def tensors(self, index: int) -> list[Tensor]:
-        """Return an input and its target. Raises WrongItem if they are not as those of the first item."""
+        """Return an input and its target. Raises WorkerError if they are not as those of the first item."""
         pair = self.pair(index, "(input, target)")
         try:
             tensors = [*map(torch.as_tensor, pair)]
         except (TypeError, ValueError, RuntimeError) as error:
-            raise WrongItem(f"{self.name}: item {index}: {error}; expected tensors") from None
+            raise WorkerError(f"{self.name}: item {index}: {error}; expected tensors") from None
         if self.kinds not in ("", kinds := _kinds(tensors)):
-            raise WrongItem(
+            raise WorkerError(
                 f"{self.name}: item {index} is {kinds}, the first of the training set {self.kinds}; pad or "
                 "cut all to one shape"
             )

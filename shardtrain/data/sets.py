@@ -36,8 +36,7 @@ STATISTICS = {
 def load(config: Data, allow: Sequence[str] = (), *, all_held_out: bool = False) -> DataSet:
     """Return the data set that the configuration names. ``allow``: packages of `data._target_`.
 
-    With ``all_held_out`` all images are to be scored: `data.validation` divides none of them, and files need
-    no part to train on.
+    With ``all_held_out`` all are scored: `data.validation` divides none, and files need no part to train on.
     """
     data = _read(config, allow, all_held_out)
     limit = config.limit

@@ -1,8 +1,7 @@
 """The signals that stop a run: a scheduler's SIGTERM or SIGUSR1, a terminal's SIGHUP, or Ctrl-C.
 
 During training a signal is only noted. Ranks exchange what they have noted with every step and every batch
-of an evaluation (see `train/saving.py`). So they stop together, with the step saved, whichever rank got the
-signal.
+of an evaluation (see `train/saving.py`). So they stop together, with the step saved, whichever rank got it.
 """
 
 from __future__ import annotations
