@@ -27,7 +27,8 @@ import torch
 
 from shardtrain.comm import hints
 from shardtrain.comm.trace import GRAPH, MOVEMENTS, NOTES, Movement
-from shardtrain.errors import Diverged
+from shardtrain.errors import Diverged as Diverged
+from shardtrain.errors import PeerLost as PeerLost
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
 KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `signals.py`
