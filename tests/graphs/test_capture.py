@@ -29,7 +29,7 @@ from shardtrain.config.errors import UserError
 from shardtrain.graphs.capture import Captured
 from shardtrain.launch.launcher import Context
 from shardtrain.monitor import Monitor
-from shardtrain.train import ways as program
+from shardtrain.train import step_variants as program
 from shardtrain.train.loop import train
 
 import ways
