@@ -78,8 +78,8 @@ def shard(
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it: more memory, one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
-            copy of the parameters between them; ``"auto"`` chooses the latter where it works; or a
-            `Transport`, such as `shardtrain.plan.transport.Simulated` for one rank of an imagined world.
+            copy of the parameters between them; ``"auto"`` chooses the latter where it works. Or a
+            `Transport`, without ``mesh``: `shardtrain.plan.transport.Simulated` is one rank of any world.
         ignored: modules or parameters that are not sharded; they stay replicated and are not reduced.
         conditional: modules that a step may call on some ranks only, such as a tower for images. Neither
             they nor modules inside are units: all ranks gather and reduce them with the unit around them.
@@ -239,6 +239,11 @@ def check(
         raise ValueError(f"precision must be {expected}, got {precision!r}")
     if mesh is not None:
         _check_mesh(mesh)
+        if not isinstance(transport, str):
+            raise ValueError(
+                f"transport={type(transport).__name__}(...) is between the ranks that it was made for, "
+                "whatever mesh= says: leave mesh= out, or name the transport"
+            )
     for name, child in module.named_modules():
         if is_entrance(child):
             raise ValueError(f"{name or type(child).__name__} is sharded already; shard the root once")

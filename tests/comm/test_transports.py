@@ -337,6 +337,10 @@ def test_bad_meshes_and_replicas_that_differ_are_refused() -> None:
         "a 2-D mesh must hold every rank: expected 4 ranks, got 1×2",
         "the ranks of a 2-D mesh must ascend along both dimensions, got [[0, 2], [3, 1]]",
     ]
+    made = comm.open_transport("process_group").transport
+    assert refused(mesh(*HYBRID), transport=made).startswith(
+        "transport=MessagesTransport(...) is between the"
+    )
     odd = nn.Linear(3, 4 if dist.get_rank() == 3 else 5)
     text = raised_soon(ValueError, lambda: shard(odd, mesh=mesh(*HYBRID)))
     assert re.match(r"the model to shard differs.*rank 3 has weight \(4, 3\)", text), text
