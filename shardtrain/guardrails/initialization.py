@@ -55,7 +55,9 @@ class Initialization:
         """Return the methods by which users initialize parameters in ``module``, each on whole ones."""
         if self._params.isdisjoint(module.parameters()):
             return {}
-        methods: dict[str, Callable[..., Any]] = {"apply": self._apply}
+        methods: dict[str, Callable[..., Any]] = {}
+        if type(module).apply is nn.Module.apply:  # another one is the user's, for something else
+            methods["apply"] = self._apply
         for name in _METHODS:
             method = inspect.getattr_static(type(module), name, None)
             if callable(method) and not isinstance(method, staticmethod | classmethod):

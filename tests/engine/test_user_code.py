@@ -583,6 +583,8 @@ def test_apply_asks_for_the_class_that_users_know(units: Any) -> None:
     assert "_shardtrain" not in type(model).__name__
     with pytest.raises(ValueError, match="copy"):
         copy.deepcopy(model)
+    users = type("Users", (nn.Linear,), {"apply": lambda self, x: self(x)})
+    assert shard(users(3, 4)).apply(torch.ones(2, 3)).shape == (2, 4)
 
 
 @each_rank(2)
