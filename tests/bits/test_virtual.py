@@ -45,9 +45,7 @@ class Net(nn.Module):
 
 
 def digest(tensors: Any) -> str:
-    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()[
-        :12
-    ]
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def steps(bf16: bool = False, replicate: int = 0, on_hosts: bool = False, **options: Any) -> list[Any]:
