@@ -309,5 +309,5 @@ def photographs(
             resize=resize,
             interpolation=config.interpolation,
         ),
-        notes=tuple(warnings_of_grey(train, *(() if val is None else (val,)))),
+        notes=tuple(warnings_of_grey(*filter(None, (train, val, test)))),
     )

@@ -64,12 +64,17 @@ def test_every_beginning_of_a_stratified_order_has_about_the_same_part_of_each_c
 
 def test_a_table_has_a_split_of_its_own_and_numbers_for_labels(tmp_path: Path) -> None:
     rows = ["0.png,10,train", "1.png,9,train", " 2.png , 9 , val", '"3.png","10",test']
-    found = data.load(write_table(tmp_path, "\n".join(["image, label, split", *rows])))
+    config = write_table(tmp_path, "\n".join(["image, label, split", *rows]))
+    found = data.load(config)
     assert found.classes == ("9", "10")
     assert found.counts == {"train": {"9": 1, "10": 1}, "val": {"9": 1, "10": 0}, "test": {"9": 0, "10": 1}}
     assert found.test is not None
     assert found.test[[0]][0].unique().tolist() == [30]
     assert found.notes == ()
+    Image.fromarray(np.full((9, 9), 4095, np.uint16)).save(tmp_path / "3.png")
+    assert (
+        data.load(config).notes[0].startswith("warning: 1 of 1 16-bit grey images that were looked at have")
+    )
     found = data.load(write_table(tmp_path, "split,label,image\ntest,1,0.png\ntrain,1,1.png"))
     assert "no row has split=val, so those of split=test decide the best step" in found.notes[0]
     assert (len(found.val), found.test) == (1, None)  # what is not trained on is what training is judged by
