@@ -6,6 +6,7 @@ posts the options that have changed since the step before, one line each, and a 
 
 from __future__ import annotations
 
+import numbers
 import zlib
 from collections.abc import Iterator
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 _NOT_COMPARED = ("params", "param_names")
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (numbers.Number, str, type(None))  # NumPy's numbers, too
 _LONGEST = 60  # characters of a line that the guard's errors show
 
 
@@ -63,11 +64,11 @@ def _lines_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 def _text(value: Any) -> str:
     """Return ``value`` as a text that is the same on all ranks; of other objects than numbers their class."""
     if isinstance(value, _PLAIN):
-        return repr(value)
+        return str(value)
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        return repr(value.item())  # on an accelerator the host would wait for it in each step
+        return str(value.item())  # on an accelerator the host would wait for it in each step
     return type(value).__name__
 
 

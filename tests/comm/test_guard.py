@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,7 +148,7 @@ def in_the_second_group(optimizer: torch.optim.Optimizer) -> None:
 
 def a_number_of_its_own(optimizer: torch.optim.Optimizer) -> None:
     """Such as D-Adaptation's d, which sums over what a rank holds."""
-    optimizer.param_groups[0]["d"] = 1e-6 * (1 + dist.get_rank())
+    optimizer.param_groups[0]["d"] = np.float32(1 + dist.get_rank())
 
 
 DIFFERENCES: dict[str, tuple[Any, Any, str, str]] = {
@@ -163,7 +164,7 @@ DIFFERENCES: dict[str, tuple[Any, Any, str, str]] = {
         "Adam, other",
         "Adam with betas=(0.9, 0.999), (0.9, 0.9)",
     ),
-    "d": (torch.optim.SGD, a_number_of_its_own, "SGD with d=1e-06, None", "SGD with d=2e-06, None"),
+    "d": (torch.optim.SGD, a_number_of_its_own, "SGD with d=1.0, None", "SGD with d=2.0, None"),
 }
 
 
