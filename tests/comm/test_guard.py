@@ -152,18 +152,8 @@ def a_number_of_its_own(optimizer: torch.optim.Optimizer) -> None:
 
 
 DIFFERENCES: dict[str, tuple[Any, Any, str, str]] = {
-    "plateau": (
-        torch.optim.AdamW,
-        on_a_plateau,
-        "AdamW, other options as before",
-        "AdamW with lr=0.025, 0.0025",
-    ),
-    "group": (
-        torch.optim.Adam,
-        in_the_second_group,
-        "Adam, other",
-        "Adam with betas=(0.9, 0.999), (0.9, 0.9)",
-    ),
+    "plateau": (torch.optim.AdamW, on_a_plateau, "AdamW, other options", "AdamW with lr=0.025, 0.0025"),
+    "group": (torch.optim.Adam, in_the_second_group, "Adam, other", "Adam with betas=(0.9, 0.999), (0.9,"),
     "d": (torch.optim.SGD, a_number_of_its_own, "SGD with d=1.0, None", "SGD with d=2.0, None"),
 }
 
