@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_child_in_a_forward_and_between_two_backwards_has_memory_of_its_own() 
 
     def spoil_gradients() -> None:
         for reduction in engine_of(model).driver.reductions.values():
-            for total in reduction._waiting():
+            for total in chain.from_iterable(reduction._sums.values()):
                 for grad in total.grads.values():
                     grad.fill_(7.0)
 
