@@ -1,4 +1,4 @@
-"""Numbers and tables formatted for people."""
+"""Numbers and tables formatted for people, for all rooms of the program, of which this is the lowest."""
 
 from __future__ import annotations
 

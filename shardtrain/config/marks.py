@@ -1,4 +1,4 @@
-"""The comparison of a configuration with another host's or a checkpoint's, by the marks of its keys."""
+"""The comparison of a configuration with another host's or a checkpoint's, by what each key's mark allows."""
 
 from __future__ import annotations
 

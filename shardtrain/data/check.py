@@ -1,4 +1,4 @@
-"""The check that reads every image of a data set once, and lists those that cannot be read."""
+"""The check of `shardtrain.plan … check=true`, which reads each image once, and lists what it cannot read."""
 
 from __future__ import annotations
 

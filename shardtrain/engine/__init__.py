@@ -1,1 +1,1 @@
-"""A step of a sharded model: units, their schedule, and the hooks that drive it."""
+"""A step of a sharded model. Read unit, segment, schedule, gradient, driver, hooks, with docs/engine.md."""

@@ -20,7 +20,7 @@ class Attachment:
         """Hook and mark modules, by `Engine.keep`, `mark`, `extend` and `bind`. `Engine.detach` undoes it."""
 
     def at_rest(self) -> None:
-        """See parameters before a step and in `Engine.require_rest`: users may have changed them."""
+        """See parameters before a forward, and in `Engine.adopt_changes`: users may have changed them."""
 
     def before_forward(self, units: Sequence[Unit]) -> None:
         """See the local shards that ``units`` gather from now on, before any other rank reads them."""
@@ -29,7 +29,7 @@ class Attachment:
         """See the full parameters of ``unit``, which forward computes with now."""
 
     def before_hide(self, units: Iterable[Unit]) -> None:
-        """See the full parameters of ``units`` once more, before these show local shards.
+        """See the full parameters of ``units`` once more, as forward is done with them.
 
         Those that a forward has left whole show them when a state dict or an optimizer's step needs shards.
         """

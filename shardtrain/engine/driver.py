@@ -27,7 +27,7 @@ from shardtrain.engine.segment import ShardedParam
 from shardtrain.engine.unit import Shown, Unit
 from shardtrain.pieces.parameter import Shards
 
-BACKWARD = "backward"  # what works on shards
+BACKWARD = "backward"  # what `work` is told of it
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
 
@@ -45,7 +45,7 @@ class Driver:
         self.schedule: Schedule[Unit] = Schedule(units, self)
         self.schedule.accumulate(unit for unit in units if not unit.options.reduces)
         self.micro_batch = 0  # which of this rank's runs now, if it has virtual ranks
-        self.asked: dict[str, None] = {}  # parameters without a gradient here, of which the device was asked
+        self.asked: dict[str, None] = {}  # parameters without a gradient here: the host asked the device
         # No other rank compares or waits, nor does this one wait for gradients on their way to the host.
         self.is_silent = self.root.channel.silent and not self.root.channel.uploads
         self._has_owners = any(unit.has_owners for unit in units)
@@ -221,7 +221,7 @@ class Driver:
                 schedule.announce(unit)
 
     def end_call(self, unit: Unit, outputs: Sequence[Any], failed: bool) -> None:
-        """Release ``unit`` as one of its modules returns ``outputs``, as `leaves`, or (``failed``) raises."""
+        """Leave ``unit`` as one of its modules returns ``outputs``, as `leaves`, or (``failed``) raises."""
         schedule = self.schedule
         call = schedule.calls.get(unit)
         if call is None:  # an error prevented its begin
@@ -251,7 +251,7 @@ class Driver:
             self.schedule.accumulate(accumulating)
 
     def before_hide(self, units: Iterable[Unit]) -> None:
-        """Have attachments see ``units``, which are about to show local shards."""
+        """Have attachments see ``units``, with which forward is done."""
         for each in self.attachments:
             each.before_hide(units)
 

@@ -45,7 +45,7 @@ class Sum:
         self.segment = segment
         self.like = segment.like_gradient
         self.first = first  # the number of the first micro-batch that has added to it
-        # The flat gradient; None on a single rank, where the first gradients are summed in place.
+        # The flat gradient; None where nothing moves: the first gradients are then summed in place.
         self.full = full
         self.grads: dict[ShardedParam, torch.Tensor] = {}  # the sums, in the parameters' shapes
         self.unknown: set[ShardedParam] = set()  # only another rank may have a gradient of these
@@ -124,7 +124,7 @@ class Sum:
         return Vector(self.full, own_interval, layout, segment.local.dtype, layout.virtual)
 
     def means(self, interval: torch.Tensor) -> list[Mean]:
-        """Return the means that exist, perhaps. ``interval``: this rank's, of the reduced gradient."""
+        """Return the means that may exist. ``interval``: this rank's, of the reduced gradient."""
         means = list[Mean]()
         for member in self.segment.members:
             is_certain = member in self.grads
@@ -149,7 +149,7 @@ class Sum:
 class Reduction:
     """The gradients of one unit until they are reduced.
 
-    Micro-batches with one number (all, without virtual ranks) add to one sum. Others, numbered 0 to 3, are
+    Micro-batches with one number (all, without virtual ranks) add to one sum. With virtual ranks they are
     summed in the tree of ``comm/arithmetic.py``, so that the number of ranks changes no bit. Sums are joined
     once nothing more belongs to them, so that log2 of the number of micro-batches wait at most, and one more
     while a unit adds to it::
@@ -178,7 +178,7 @@ class Reduction:
     def begin_backward(self) -> None:
         """Expect a gradient of every trainable parameter. Drop a waiting one if a user cleared ``.grad``.
 
-        Raises ValueError if a user changed ``.grad`` in another way.
+        Raises ValueError if a user changed ``.grad`` in another way, or at all between virtual ranks.
         """
         self.arrived.clear()
         # What was frozen while its gradient waits is reduced with it.

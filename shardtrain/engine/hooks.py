@@ -1,4 +1,4 @@
-"""The hooks of a sharded module, which drive its units' schedule, and the calls that they are around.
+"""What is around calls of a sharded model's modules, and hooks of autograd: both drive the schedule.
 
 - Each call of a unit's module gathers it before and releases it afterwards, users' hooks included. For the
   root, so does a call of each module that holds a root parameter, so that a child called by itself works.
@@ -224,7 +224,7 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
             driver.end_forward(error is not None)
 
     def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # `unsharded` shows all, so that one rank may compute alone. So does a call of the only unit.
+        # Nothing to gather inside `unsharded`, where one rank may be alone, nor inside the only unit.
         if unit.shown is Shown.PRIVATE or (is_only and unit in driver.schedule.calls):
             return call(*args, **kwargs)
         try:
@@ -242,7 +242,7 @@ def _around_calls(engine: Engine, unit: Unit, is_root: bool) -> Callable[..., An
 class Entrance(Addition):
     """A module whose calls gather its unit.
 
-    ``torch.compile`` breaks the graph here. What `nn.Module.compile` has compiled runs so inside.
+    ``torch.compile`` breaks the graph here. What `nn.Module.compile` has compiled runs compiled inside.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

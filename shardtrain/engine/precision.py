@@ -4,7 +4,7 @@ With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
 
     before forward   each rank casts its shard to bf16 once; the copy serves both gathers
     gather           bf16 moves: half the bytes
-    compute          in bf16; inputs of every unit are cast; normalisation layers stay in fp32
+    compute          in bf16; inputs of every unit are cast; parameters of norms stay in fp32
     reduce           bf16 gradients move and are summed in fp32
     update           fp32 shard, fp32 gradient
 
@@ -31,13 +31,14 @@ NORMS: tuple[type[nn.Module], ...] = (torch_private.NormBase, nn.LayerNorm, nn.G
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes for `shard`, as FSDP2's ``MixedPrecisionPolicy`` does. ``None`` changes nothing.
+    """The dtypes for `shard`, as FSDP2's ``MixedPrecisionPolicy`` has them. ``None`` changes nothing.
 
     ``param``: dtype of parameters while a unit computes and while they are gathered. ``reduce``: dtype of
-    gradients while they are reduced (default: the dtype they are computed in). Sums are taken in fp32 or
-    wider, over NCCL by NCCL. ``output``: dtype of the root's floating-point outputs. ``cast_inputs``: cast
-    floating-point inputs of every unit to ``param``. ``keep``: classes of modules whose own parameters keep
-    their dtype and whose inputs are cast to it. BatchNorm takes inputs in ``param``: its kernels use fp32.
+    gradients while they are reduced (default: the dtype they are computed in). Ranks' are summed in fp32 or
+    wider, over NCCL by NCCL. ``output``: dtype of floating-point outputs, the root's or a unit's own.
+    ``cast_inputs``: cast floating-point inputs of every unit to ``param``. ``keep``: classes of modules whose
+    own parameters keep their dtype and whose inputs are cast to it. BatchNorm takes inputs in ``param``: its
+    kernels use fp32.
 
     Raises ValueError for a dtype that is not floating-point.
     """
@@ -62,7 +63,7 @@ class Precision:
         return self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients computed in ``compute`` are sent and summed."""
+        """Return the dtype in which gradients computed in ``compute`` are kept and sent."""
         if self.reduce is None or not compute.is_floating_point:
             return compute
         return self.reduce

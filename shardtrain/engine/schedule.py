@@ -4,7 +4,7 @@ No tensors: events come in, calls of verbs go out. One step over units ``A B C``
 parameters of no other unit)::
 
     event                  verbs
-    begin                  release all
+    begin                  reshard all
     enter R                gather R, gather A, show R     A followed R in the last forward
     enter A                gather B, show A
     leave A                hide A, release A             both are a `reshard`
@@ -13,9 +13,9 @@ parameters of no other unit)::
     leave R, end_forward                                  a loss may use the root's parameters
     begin_backward
     reach (in C)           show C                         B is gathered
-    reach (in B)           take C, release C, reduce C, gather A, show B
+    reach (in B)           take C, reshard C, reduce C, gather A, show B
     ...
-    end_backward           ..., take R, release R, reduce R, finish all
+    end_backward           ..., take R, reshard R, reduce R, finish all
 
 All ranks must start the same movements in the same order, so what is started depends on calls alone, never on
 which outputs have a gradient on this rank. Forward gathers units in the order in which they are called, and
@@ -32,9 +32,9 @@ through those that it reaches, the latest first.
 Besides the root and units whose call is under way, in forward or backward, at most two units are gathered:
 the last two that forward called, or the next one. If the next call is of the unit that was just called, as in
 ``A A B``, this one stays, too: A and B are gathered between the two calls. The root stays gathered from
-forward to backward, and so do units that return objects, since no node announces their backward. What
+forward to backward, and so do units that return objects or views, whose backward no node announces. What
 backward computes again stays until backward has passed its call. Where units keep their full vectors after
-forward, all are gathered at once. Reductions under way hold at most ``room`` bytes, or one.
+forward, all may be gathered. Reductions under way hold at most ``room`` bytes, or one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Edge(NamedTuple):
 
 @dataclass(eq=False)
 class Forward(Generic[U]):
-    """The announced calls of one forward of the root, in the order in which they ended."""
+    """The announced calls of one forward, the root's or a unit's own, in the order in which they ended."""
 
     calls: list[UnitCall[U]] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class Schedule(Generic[U]):
         self.trains: set[U] = set(units)  # with a parameter that requires a gradient
         self.keeps = {unit for unit in units if unit.keeps}  # these stay gathered after forward
         self.accumulates: frozenset[U] = frozenset()  # the next backward does not reduce these (`no_sync`)
-        self.calls: dict[U, UnitCall[U]] = {}  # calls under way
+        self.calls: dict[U, UnitCall[U]] = {}  # outermost calls under way
         self.gathered: set[U] = set()  # or being gathered
         self.shown: set[U] = set()
         self.prefetched: dict[U, None] = {}  # gathered, and not shown since
@@ -237,7 +237,7 @@ class Schedule(Generic[U]):
         self.calls[unit].announced = True
 
     def leave(self, unit: U, learns: bool, unannounced: bool = False) -> None:
-        """Reshard ``unit`` as a call of it ends, if it is the outermost one.
+        """Reshard, hide or keep ``unit`` as a call of it ends, if it is the outermost one.
 
         ``learns``: a backward may follow. ``unannounced``: perhaps no node announces that it needs the unit.
         """

@@ -1,12 +1,12 @@
 """The segments of a unit: one rank's shard of its parameters (`Segment`), what each shows (`ShardedParam`).
 
 A unit's parameters fall into segments, each of one dtype, one dtype to compute in, one device and one
-``requires_grad``, as `shard` finds them: so a segment that is frozen then enters no reduction while all of it
-stays so. A segment has two or three storages:
+``requires_grad``, as `shard` finds them. One that is frozen enters no reduction. It has up to three storages:
 
 ``local``  this rank's shard: its interval of the flat vector. The optimizer updates it; it is always valid
 ``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
-``full``   the full flat vector in that dtype; a gather fills it from ``wire``, a release empties it
+``full``   the full flat vector in that dtype; a gather fills it from ``wire``, a release empties it. Of ranks
+           that share memory it is one, in which each ``wire`` lies: nothing is filled or emptied
 
 With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device.
 
@@ -15,9 +15,8 @@ shows its shaped view of ``full``. Its ``.grad`` is the user's until a backward 
 Autograd then accumulates one of the full shape, until `Reduction.take`. Parameter objects stay the same: only
 ``.data``, ``.grad`` and the class change, and autograd's version counters do not.
 
-``full`` is one tensor for the life of the segment. Autograd may have saved a parameter or a view of one, such
-as ``weight.t()``. Resizing the storage and filling it again makes both valid again. A new tensor would leave
-the view with stale memory.
+``full`` is one tensor until users convert it. Autograd may have saved a parameter or a view of one, such as
+``weight.t()``. Filling the resized storage again makes both valid; a new tensor would leave stale memory.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class ShardedParam:
 
     ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
     ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
-    ``owners``: of its pieces. ``marks``: whether gradients are pieces; not on a simulated rank, nor on a
+    ``owners``: of its pieces. ``marks``: whether there are such; not on a simulated rank, nor on a
     single one without virtual ranks. ``address``: where ``local_view`` lies.
     """
 
@@ -137,7 +136,7 @@ class ShardedParam:
             )
         return self.part.at_rest(self.part.of(whole))
 
-    # In a step only these write ``.grad``. At a backward's end `set_grad` returns what it has put aside, and
+    # In a step only these write ``.grad``. At a backward's end `set_grad` puts back what was aside, and
     # `give_grad` adds the mean.
 
     def take_grad(self) -> torch.Tensor | None:
@@ -253,7 +252,7 @@ class Segment:
         self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
         self.wire = self.local if channel.uploads else wire  # each upload casts
         self.local.copy_(local)
-        # Of the dtype in which gradients are summed.
+        # Of the dtype in which gradients are kept and sent.
         self.like_gradient = self.local.new_empty(0, dtype=gradient_dtype)
         starts = self.layout.starts  # of any rank's part of any parameter, in the flat vector
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.full.device)

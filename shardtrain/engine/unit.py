@@ -130,7 +130,7 @@ class Unit:
 
     @property
     def holders(self) -> dict[nn.Module, Segment]:
-        """The modules that directly hold parameters of the unit, each with the segment of its last one."""
+        """The modules that directly hold parameters of the unit, each with its last parameter's segment."""
         segments: dict[nn.Module, Segment] = {}
         for segment in self.segments:
             for member in segment.members:
@@ -151,7 +151,7 @@ class Unit:
             self.rest()
 
     def rest(self) -> None:
-        """Let the class of parameters say that they show shards, unless the engine works on them.
+        """Let the class of parameters say that they show shards, unless something works on them.
 
         No other object gives or takes this class.
         """

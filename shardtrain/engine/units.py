@@ -159,7 +159,7 @@ def most_bytes(unit_bytes: int | None, units: UnitChoice, devices: Iterable[torc
 def joined(root: nn.Module, choices: Iterable[Choice], most: int) -> list[Choice]:
     """Join neighbours among ``choices``, the root's first, into units of at most ``most`` bytes.
 
-    Neighbours are next to one another in one container, of one class, and have equal options. A container's
+    Neighbours are successive units in one container, of one class, with equal options. A container's
     modules are mostly called in a row, so that the unit is gathered once for all of them. It is right if they
     are not, only slow: it is gathered for each call.
     """
@@ -206,7 +206,7 @@ def choose_units(root: nn.Module, every_block: bool = False) -> dict[str, nn.Mod
       weights of embeddings elsewhere (``F.linear(x, self.embedding.weight)``);
     - small, at most 64 KiB: it belongs to the root, which is gathered during the entire step. So does all of
       a model of at most 2 MiB. A unit costs 0.2 to 1 ms per step, in which 1 MiB is copied several times.
-      With ``every_block`` it is at most 1/64 of the model, too, which may be of any size.
+      With ``every_block`` it is at most 1/64 of the model, too, whatever the model's size.
 
     This gives one unit per residual block of a ResNet, per encoder block of a ViT or Swin, per layer of a
     DenseNet, per auxiliary head, and per classifier. In a VGG, which has no blocks, each convolution is a

@@ -1,6 +1,6 @@
 """Why a step cannot be captured: what a graph cannot hold is refused by name.
 
-By `capture` where it can be, in warm-up (`watched`), or while the step is recorded (`Operations`,
+`capture` refuses where it can, the rest in warm-up (`watched`), or while the step is recorded (`Operations`,
 `refuse_drawn`). What the step changes of what is fixed is found in ``capture.py``.
 """
 

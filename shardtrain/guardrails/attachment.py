@@ -1,4 +1,4 @@
-"""The moments of a step at which users' code is guarded, each with what notices or refuses there.
+"""`Guardrails`, the `Attachment` that guards against users' code: what it does at each moment of a step.
 
 at rest           users' changes of parameters are adopted or refused; optimizers' steps that raised are ended
 before forward    ranks compare which parameters are frozen, and by which options optimizers have stepped

@@ -1,4 +1,4 @@
-"""What ranks compare of steps of optimizers and averages: lines of class and options, held until a forward.
+"""How optimizers and averages have stepped, in lines of class and options that ranks compare in a forward.
 
 Ranks whose learning rates differ would train one model by several rules. So the first forward after a step
 posts the options that have changed since the step before, one line each, and a digest of all.

@@ -1,4 +1,4 @@
-"""One optimizer step of any sharded model, as the planner takes it; a trainer takes parts of it, too."""
+"""One step of any sharded model, without a trainer: the planner takes `Step`, trainers its parts."""
 
 from __future__ import annotations
 

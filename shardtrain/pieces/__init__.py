@@ -1,1 +1,1 @@
-"""What is right on a rank's shard of a tensor: a class, and the list of functions that it takes."""
+"""What is right on a rank's shard of a tensor: `Piece`, the functions it takes, which elements it has."""

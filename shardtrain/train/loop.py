@@ -1,4 +1,4 @@
-"""A training job, from its configuration to its end: the steps, checkpoints, the run directory."""
+"""A training job put together: start, run directory, monitor, hooks. The loop over steps is in `steps.py`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whole parameters for users: state dicts, and what others may know of a sharded model."""
+"""Whole parameters for users: initial values, state dicts, DCP, what others may know of a sharded model."""
