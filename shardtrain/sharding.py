@@ -139,7 +139,7 @@ def _options_of(
     anchors: Mapping[str, nn.Module], units: UnitChoice, root_options: UnitOptions
 ) -> dict[str, UnitOptions]:
     """Return the options of each unit: those that ``units`` has for it, else the root's."""
-    # `output` of the root's is the root's alone.
+    # The root's `output` is for the root alone: a unit casts its outputs by its own options.
     other_options = replace(root_options, precision=replace(root_options.precision, output=None))
     options = {}
     for name, anchor in anchors.items():

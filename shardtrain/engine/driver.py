@@ -242,7 +242,7 @@ class Driver:
 
     @contextmanager
     def reducing(self, reduces: bool) -> Iterator[None]:
-        """Let all units reduce their gradients inside, or none."""
+        """Have backwards inside the block reduce the gradients of all units, or, by False, of none."""
         accumulating = self.schedule.accumulates
         self.schedule.accumulate(() if reduces else self.units)
         try:

@@ -263,7 +263,7 @@ def _noted(unit: Unit) -> Noted:
 
 
 def _differing(unit: Unit, noted: dict[Unit, Noted]) -> list[ShardedParam]:
-    """Return the parameters of ``unit`` that show something else than was ``noted``."""
+    """Return the parameters of ``unit`` that show other memory, or other values, than ``noted`` has."""
     shows = _noted(unit)
     showed = noted.get(unit, shows)
     if shows == showed:
