@@ -64,7 +64,7 @@ def _lines_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 def _text(value: Any) -> str:
     """Return ``value`` as a text that is the same on all ranks; of other objects than numbers their class."""
     if isinstance(value, _PLAIN):
-        return str(value)
+        return repr(value) if isinstance(value, str) else str(value)
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
